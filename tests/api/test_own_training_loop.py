@@ -207,6 +207,23 @@ def test_what_is_not_accepted_is_replaced_and_counted(tmp_path: Path) -> None:
     assert set(account.dropped) == {"rejected"}
 
 
+def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
+    """A str is the reason why a group is dropped; without one the function of the rollouts decides."""
+
+    def is_answer(*wanted: str):
+        return lambda group: group["ground_truth"][0] in wanted or f"not {wanted[0]}"
+
+    with opened(tmp_path / "run", should_accept=is_answer("3", "4")) as rollouts:
+        assert set(rollouts.prepare_batch(should_accept=is_answer("5"))["ground_truth"]) == {"5"}
+        rollouts.publish()
+        rollouts.submit(OWN[3], should_accept=is_answer("8"))
+        rollouts.submit(OWN[4])
+        rollouts.submit(OWN[1])
+        assert prompts(rollouts.wait(2)) == [OWN[3]["prompt"], OWN[1]["prompt"]]
+        rollouts.publish()
+    assert set(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"not 5", "not 3"}
+
+
 def test_waiting_for_more_than_were_accepted_says_what_became_of_the_others(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2") as rollouts:
         for row in OWN[:2]:
@@ -337,6 +354,10 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
         for count in (0, 1.5, True):
             with pytest.raises(UserError, match="a number of prompt groups"):
                 rollouts.wait(count)
+        with pytest.raises(UserError, match="should_accept is 3"):
+            rollouts.submit(OWN[0], should_accept=3)
+        with pytest.raises(UserError, match="workflow: there are no episodes of several turns"):
+            rollouts.prepare_batch(workflow=object())
         with pytest.raises(UserError, match="has no ref"):
             _ = rollouts.ref
         assert rollouts.stats.enqueued == 0

@@ -19,13 +19,14 @@ from distflow.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from distflow.cluster.own_loop import OwnLoop
     from distflow.data.batch import Batch
     from distflow.launch.local_launcher import Running
     from distflow.runtime.sample_queue.protocol import TrainingStep
     from distflow.runtime.spec import Spec
     from distflow.training.engine import LossFn, Scorer, TrainEngine
 
-ShouldAccept = Callable[["Batch"], bool]
+ShouldAccept = Callable[["Batch"], object]
 
 
 def rollouts(
@@ -41,10 +42,12 @@ def rollouts(
     """Generate and score prompts while your own loop trains: enter it with `with`.
 
     It is the run of `distflow.train` with the same arguments, but you drive the steps. The config applies but for the
-    nodes after the rollout loop, which run only in `Rollouts.train`.
+    nodes after the rollout loop, which run only in `Rollouts.train`. With `trainer.launcher=ray` your loop is in this
+    process, and the engines are in the workers.
     data: rows for `prepare_batch`; without any, prompts come by `submit` alone, and `trainer.total_training_steps` says
     how many steps there are. should_accept: given the batch of a finished group, whether to train on it; a group that
-    is not accepted is dropped as rejected, and another starts. It runs on a thread of its own.
+    is not accepted is dropped as rejected, or for the reason that was returned as a str, and another starts. It runs on
+    a thread of its own.
     Raises UserError or PipelineError for a mistake of the user's.
     """
     inputs, has_data = PythonInputs(data, val_data, reward), True
@@ -63,15 +66,14 @@ def rollouts(
     loaded = read(preset_or_config, overrides, inputs, resume)
     if not is_rl(loaded.config):
         raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
-    if loaded.config.trainer.launcher != "local":
-        raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
-    frees = loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
+    trainer, frees = loaded.config.trainer, loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
+    if trainer.launcher == "slurm" or trainer.max_restarts:
+        raise UserError(
+            "a loop of your own is started by you: leave trainer.max_restarts and trainer.launcher=slurm out"
+        )
     if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
         raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): distflow.train alone frees it")
-    if should_accept is not None and not callable(should_accept):
-        raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
-    if inspect.iscoroutinefunction(should_accept):
-        raise UserError("should_accept is an async function, whose result would never be awaited: make it a plain one")
+    _check_should_accept(should_accept)
     return Rollouts(loaded, inputs, should_accept, has_data=has_data)
 
 
@@ -105,25 +107,26 @@ class Rollouts:
         self.config: Config = loaded.config
         self._loaded, self._inputs, self._should_accept, self._has_data = loaded, inputs, should_accept, has_data
         self._stack = ExitStack()
-        self._running: Running | None = None
+        self._running: Running | OwnLoop | None = None
         self._parts: list[TrainingStep[Batch]] = []  # of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
         self._num_submitted = 0
 
     def __enter__(self) -> "Rollouts":
         """Build engines and reward processes, send the first weights. Raises as `distflow.train`."""
-        from distflow.launch.data_sets import OwnRows
+        from distflow.cluster.ray_entry import open_ray
         from distflow.launch.local_launcher import open_local
-        from distflow.runtime.user_calls.sync_calls import Callbacks
 
         if self._running is not None:
             raise UserError("these rollouts are entered already")
         with ExitStack() as stack:
             stack.enter_context(claimed_for_a_run(self.config.trainer.run_dir))
-            spec = self._spec()
-            self._pipeline, self._rows = spec.pipeline(), OwnRows(spec.rows)
-            self._spec_entered = spec = replace(spec, rows=self._rows)
-            self._running = stack.enter_context(open_local(spec, say, Callbacks()))
+            self._spec_entered = spec = self._spec()
+            self._pipeline = spec.pipeline()
+            if self.config.trainer.launcher == "ray":
+                self._running = stack.enter_context(open_ray(spec, say))
+            else:
+                self._running = stack.enter_context(open_local(spec, say))
             self._stack = stack.pop_all()
         return self
 
@@ -131,31 +134,37 @@ class Rollouts:
         self._running = None
         self._stack.__exit__(*exception)
 
-    def prepare_batch(self, timeout: float | None = None) -> "Batch | None":
+    def prepare_batch(
+        self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: object = None
+    ) -> "Batch | None":
         """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None
         where the run has had all its steps, or the data have ended; the last batch may be smaller.
 
-        timeout: in seconds. Raises TimeoutError, and nothing is lost; NothingToWaitFor where `publish` or `resume` must
-        come first; and whatever ended the rollouts.
+        timeout: in seconds. should_accept: in place of that of `rollouts`, for groups of the data that finish until the
+        next call. Raises TimeoutError, and nothing is lost; NothingToWaitFor where `publish` or `resume` must come
+        first; and whatever ended the rollouts.
         """
+        _check_should_accept(should_accept, workflow)
         if not self._has_data:
             raise UserError("prepare_batch takes rows of data, and none were given: data=..., or submit and wait")
-        self._entered.intake.open_data()
+        self._entered.intake.open_data(should_accept or self._should_accept)
         return self._take(self.config.data.train_batch_size, timeout)
 
-    def submit(self, row: Mapping[str, object]) -> None:
+    def submit(
+        self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: object = None
+    ) -> None:
         """A prompt of your own, with the columns of a row of data. It starts as soon as staleness allows.
 
+        should_accept: for its group, in place of that of `rollouts`.
         Raises UserError for a row that cannot be used, and where data.domains share out every step.
         """
         from distflow.launch.data_sets import encode_row
 
+        _check_should_accept(should_accept, workflow)
         self._refuse_domains("submit")
-        running = self._entered
-        tokenizer = running.worker.resources.tokenizer
-        encoded = encode_row(row, self._num_submitted + 1, self.config, self._pipeline, tokenizer)
+        encoded = encode_row(row, self._num_submitted + 1, self.config, self._pipeline, self.tokenizer)
         self._num_submitted += 1
-        running.intake.offer(lambda number: self._rows.add(number, encoded))
+        self._entered.intake.offer(encoded, should_accept or self._should_accept)
 
     def wait(self, count: int, timeout: float | None = None) -> "Batch":
         """The next `count` finished groups, in the order in which they were submitted.
@@ -246,7 +255,7 @@ class Rollouts:
 
     @property
     def actor(self) -> "TrainEngine":
-        """The policy's train engine."""
+        """The policy's train engine; over Ray its `forward` and `train_step`."""
         return cast("TrainEngine", _CheckedEngine(self, "actor", self._engine("actor")))
 
     @property
@@ -269,14 +278,16 @@ class Rollouts:
         return Run(self.config.trainer.run_dir)
 
     @property
-    def _entered(self) -> "Running":
+    def _entered(self) -> "Running | OwnLoop":
         if self._running is None:
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
         return self._running
 
     def _spec(self) -> "Spec":
         """The spec of the run, without audits: it is not known how the user's loop trains."""
-        from distflow.launch.select_pipeline import accepting
+        from distflow.launch.select_pipeline import for_own_loop
+        from distflow.launch.spec_settings import make_plan
+        from distflow.runtime.sample_queue.submitted_rows import Submissions
 
         spec = make_spec_of(self._inputs, self._loaded)
         if not self._has_data:
@@ -285,7 +296,7 @@ class Rollouts:
             spec = replace(spec, description={**spec.description, "data": "prompts that a loop submits"})
         spec = replace(spec, options=replace(spec.options, audit_freq=0))
         self.config = spec.config
-        return accepting(spec, self._should_accept) if self._should_accept is not None else spec
+        return replace(spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline()))
 
     def _refuse_domains(self, method: str) -> None:
         if self.config.data.domains:
@@ -296,7 +307,7 @@ class Rollouts:
         try:
             part = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
         except KeyboardInterrupt:  # a thread may still wait for this call, and would take groups meant for later
-            running.ports.abort(UserError("a wait for groups was interrupted: leave the rollouts, and enter new ones"))
+            running.intake.fail(UserError("a wait for groups was interrupted: leave the rollouts, and enter new ones"))
             raise
         if part is None:
             return None
@@ -329,12 +340,24 @@ class _CheckedEngine:
     def train_step(self, batch: "Batch", loss_fn: "LossFn") -> dict[str, float]:
         """See `TrainEngine`. Raises TrustError where updates stay not finite."""
         self._rollouts._refuse_while_shared()
-        metrics = self._rollouts._entered.worker.train_step(self._role, self._engine, batch, loss_fn)
+        metrics = self._rollouts._entered.worker.train_step(self._role, batch, loss_fn)
         self._rollouts._updates.append({f"{self._role}/{name}": value for name, value in metrics.items()})
         return metrics
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+
+def _check_should_accept(should_accept: object, workflow: object = None) -> None:
+    if should_accept is not None and not callable(should_accept):
+        raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
+    if inspect.iscoroutinefunction(should_accept):
+        raise UserError("should_accept is an async function, whose result would never be awaited: make it a plain one")
+    if workflow is not None:
+        raise UserError(
+            "workflow: there are no episodes of several turns. Each prompt has rollout.n responses, which the `reward` "
+            "of distflow.rollouts scores: leave workflow out"
+        )
 
 
 def _mean(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The coordinator as a Ray actor. It handles metadata and references alone; samples go from worker to worker."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 
 from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.cluster.sample_queue import GroupRef, to_group
+from distflow.data.prompts import PromptRow
 from distflow.launch.run_setup import Start, begin_ledger
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
@@ -23,6 +25,7 @@ from distflow.runtime.sample_queue.protocol import (
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
+from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.groups import GroupCounts, Version
 
 _PAGE = 64
@@ -50,7 +53,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
-    def __init__(self, spec: Spec, start: Start) -> None:
+    def __init__(self, spec: Spec, start: Start, own_loop: bool = False) -> None:
+        """own_loop: a loop of the user's own in the driver takes the steps, for all ranks."""
         start.join(spec)
         self._messages = MessageQueue()
         coordinator, self._ledger = begin_ledger(spec, start)
@@ -60,15 +64,18 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)
+        dp_groups = [queue_dp_group(spec, each) for each in dp_groups_of(spec.plan)]
         super().__init__(
             coordinator,
             Waits(),
-            [queue_dp_group(spec, dp_group) for dp_group in dp_groups_of(spec.plan)],
+            [DpGroupShares()] if own_loop else dp_groups,
             [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
             queued=queued,
             changed=partial(self._messages.append, "queue"),
             may_be_lost=True,
         )
+        self._num_releases = sum(len(each.shares) for each in dp_groups)
+        coordinator.prompt_groups.data_open = not own_loop  # until the loop asks for some
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
 
     def progress(self) -> Progress:
@@ -96,9 +103,18 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         except Exception as err:  # nobody waits for the reply: the run ends with it
             super().fail(err)
 
-    def take(self, step: int, rank: int) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
+    def submitted_row(self, number: int) -> PromptRow:
+        return self.submissions.row(number)
+
+    def should_accept(self, number: int) -> Any:
+        """A reference to the function of a row's group: modules of the user's are not imported here."""
+        return self.submissions.should_accept(number)
+
+    def take(
+        self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None
+    ) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
         """The step with the first of its groups; `rest` returns the others."""
-        taken = super().take_groups(step, rank)
+        taken = super().take_groups(step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s)
         if taken is None or isinstance(taken, NewWorkers):
             return taken
         if rank == 0:

@@ -12,16 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from distflow.errors import UserError
-from distflow.launch.run_setup import done_before, starting
+from distflow.launch.run_setup import Start, done_before, starting
 from distflow.launch.several_runs import PlannedRun
+from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
+
+if TYPE_CHECKING:
+    from distflow.cluster.own_loop import OwnLoop
+    from distflow.cluster.ray_cluster import Bundle
 
 NEEDED = "needs the extra: pip install 'distflow[ray]'"
 _TOKEN = ".ray-token"
@@ -37,23 +43,50 @@ def launch_ray(
 ) -> Outcome:
     """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
     is not connected to one already."""
+    with _starting(spec, allow_change) as (spec, start):
+        if done := done_before(spec, start, say):
+            return done
+        from distflow.cluster.supervisor import supervise
+
+        with _bundles(spec, start, say) as bundles:
+            return supervise(spec, start, bundles, say, callbacks, ends_process=not embedded)
+
+
+@contextmanager
+def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
+    """The same run, driven by the caller: see `open_local`."""
+    with _starting(spec, ()) as (spec, start):
+        from distflow.cluster.own_loop import OwnLoop, RemoteIntake, TrainingRanks
+        from distflow.cluster.supervisor import RayRun
+
+        with _bundles(spec, start, say) as bundles, RayRun(spec, start, bundles, own_loop=True) as run:
+            with run.driven(run.build(say)) as progress:
+                yield OwnLoop(TrainingRanks(spec, run, progress.version.step), RemoteIntake(run))
+        write_report(spec.run_dir)
+
+
+@contextmanager
+def _starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[tuple[Spec, Start]]:
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
     with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
-        from distflow.cluster.ray_cluster import bundles_of, connect_ray
-        from distflow.cluster.supervisor import supervise
+        yield spec, start
 
-        if done := done_before(spec, start, say):
-            return done
-        start.set_aside(spec, say)
-        needs = spec.options.worker
-        with (
-            connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
-            bundles_of(spec.plan, needs, say, ends) as bundles,
-            reported(spec.run_dir, say),
-        ):
-            return supervise(spec, start, bundles, say, callbacks, ends_process=not embedded)
+
+@contextmanager
+def _bundles(spec: Spec, start: Start, say: Callable[[str], None]) -> "Iterator[dict[int, Bundle]]":
+    """Ray, with a bundle for each node of the run."""
+    from distflow.cluster.ray_cluster import bundles_of, connect_ray
+
+    start.set_aside(spec, say)
+    needs = spec.options.worker
+    with (
+        connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
+        bundles_of(spec.plan, needs, say, ends) as bundles,
+        reported(spec.run_dir, say),
+    ):
+        yield bundles
 
 
 def gpus_of_machines() -> list[int]:

@@ -117,14 +117,15 @@ class MessageQueue:
 class DriverOutput:
     """Passes what workers report to the driver's terminal and to the user's callbacks."""
 
-    def __init__(self, view: TerminalView, caller: Caller) -> None:
-        self._view, self._caller = view, caller
+    def __init__(self, view: TerminalView, caller: Caller, waits_s: float = 2 * _LOOKS_EVERY_S) -> None:
+        """waits_s: for the next report."""
+        self._view, self._caller, self._waits_s = view, caller, waits_s
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
         """Show what has been reported since, or is within a moment. Raises WorkerDied where the coordinator is gone."""
         self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
-        if not last and not ray.wait([self._asked], timeout=2 * _LOOKS_EVERY_S)[0]:
+        if not last and not ray.wait([self._asked], timeout=self._waits_s)[0]:
             return  # whether it responds at all, its heartbeat reports
         asked, self._asked = self._asked, None
         messages: list[Message] = reply_of(asked, COORDINATOR)

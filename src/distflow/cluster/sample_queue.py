@@ -2,6 +2,7 @@
 object store, as plain buffers of their columns; the coordinator has references to them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -67,12 +68,14 @@ class RaySampleQueue:
         waits: Waits,
         stop: Stop,
         ready: "Future[None] | None" = None,
+        wait: Callable[[Any], Any] = reply,
     ) -> None:
         """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
         the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
-        where it has them from the start. stop: wanted by all ranks from the release of the same step on."""
+        where it has them from the start. stop: wanted by all ranks from the release of the same step on. wait: returns
+        the coordinator's reply."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
-        self._stop, self._ready = stop, ready
+        self._stop, self._ready, self._reply = stop, ready, wait
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
@@ -109,20 +112,20 @@ class RaySampleQueue:
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
-        """Whole steps only. Groups that were lost with a worker are generated again."""
-        assert wanted is None and deadline is None, "a user's own loop runs in one process"
+        """Groups that were lost with a worker are generated again."""
         while True:
+            timeout_s = None if deadline is None else deadline - time.monotonic()
             with self._waits("training", f"step {step + 1}", on="rollout"):
-                taken = reply(self._coordinator.take.remote(step, self._first + rank))
+                taken = self._reply(self._coordinator.take.remote(step, self._first + rank, wanted, timeout_s))
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
             groups = [*taken.batch]
-            while more := reply(self._coordinator.rest.remote(self._first + rank)):
+            while more := self._reply(self._coordinator.rest.remote(self._first + rank)):
                 groups += more
             fault_injection.reach("queue.taken")
             batch, lost = _read(taken, groups)
             with self._waits("training", f"step {step + 1}", on="other ranks"):
-                whole = reply(self._coordinator.read.remote(step, self._first + rank, lost))
+                whole = self._reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)

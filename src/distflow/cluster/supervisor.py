@@ -1,9 +1,10 @@
 """The supervisor of a Ray run: starts its actors, one worker a device, watches them, kills them, starts them again."""
 
 import secrets
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,8 +41,9 @@ _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, me
 class RayRun(AbstractContextManager["RayRun"]):
     """A context manager: starts the actors of a run in the bundles of their nodes, and kills them when it exits."""
 
-    def __init__(self, spec: Spec, start: Start, bundles: Mapping[int, Bundle]) -> None:
-        self._spec, self._start, self._bundles = spec, start, bundles
+    def __init__(self, spec: Spec, start: Start, bundles: Mapping[int, Bundle], own_loop: bool = False) -> None:
+        """own_loop: see `driven`."""
+        self._spec, self._start, self._bundles, self._own_loop = spec, start, bundles, own_loop
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
@@ -49,22 +51,22 @@ class RayRun(AbstractContextManager["RayRun"]):
         self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
-        self._coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start)
+        self.coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start, own_loop)
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
         self._workers: list[Any] = [self._start_worker(place) for place in places]
-        self._training_ranks = places[0].trainers
-        self._leader = self._training_ranks[0]
-        self._services = {actor_calls.COORDINATOR: self._coordinator}
+        self.training_ranks = places[0].trainers
+        self._leader = self.training_ranks[0]
+        self._services = {actor_calls.COORDINATOR: self.coordinator}
         if self._exchange is not None:
             self._services[actor_calls.EXCHANGE] = self._exchange
-        self._blame = Blame(self._spec, self._workers, self._training_ranks, self._services)
-        others = {rank: places[rank] for rank in places[0].generators if rank not in self._training_ranks}
-        self._others = Replacements(others, self._start_worker, self._coordinator, self._workers[self._leader])
+        self._blame = Blame(self._spec, self._workers, self.training_ranks, self._services)
+        others = {rank: places[rank] for rank in places[0].generators if rank not in self.training_ranks}
+        self._others = Replacements(others, self._start_worker, self.coordinator, self._workers[self._leader])
         self._deaths = DeathWatch(self._reward_actors)
         numbered = {actor_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
         self._heartbeat = actor_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
-        self.finished, self.stop = False, StopRequest(lambda name: None)
+        self.finished, self._steps, self.stop = False, 0, StopRequest(lambda name: None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
@@ -105,46 +107,97 @@ class RayRun(AbstractContextManager["RayRun"]):
 
         def asked_to_stop(name: str) -> None:
             view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
-            self._coordinator.stop.remote()
+            self.coordinator.stop.remote()
 
         self.stop = StopRequest(asked_to_stop, ends_process=ends_process)
         with self.stop, with_resume_hint(self._spec):
-            running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
-            still_training = set(self._training_ranks)
-            steps = 0
             try:
-                while still_training:
-                    output.show(self._coordinator)
-                    self._look_after()
-                    done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
-                    for ref in done:
-                        rank = running.pop(ref)
-                        outcome = self._blame.outcome(ref, rank)
-                        if isinstance(outcome, int):
-                            steps = max(steps, outcome)
-                        elif not isinstance(outcome, WorkerDied):
-                            if cause := self._blame.cause_of(outcome, running):
-                                raise cause from outcome
-                            raise outcome
-                        elif rank not in self._others.places:
-                            raise outcome
-                        else:
-                            self._heartbeat.forget(rank)
-                            self._others.begin(rank, str(outcome))
-                        still_training.discard(rank)
-                    for rank, worker in self._others.ready().items():
-                        self._workers[rank] = worker
-                        self._heartbeat.follow(rank, worker)
-                        running[self._run(rank, differences)] = rank
-                        self._others.connect(rank, worker)
-                self._end(running)
-                output.show(self._coordinator, last=True)
+                for _ in self._rounds(differences, output):
+                    pass
             finally:
                 view.close()
-        return steps
+        return self._steps
+
+    @contextmanager
+    def driven(self, differences: list[str]) -> Iterator[Progress]:
+        """Inside, a loop of the user's own drives the training ranks by `call`, and supervises while it waits. An error
+        there waits for a checkpoint that is being written, and for nothing else."""
+        everyone: dict[int, Sequence[Any]] = dict.fromkeys(self.training_ranks, ())
+        progress, options = self._progress(), self._spec.options
+        view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
+        output = DriverOutput(view, Caller(Callbacks(), print), waits_s=0.0)
+        self._supervision, has_ended = self._rounds(differences, output), False
+        try:
+            next(self._supervision)
+            self.call("finish_saving", everyone)  # replies once all have started
+            yield progress
+            self.call("leave", everyone)
+            for _ in self._supervision:
+                time.sleep(_LOOKS_EVERY_S)
+            has_ended = True
+        except WorkerDied:
+            has_ended = True
+            raise
+        finally:
+            if not has_ended:  # by an error of the user's, or Ctrl-C
+                saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
+                ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
+            view.close()
+
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """The replies of training ranks to a call of `RankCalls`, by rank. Raises what the first that failed raised."""
+        refs = {self._workers[rank].call.remote(name, *own): rank for rank, own in arguments.items()}
+        return dict(zip(refs.values(), self.replies(refs), strict=True))
+
+    def replies(self, refs: Mapping[Any, int]) -> list[Any]:
+        """Of actors, while the run is supervised. refs: with the number of each. Raises WorkerDied, and what an actor
+        raised."""
+        waiting = list(refs)
+        with with_resume_hint(self._spec):
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOKS_EVERY_S)
+                for ref in done:
+                    try:
+                        actor_calls.reply(ref)
+                    except RayActorError as err:
+                        raise self._blame.died(refs[ref], "while the loop waited for it", err) from err
+                next(self._supervision, None)
+        return ray.get(list(refs))
+
+    def _rounds(self, differences: list[str], output: DriverOutput) -> Iterator[None]:
+        """Supervise to the end of the run, with a pause after each look."""
+        running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
+        still_training = set(self.training_ranks)
+        while still_training:
+            output.show(self.coordinator)
+            self._look_after()
+            done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+            for ref in done:
+                rank = running.pop(ref)
+                outcome = self._blame.outcome(ref, rank)
+                if isinstance(outcome, int):
+                    self._steps = max(self._steps, outcome)
+                elif not isinstance(outcome, WorkerDied):
+                    if cause := self._blame.cause_of(outcome, running):
+                        raise cause from outcome
+                    raise outcome
+                elif rank not in self._others.places:
+                    raise outcome
+                else:
+                    self._heartbeat.forget(rank)
+                    self._others.begin(rank, str(outcome))
+                still_training.discard(rank)
+            for rank, worker in self._others.ready().items():
+                self._workers[rank] = worker
+                self._heartbeat.follow(rank, worker)
+                running[self._run(rank, differences)] = rank
+                self._others.connect(rank, worker)
+            yield
+        self._end(running)
+        output.show(self.coordinator, last=True)
 
     def _progress(self) -> Progress:
-        progress: Progress = actor_calls.reply_of(self._coordinator.progress.remote(), actor_calls.COORDINATOR)
+        progress: Progress = actor_calls.reply_of(self.coordinator.progress.remote(), actor_calls.COORDINATOR)
         return progress
 
     def _start_worker(self, place: Place) -> Any:
@@ -160,19 +213,19 @@ class RayRun(AbstractContextManager["RayRun"]):
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
-            .remote(spec, start, place, self._coordinator, self._meeting, self._exchange, self._reward_actors)
+            .remote(spec, start, place, self.coordinator, self._meeting, self._exchange, self._reward_actors)
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
         others = {each: self._workers[each] for each in self._others.places} if rank == self._leader else {}
-        return self._workers[rank].run.remote(differences, others)
+        return self._workers[rank].run.remote(differences, others, self._own_loop)
 
     def _end(self, running: Mapping[Any, int]) -> None:
         """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""
         generating = list[int]()
         with suppress(WorkerDied):
             generating = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
-        self._coordinator.close.remote()
+        self.coordinator.close.remote()
         for ref, rank in running.items():
             can_be_replaced = rank in self._others.places
             if can_be_replaced and rank not in generating:

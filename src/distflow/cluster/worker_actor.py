@@ -13,6 +13,7 @@ from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.process_groups import Collectives
+from distflow.cluster.rank_calls import RankCalls, with_submissions
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.weights_to_workers import RolloutWorkers
@@ -27,7 +28,6 @@ from distflow.runtime.rank_info import Place, kept_share, own_device
 from distflow.runtime.recorder import Recorder, ReportingProcess
 from distflow.runtime.resources import build_resources
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs
 
@@ -69,6 +69,7 @@ class WorkerActor:
         self._ports = WorkerPorts(spec, place, coordinator, exchange)
         self._recorder: Future[Recorder] = Future()
         self._worker: Future[Worker] = Future()
+        self._calls = RankCalls()
 
     def build(self) -> BuildReport:
         """Build engines and services. Raises UserError."""
@@ -84,11 +85,14 @@ class WorkerActor:
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.num_parameters)
 
-    def run(self, differences: list[str], others: Mapping[int, Any]) -> int:
+    def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.
 
         differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
+        own_loop: a training rank carries out what is called by `call`.
         """
+        if own_loop:
+            self._spec = with_submissions(self._spec, self._coordinator)
         spec, place, checkpoint = self._spec, self._place, self._start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(checkpoint, self._resources) if checkpoint else {}
@@ -123,13 +127,18 @@ class WorkerActor:
                 set_generators(checkpoint, spec.options.seed, place.part)
                 self._worker.set_result(worker)
                 with self._ports.short_errors(are_reported=True):
-                    steps = worker.training_loop() if place.dp_group else worker.serve()
+                    trains = partial(self._calls.serve, worker) if own_loop else worker.training_loop
+                    steps = trains() if place.dp_group else worker.serve()
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
                 done, planned = ended.version.step, ended.total_steps
                 note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
         send.flush()
         return steps
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A call of the driver's loop: see `RankCalls`."""
+        return self._calls.call(name, *arguments)
 
     def receive(self, *bucket: Any) -> str | None:
         return self._ports.incoming_weights.receive(*bucket)
@@ -161,5 +170,6 @@ class WorkerActor:
         """Append the stacks of all threads of this process."""
         write_stacks(path)
 
-    def validate(self, step: int, part: int, num_parts: int) -> ValidationResults:
+    def validate(self, step: int, part: int, num_parts: int) -> Any:
+        """The results of a part of the validation prompts."""
         return self._worker.result().validation.validate_part(step, part, num_parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -241,31 +241,6 @@ def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
     """The domain's setting of that name, or that of the group `common` where the domain has none."""
     value = getattr(config.data.domains.get(domain), name, None)
     return getattr(common, name) if value is None else value
-
-
-class OwnRows(Sequence[PromptRow]):
-    """The rows of a data set, followed by submitted rows, which its length does not count. A row that is added on one
-    thread may be read on another."""
-
-    def __init__(self, rows: Sequence[PromptRow]) -> None:
-        self._rows = rows
-        self._own: dict[int, PromptRow] = {}
-
-    def add(self, number: int, row: PromptRow) -> None:
-        """number: from the length on."""
-        self._own[number] = replace(row, index=number)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, int) and index >= len(self._rows):
-            return self._own[index]
-        return self._rows[index]
 
 
 def encode_row(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from distflow.data.batch import Batch
 from distflow.launch import run_setup
 from distflow.launch.build_worker import build_worker
+from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
@@ -50,11 +51,11 @@ def launch_local(
 
 
 @contextmanager
-def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
+def open_local(spec: Spec, say: Callable[[str], None]) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
     never = nullcontext(StopRequest(lambda name: None))
     with run_setup.starting(spec, ()) as start:
-        with _running(_build(spec, start, say), callbacks, lambda recorder: never, own_loop=True) as running:
+        with _running(_build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True) as running:
             yield running
         write_report(spec.run_dir)
 
@@ -119,7 +120,10 @@ def _running(
             if checkpoint:
                 run_setup.note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
-            coordinator.prompt_groups.data_open = not own_loop
+            if own_loop:
+                assert isinstance(ports.queue, LocalSampleQueue), "the queue is of this process"
+                coordinator.prompt_groups.data_open = False
+                spec = for_own_loop(spec, ports.queue.submissions)
             version = coordinator.version
             worker = build_worker(
                 WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, version, checkpoint)

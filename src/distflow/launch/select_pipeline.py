@@ -12,7 +12,6 @@ from distflow.algorithms.objective import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config
 from distflow.config.derived_settings import CUSTOM, pipeline_name
-from distflow.data.batch import Batch
 from distflow.data.prompts import PROMPT_FIELDS
 from distflow.errors import UserError
 from distflow.graph import (
@@ -31,11 +30,12 @@ from distflow.import_target import LoadError, load_function, load_modules, requi
 from distflow.launch.hardware import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old
-from distflow.pipelines.nodes.rollout import REJECTED, load_responses
+from distflow.pipelines.nodes.rollout import drop_unless, load_responses
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
-from distflow.planning.plan import plan_local
 from distflow.runtime.node_errors import is_ours
+from distflow.runtime.prompt_group import Group
+from distflow.runtime.sample_queue.submitted_rows import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 
 _WRITERS = {
@@ -135,19 +135,6 @@ def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
 
 
-def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
-    """The same run, with this node after all others of the rollout loop. It cannot be sent to another process."""
-
-    def accept(batch: Batch) -> Drop | None:
-        return None if should_accept(batch) else Drop(REJECTED)
-
-    graph = select_pipeline(spec.config).copy()
-    before = tuple(node.node_id for node in spec.pipeline().rollout_nodes)
-    graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
-    pipeline = bound(graph, spec.config)
-    return replace(spec, pipeline=lambda: pipeline, plan=plan_local(pipeline, spec.plan.ranks[0].device))
-
-
 def bind(config: Config) -> BoundPipeline:
     """The pipeline of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
     return bound(select_pipeline(config), config)
@@ -158,6 +145,21 @@ def rebuild(config: Config) -> BoundPipeline:
     make_process_ready(config)
     import_user_modules(config)
     return bind(config)
+
+
+def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
+    """The spec of a worker for a user's own loop: with the rows that it submits, and a node after all others of the
+    rollout loop that asks the `should_accept` of each group."""
+
+    def accept(group: Group) -> Drop | None:
+        should_accept = submissions.should_accept(group.prompt_group.row)
+        return None if should_accept is None else drop_unless(should_accept(group.batch()))
+
+    before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)
+    graph = select_pipeline(spec.config).copy()
+    graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
+    pipeline = bound(graph, spec.config)
+    return replace(spec, rows=WithSubmitted(spec.rows, submissions), pipeline=lambda: pipeline)
 
 
 def import_user_modules(config: Config) -> None:

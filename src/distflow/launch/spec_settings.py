@@ -34,7 +34,7 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
     """The spec without what needs the data. num_rows: by domain, as `data_plan` takes them. Raises UserError naming the
     key."""
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
-    data, plan = data_plan(config, num_rows), _plan(config, pipeline)
+    data, plan = data_plan(config, num_rows), make_plan(config, pipeline)
     return partial(
         Spec,
         config=config,
@@ -51,7 +51,8 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
     )
 
 
-def _plan(config: Config, pipeline: BoundPipeline) -> Plan:
+def make_plan(config: Config, pipeline: BoundPipeline) -> Plan:
+    """Which worker runs which nodes. Raises UserError naming the key."""
     device = choose_device(config)
     refuse_offload_here(config, device)
     if config.trainer.launcher == "local":

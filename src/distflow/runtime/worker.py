@@ -2,11 +2,11 @@
 loop on the main thread."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from distflow.data.batch import Batch
 from distflow.rewards.score import RewardCounts
@@ -20,7 +20,9 @@ from distflow.runtime.weight_sync.sender import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
 from distflow.scheduling.groups import Version
 from distflow.scheduling.sample_queue import Exhausted
-from distflow.training.engine import LossFn, TrainEngine
+from distflow.training.engine import LossFn
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -68,7 +70,7 @@ class Worker:
             self._parts.auditor.loop_begins()
         while not self._stop.wanted:
             step = self.take()
-            rewards = self.reward_metrics(step)
+            rewards = self.reward_metrics(step.reward_counts if step is not None else RewardCounts())
             if step is None:
                 self._end(self.step)
                 break
@@ -98,24 +100,41 @@ class Worker:
                 self._parts.offload.only(())
                 take = partial(self._ports.queue.take, self.step, self._rank, wanted, deadline)
                 while isinstance(step := self._parts.services.wait_for(take), NewWorkers):
-                    self._parts.weight_sync.send_to_new_workers(self.step)
+                    self.send_to_new_workers()
         except Exhausted:
             self.reward_metrics()  # which may be why
             raise
         if step is not None:
-            engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
-            with self._recorder.phases("check"):
-                self._parts.checks.step_taken(step.batch, self.step, engine_version)
-            with self._recorder.phases("audit"):
-                self._parts.auditor.step_taken(self.step, step.group_ids, step.batch, engine_version)
+            self.check_taken(step.group_ids, step.batch)
         return step
 
-    def reward_metrics(self, step: TrainingStep[Batch] | None = None) -> dict[str, float]:
-        """Metrics of the reward calls of all workers since the last call. Raises TooManyErrors, on every rank."""
+    def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
+        """Check this rank's part of a step that was taken. group_ids: of all ranks."""
+        engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
         with self._recorder.phases("check"):
-            own = RewardCounts.joined(
-                [self._parts.reward_counts(), *([step.reward_counts] if step is not None else [])]
-            )
+            self._parts.checks.step_taken(batch, self.step, engine_version)
+        with self._recorder.phases("audit"):
+            self._parts.auditor.step_taken(self.step, group_ids, batch, engine_version)
+
+    def wait_for_call(self, blocking: Callable[[], T]) -> T:
+        """Wait for a call of the user's own loop, while the engine of this worker generates."""
+        self._parts.offload.only(())
+        with self._recorder.phases("rollout"):
+            return self._parts.services.wait_for(blocking)
+
+    def send_to_new_workers(self) -> None:
+        """See `NewWorkers`."""
+        self._parts.weight_sync.send_to_new_workers(self.step)
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is being written is whole."""
+        self._parts.saver.finish()
+
+    def reward_metrics(self, others: RewardCounts = RewardCounts()) -> dict[str, float]:  # noqa: B008  immutable
+        """Metrics of the reward calls of all workers since the last call. others: of workers that do not train, for one
+        of the ranks. Raises TooManyErrors, on every rank."""
+        with self._recorder.phases("check"):
+            own = RewardCounts.joined([self._parts.reward_counts(), others])
             every = RewardCounts.joined(self._ports.collective.gather(own))
             return {**self._parts.errors.step(every, self.step + 1), **every.counts}
 
@@ -128,8 +147,14 @@ class Worker:
             step.measured.append(measured)
         return step.batch, self._measured(step)
 
-    def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
+    def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        """Outputs of an engine outside of the nodes: see `Scorer.forward`."""
+        self._parts.offload.only((role,))
+        return cast(Batch, getattr(self.resources, role).forward(batch, outputs))
+
+    def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
+        engine = self.resources.trained()[role]
         self._parts.offload.only((role,))
         with self._recorder.phases(f"update_{role}"):
             metrics = engine.train_step(batch, self._parts.updates.before(engine, batch, loss))

@@ -114,11 +114,12 @@ class DomainQueue:
             self._change(number, state=GroupState.TRAINING)
         self.formed += tuple(numbers)
 
-    def untake(self) -> None:
-        for number in self.formed:
+    def untake(self, numbers: Collection[int]) -> None:
+        for number in set(self.formed).intersection(numbers):
             self._change(number, state=GroupState.QUEUED)
             self._enter(number)
-        self.formed, self.num_unfilled = (), 0
+        self.formed = tuple(number for number in self.formed if number not in numbers)
+        self.num_unfilled = 0
 
     def consume(self, step: int) -> None:
         """Forget the groups of a consumed step."""

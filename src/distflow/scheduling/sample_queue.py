@@ -1,6 +1,6 @@
 """The sample queue: holds prompt groups from their issue to the step that consumes them, and forms the steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -219,10 +219,10 @@ class SampleQueue:
             queue.take(sorted(numbers))
         return tuple(sorted(number for numbers in parts for number in numbers))
 
-    def untake(self) -> None:
-        """Put the groups that the next step has taken back."""
+    def untake(self, numbers: Collection[int] | None = None) -> None:
+        """Put these of the groups that the next step has taken back, or all."""
         for queue in self.domain_queues.values():
-            queue.untake()
+            queue.untake(queue.formed if numbers is None else numbers)
 
     def num_owed(self) -> int:
         """Groups that the next step must still take so that none of the remaining ones gets too old."""

@@ -140,6 +140,30 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     assert ends == [len(parts[0].group_ids)] * 2
 
 
+def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_parts_before_it() -> None:
+    shared = Shared(may_be_lost=True)
+    for worker in (0, 1):
+        for prompt_group in shared.prompt_groups(worker):
+            shared.put(prompt_group)
+
+    def part(wanted: int) -> tuple[int, ...]:
+        found = shared.queue.take_groups(0, 0, wanted)
+        assert isinstance(found, TrainingStep)
+        return found.own
+
+    first = part(1)
+    assert shared.queue.read(0, 0, [])
+    lost = part(2)
+    assert not shared.queue.read(0, 0, lost[:1])
+    assert shared.coordinator.queue.num_taken == 1
+    for worker in (0, 1):
+        for prompt_group in shared.prompt_groups(worker):
+            shared.put(prompt_group)
+    again = part(2)
+    assert shared.queue.read(0, 0, []) and not {*first} & {*again}
+    assert shared.coordinator.queue.num_taken == 3 and again == lost
+
+
 def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
@@ -160,6 +184,17 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
     SharedSampleQueue[str](counted, Waits(), queued=queued)
     assert counted.queue.untaken == numbers[:-1] and counted.checked_counts().running == 1
     assert [prompt_group.group_id for prompt_group in counted.take_groups()][0] == numbers[-1]
+
+
+def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them() -> None:
+    shared = Shared()
+    for worker in (0, 1):
+        for prompt_group in shared.prompt_groups(worker):
+            shared.put(prompt_group)
+    assert isinstance(shared.queue.take_groups(0, 0, 1), TrainingStep)
+    shared.queue.announce_new_workers()
+    assert isinstance(shared.queue.take_groups(0, 0, 1), NewWorkers)
+    assert isinstance(shared.queue.take_groups(0, 0, 1), TrainingStep)
 
 
 def test_a_worker_that_comes_gets_no_group_before_it_asks() -> None:

@@ -209,9 +209,13 @@ def filter_groups(config: Config) -> Callable[..., object]:
 
     @wraps(function)
     def accept(*columns: object, **named: object) -> Drop | None:
-        answer = function(*columns, **named)
-        if isinstance(answer, str):
-            return Drop(answer)
-        return None if answer is None or bool(answer) else Drop(REJECTED)
+        return drop_unless(function(*columns, **named))
 
     return accept
+
+
+def drop_unless(accepted: object) -> Drop | None:
+    """accepted: the result of a `should_accept`. A str is the reason for which it does not accept the group."""
+    if isinstance(accepted, str):
+        return Drop(accepted)
+    return None if accepted is None or bool(accepted) else Drop(REJECTED)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
@@ -25,6 +26,7 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.rollout_workers import RolloutWorker, RolloutWorkers
+from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
@@ -93,6 +95,7 @@ class SharedSampleQueue(Generic[T]):
         for number in coordinator.queue.untaken:
             if number not in self._groups:
                 coordinator.lose(number)
+        self._num_releases = self._num_ranks  # of a step
         # One lock guards the coordinator, the groups, and all below. Trainers and rollout workers wait on separate
         # conditions: each of the latter asks the coordinator when woken, which does not concern the former.
         lock = threading.RLock()
@@ -106,7 +109,7 @@ class SharedSampleQueue(Generic[T]):
         self._num_waiting = 0  # trainers inside `take_groups`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
-        self._paused = False
+        self._paused, self.submissions = False, Submissions()
         self._stopping = False
         self._parts: dict[int, TrainingStep[Sequence[T]]] = {}  # by rank
         self._reading = _Reading[T]() if may_be_lost else None
@@ -211,7 +214,7 @@ class SharedSampleQueue(Generic[T]):
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._must_hear_of_new_workers(rank):
+                if self._must_hear_of_new_workers(rank, in_parts=wanted is not None):
                     return NewWorkers()
                 if rank in self._parts:
                     return self._parts.pop(rank)
@@ -250,7 +253,7 @@ class SharedSampleQueue(Generic[T]):
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         with self._lock:
             self._released_by.add(rank)
-            if len(self._released_by) == self._num_ranks:
+            if len(self._released_by) == self._num_releases:
                 coordinator = self._coordinator
                 try:
                     version = coordinator.release(step, sent_weights)
@@ -280,17 +283,17 @@ class SharedSampleQueue(Generic[T]):
         assert self._resume_point is not None, "no step was taken since the last release"
         return self._resume_point
 
-    def open_data(self) -> None:
-        """From now on groups of the data set start whenever there is capacity."""
+    def open_data(self, should_accept: ShouldAccept | None) -> None:
+        """From now on groups of the data set start whenever there is capacity. should_accept: of those that finish from
+        now on."""
         with self._lock:
-            self._coordinator.prompt_groups.data_open = True
+            self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, should_accept
         self._wake()
 
-    def offer(self, keep: Callable[[int], None]) -> None:
-        """A row of the caller's own waits for capacity. keep: called with the number by which its group will name it,
-        before anybody can look it up."""
+    def offer(self, row: PromptRow, should_accept: ShouldAccept | None) -> None:
+        """A row of the caller's own waits for capacity. should_accept: of its group."""
         with self._lock:
-            keep(self._coordinator.offer())
+            self.submissions.add(self._coordinator.offer(), row, should_accept)
         self._wake()
 
     def pause(self, paused: bool) -> None:
@@ -337,9 +340,9 @@ class SharedSampleQueue(Generic[T]):
     def _is_over(self, worker: int) -> bool:
         return self._failure is not None or self._workers.is_gone(worker)
 
-    def _must_hear_of_new_workers(self, rank: int) -> bool:
-        """Whether this rank is to be informed of new workers now. Inside the lock."""
-        if self._new_workers_wait and self._divided_step < self._coordinator.step:
+    def _must_hear_of_new_workers(self, rank: int, in_parts: bool) -> bool:
+        """Whether this rank is to be informed of new workers now. in_parts: also within a step. Inside the lock."""
+        if self._new_workers_wait and (in_parts or self._divided_step < self._coordinator.step):
             self._new_workers_wait, self._uninformed_ranks = False, set(range(self._num_ranks))
         uninformed = rank in self._uninformed_ranks
         self._uninformed_ranks.discard(rank)
@@ -378,7 +381,7 @@ class SharedSampleQueue(Generic[T]):
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """All ranks have reported. Inside the lock."""
         if not reading.whole:
-            self._coordinator.queue.untake()
+            self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
             for number, group in reading.groups.items():

@@ -1,0 +1,161 @@
+"""`distflow.rollouts` over a real Ray: the numbers of one process, the same bounds, and nothing left behind."""
+
+import runpy
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+import distflow
+from distflow.algorithms.objective import PolicyObjective
+from distflow.data.batch import Batch
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
+from distflow.runtime.fault_injection import Fault
+from distflow.runtime.sample_queue.protocol import NothingToWaitFor
+from tests.api.small import ROWS
+from tests.api.test_own_training_loop import OWN, interrupt_once_it_waits, learn, opened, prompts
+from tests.cluster.distance import distance
+from tests.cluster.test_async import ages
+from tests.cluster.test_faults import workers
+from tests.cluster.test_supervisor import TIMES
+from tests.ledger_audit import verify
+from tests.patience import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
+
+ROOT = Path(__file__).parents[2]
+TWO = {"trainer__launcher": "ray", "trainer__n_gpus_per_node": 2}
+APART = {"trainer__launcher": "ray", "trainer__allocation": "embedded[rollout]:d1+torch[actor]:d1"}
+
+
+def asleep(solution_str: str) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+class ReadsNothing(PolicyObjective):
+    """A loss that reads a column that is not there."""
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"tokens": float(batch["nothing"].sum())}
+
+
+def areal(folder: Path, *overrides: str) -> distflow.Run:
+    """The example, three steps of it."""
+    main = runpy.run_path(str(ROOT / "examples" / "areal_gsm8k_grpo.py"))["main"]
+    keys = ("total_training_steps=3", "save_freq=3", "test_freq=-1", "num_threads=1", f"default_local_dir={folder}")
+    data = ("data.train_batch_size=4", "data.max_response_length=8")
+    return main(*data, *(f"trainer.{key}" for key in keys), *overrides)
+
+
+def figures(run: distflow.Run) -> list[Mapping[str, float]]:
+    return [record.values for record in read_metrics(run.folder) if record.kind == "train"]
+
+
+def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    alone = areal(tmp_path / "alone")
+    two = areal(tmp_path / "two", "trainer.launcher=ray", "trainer.n_gpus_per_node=2")
+    for here, there in zip(figures(two), figures(alone), strict=True):
+        wanted = {name: value for name, value in there.items() if not name.startswith(TIMES)}
+        assert {name: here.get(name) for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    ours, theirs = (CheckpointStore(run.folder / "checkpoints").load(3).load("actor") for run in (two, alone))
+    names = [name for name in theirs if name.startswith("model.")]
+    assert distance({name: ours[name] for name in names}, {name: theirs[name] for name in names}) < 1e-6
+    assert verify(two.folder / "ledger.jsonl") == verify(alone.folder / "ledger.jsonl")
+
+
+def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
+    """Groups of three steps start with the first weights, on a worker of their own."""
+    oldest = []
+    with opened(tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=5, **APART) as rollouts:
+        while batch := rollouts.prepare_batch():
+            versions = batch.flat("versions")
+            oldest.append(rollouts.version - int(versions[versions >= 0].min()))
+            rollouts.train(batch)
+            rollouts.publish()
+        assert (rollouts.stats.submitted, rollouts.stats.accepted, rollouts.stats.rejected) == (10, 10, 0)
+    assert len(oldest) == 5 and max(oldest) <= 2
+    assert max(ages(rollouts.run)) == 2
+    assert verify(tmp_path / "run" / "ledger.jsonl").consumed == 10
+
+
+def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(tmp_path: Path) -> None:
+    """Two ranks generate and train. A batch has fewer groups than ranks, or is taken in parts."""
+
+    def never(group: Batch) -> str:
+        return "unwanted"
+
+    with opened(tmp_path / "run", None, async__max_staleness=1, **TWO) as rollouts:
+        for number, row in enumerate(OWN[:5]):
+            rollouts.submit(row, should_accept=never if number == 1 else None)
+        first = rollouts.wait(1)
+        learn(rollouts, first)
+        second = rollouts.wait(1)
+        learn(rollouts, second)
+        rollouts.publish()
+        batch = rollouts.wait(2)
+        taken = [*prompts(first), *prompts(second), *prompts(batch)]
+        assert taken == sorted(taken) == [row["prompt"] for row in (OWN[0], *OWN[2:5])]
+        assert set(first["ground_truth"]) == {OWN[0]["answer"]} and len(batch) == 4
+        with pytest.raises(NothingToWaitFor, match="dropped so far: 1 unwanted"):
+            rollouts.wait(1)
+        with pytest.raises(KeyError, match="the batch has no column 'nothing'"):
+            rollouts.actor.train_step(batch, ReadsNothing())
+        rollouts.train(batch)
+        assert "actor/grad_norm" in rollouts.publish(), "the loop goes on after an error of the loss"
+    assert dict(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"unwanted": 1}
+
+
+def test_an_error_of_the_loop_ends_all_processes_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    seen = []
+    with opened(tmp_path / "run", **TWO) as rollouts:
+        seen += prompts(rollouts.prepare_batch())
+        rollouts.publish()
+    wait_until(lambda: not workers(), "the workers have ended", within_s=30)
+    assert rollouts.run.status == "finished", "leaving early is no failure"
+    with pytest.raises(ZeroDivisionError), opened(tmp_path / "run", **TWO) as rollouts:
+        seen += prompts(rollouts.prepare_batch())
+        rollouts.publish()
+        raise ZeroDivisionError("of the user's")
+    wait_until(lambda: not workers(), "the workers have ended", within_s=30)
+    assert rollouts.run.status == "failed"
+    assert "ZeroDivisionError: of the user's" in [row["message"] for row in rollouts.run.events("error")]
+    with opened(tmp_path / "run", trainer__launcher="local") as rollouts:
+        assert rollouts.version == 2
+        while batch := rollouts.prepare_batch():
+            seen += prompts(batch)
+            rollouts.publish()
+    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), "one process goes on where two workers ended"
+    verify(tmp_path / "run" / "ledger.jsonl")
+
+
+def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
+    interrupt = threading.Thread(target=interrupt_once_it_waits)
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "run", None, reward=asleep, **APART) as rollouts:
+        rollouts.submit(OWN[0])
+        interrupt.start()
+        rollouts.wait(1)
+    wait_until(lambda: not workers(), "the workers have ended", within_s=30)
+    assert rollouts.run.status == "failed"
+
+
+@pytest.mark.faults
+def test_a_rollout_worker_that_dies_is_replaced_within_a_step(tmp_path: Path, plan: Callable[..., None]) -> None:
+    plan(Fault("queue.put", rank=0, call=2))
+    with opened(tmp_path / "run", **APART) as rollouts:
+        rollouts.submit(OWN[0])
+        first = prompts(rollouts.wait(1))
+        rollouts.submit(OWN[1])
+        assert [*first, *prompts(rollouts.wait(1))] == [OWN[0]["prompt"], OWN[1]["prompt"]]
+        rollouts.publish()
+        while batch := rollouts.prepare_batch():
+            rollouts.train(batch)
+            rollouts.publish()
+    assert "worker 0 runs again" in [row["message"] for row in rollouts.run.events("warning")]
+    assert verify(tmp_path / "run" / "ledger.jsonl").consumed == 8
