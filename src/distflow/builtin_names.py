@@ -369,6 +369,8 @@ LAUNCHERS: dict[str, Entry] = {
 }
 GPUS_OF_CLUSTER = "distflow.cluster.ray_entry:gpus_of_machines"
 """What counts the GPUs that workers of the launcher `ray` may have."""
+SEVERAL_RUNS = "distflow.cluster.ray_entry:launch_several"
+"""What starts several runs side by side, with that launcher."""
 
 HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 """The id of a data set on the hub, with its configuration and split."""

@@ -257,6 +257,7 @@ OF_RAY = {
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.allocation",
+    "trainer.devices",
     "trainer.worker_cpus",
     "trainer.worker_memory_mb",
     "trainer.worker_env",

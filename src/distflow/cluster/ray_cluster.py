@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 from ray._private import services
-from ray._raylet import PlacementGroupID
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
@@ -153,7 +152,7 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     as `reserve` does."""
     nodes = sorted({rank.node for rank in plan.ranks})
     if shared := os.environ.get(SHARED_BUNDLES):
-        group = PlacementGroup(PlacementGroupID(bytes.fromhex(shared)))
+        group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(shared)))
         yield {node: Bundle(group, node) for node in nodes}
         return
     with reserve(plan, each, say, ends) as group:

@@ -59,9 +59,12 @@ def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
         from distflow.cluster.own_loop import OwnLoop, RemoteIntake, TrainingRanks
         from distflow.cluster.supervisor import RayRun
 
-        with _bundles(spec, start, say) as bundles, RayRun(spec, start, bundles, own_loop=True) as run:
-            with run.driven(run.build(say)) as progress:
-                yield OwnLoop(TrainingRanks(spec, run, progress.version.step), RemoteIntake(run))
+        with (
+            _bundles(spec, start, say) as bundles,
+            RayRun(spec, start, bundles, own_loop=True) as run,
+            run.driven(run.build(say)) as progress,
+        ):
+            yield OwnLoop(TrainingRanks(spec, run, progress.version.step), RemoteIntake(run))
         write_report(spec.run_dir)
 
 

@@ -2,13 +2,13 @@
 `sft` unless another is named."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.builtin_names import LAUNCHERS
+from distflow.builtin_names import LAUNCHERS, SEVERAL_RUNS
 from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
 from distflow.config.compose.origins import preset_names
 from distflow.errors import UserError, hint
@@ -72,14 +72,14 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
         raise UserError("--resume names the checkpoint of one run: give it as NAME:trainer.resume_mode=PATH")
     check_keys(arguments.allow_change)
     with importing():
-        from distflow.cluster.ray_entry import launch_several
         from distflow.launch.several_runs import plan_runs
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {', '.join(commands)} side by side")
     options = [f"--allow-change={key}" for key in arguments.allow_change]
     options += [f"--resume={arguments.resume}"] if arguments.resume else []
-    return launch_several(plan_runs(commands, say), [*options, *(["--debug"] if arguments.debug else [])], say)
+    options += ["--debug"] if arguments.debug else []
+    return int(cast(Callable[..., int], load(SEVERAL_RUNS))(plan_runs(commands, say), options, say))
 
 
 def _train(arguments: argparse.Namespace, base: str) -> int:

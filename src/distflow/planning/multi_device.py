@@ -40,7 +40,7 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
         check_agreement(allocation, config)
         dp_groups = _allocated(pipeline, allocation)
         shares = [dp_group.num_devices for dp_group in dp_groups]
-        devices = place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load)
+        devices = tuple(place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load))
     else:
         parts = pipeline_parts(pipeline, sizes)
         devices = _devices_of(parts, config)
