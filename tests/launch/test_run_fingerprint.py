@@ -33,7 +33,7 @@ def test_what_was_set_is_told_with_what_was_before_and_where(tmp_path: Path) -> 
     ] * 3
 
 
-def test_without_a_preset_the_defaults_were_before(tmp_path: Path) -> None:
+def test_a_file_without_a_preset_changes_that_which_it_builds_on(tmp_path: Path) -> None:
     (tmp_path / "bare.yaml").write_text("trainer:\n  seed: 4\n")
     preset, found = changes(load_config(str(tmp_path / "bare.yaml"), complete=False))
-    assert preset == "" and [(change["key"], change["now"]) for change in found] == [("trainer.seed", "4")]
+    assert preset == "grpo" and [(change["key"], change["now"]) for change in found] == [("trainer.seed", "4")]

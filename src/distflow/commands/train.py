@@ -60,34 +60,13 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
-    commands = split_configs(arguments.preset, arguments.overrides)
-    return _train(arguments, base) if len(commands) == 1 else _train_several(commands, arguments)
-
-
-def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace) -> int:
-    """The runs of several configs at once, each on its share of the devices."""
-    from distflow.config.derived_settings import check_keys
-
-    if arguments.resume not in (None, "auto", "never"):
-        raise UserError("--resume names the checkpoint of one run: give it as NAME:trainer.resume_mode=PATH")
-    check_keys(arguments.allow_change)
-    with importing():
-        from distflow.launch.several_runs import plan_runs
-
-    say = partial(print, flush=True)
-    say(f"distflow {__version__} · {', '.join(commands)} side by side")
-    options = [f"--allow-change={key}" for key in arguments.allow_change]
-    options += [f"--resume={arguments.resume}"] if arguments.resume else []
-    options += ["--debug"] if arguments.debug else []
-    return int(cast(Callable[..., int], load(SEVERAL_RUNS))(plan_runs(commands, say), options, say))
-
-
-def _train(arguments: argparse.Namespace, base: str) -> int:
     from distflow.config import describe, load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import check_keys, resume_override
     from distflow.observe.writing.folder_lock import claimed
 
+    if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
+        return _train_several(commands, arguments)
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
@@ -111,3 +90,21 @@ def _train(arguments: argparse.Namespace, base: str) -> int:
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")
     print(f"report: {outcome.report}")
     return 0 if outcome.signal is None else exit_status(outcome.signal)
+
+
+def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace) -> int:
+    """The runs of several configs at once, each on its share of the devices."""
+    from distflow.config.derived_settings import check_keys
+
+    if arguments.resume not in (None, "auto", "never"):
+        raise UserError("--resume names the checkpoint of one run: give it as NAME:trainer.resume_mode=PATH")
+    check_keys(arguments.allow_change)
+    with importing():
+        from distflow.launch.several_runs import plan_runs
+
+    say = partial(print, flush=True)
+    say(f"distflow {__version__} · {', '.join(commands)} side by side")
+    options = [f"--allow-change={key}" for key in arguments.allow_change]
+    options += [f"--resume={arguments.resume}"] if arguments.resume else []
+    options += ["--debug"] if arguments.debug else []
+    return int(cast(Callable[..., int], load(SEVERAL_RUNS))(plan_runs(commands, say), options, say))
