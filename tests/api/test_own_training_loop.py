@@ -85,6 +85,7 @@ def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference
 MORE = {"algorithm__filter_groups__oversampling": 1.0}
 
 
+@pytest.mark.slow
 def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resume(tmp_path: Path) -> None:
     settings = {"trainer__save_freq": 2, **MORE}
     theirs = distflow.train(
@@ -326,6 +327,7 @@ def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
     verify(tmp_path / "run" / "ledger.jsonl")
 
 
+@pytest.mark.slow
 def test_leaving_early_is_no_failure_and_the_same_call_goes_on(tmp_path: Path) -> None:
     seen = []
     for _ in range(2):

@@ -482,6 +482,7 @@ def test_texts_to_learn_that_are_not_the_files_are_named(ground: Playground, mon
         fine_tuned(ground, rows, f"text-{list(TEXT_FAULTS).index(name)}")
 
 
+@pytest.mark.slow
 def test_validation_prompts_that_are_trained_on_are_told(ground: Playground) -> None:
     rows = [json.loads(line) for line in (ground.folder / "rows.jsonl").read_text().splitlines()]
     both = ground.folder / "both.jsonl"

@@ -8,6 +8,7 @@ import pytest
 from distflow import cli
 from distflow.observe.reading.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
+from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
 
 CHEAP = ("trust.check_rewards=false", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=4")
@@ -128,7 +129,7 @@ def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
     assert cli.main(["train", "dapo", *keys, "algorithm.filter_groups.metric=score", "trainer.resume_mode=never"]) == 0
 
 
-@pytest.mark.parametrize("builder", ["by_sample", "by_sample_async", "by_batch", "by_node"])
+@pytest.mark.parametrize("builder", one_fast_in(2, ["by_sample", "by_sample_async", "by_batch", "by_node"]))
 def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(ground: Playground, builder: str) -> None:
     keys = [
         key for key in ground.overrides("run", *CHEAP) if not key.startswith(("reward.", "custom_reward_function."))

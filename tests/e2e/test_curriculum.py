@@ -120,6 +120,7 @@ def test_rows_are_passed_over_and_come_back_in_a_resumed_run_too(ground: Playgro
         ground.run("grpo", *moved, "trainer.total_training_steps=9", name="skips_killed")
 
 
+@pytest.mark.slow
 def test_ahead_of_training_a_change_holds_for_tickets_that_were_not_granted(ground: Playground) -> None:
     more = ("async.max_staleness=1", "actor_rollout_ref.actor.policy_loss=decoupled", "data.curriculum.every=2")
     run = ground.run("grpo", *given(ground, *more, "trainer.total_training_steps=6"), name="ahead")

@@ -10,6 +10,7 @@ from distflow.observe.crash_safe_files import read_object
 from tests.e2e.runs import Playground
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 def test_a_resume_where_there_is_no_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ground, name = Playground(tmp_path), build.name()

@@ -14,6 +14,7 @@ from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
 from tests.ledger_audit import verify
+from tests.sparse_params import one_fast_in
 
 __all__ = ["ground"]
 
@@ -66,11 +67,18 @@ def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_tak
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ("actor_rollout_ref.rollout.name=hf",),
-        ("async.max_concurrent_rollouts=1",),
-        ("async.max_concurrent_rollouts=3", "data.train_batch_size=5", "actor_rollout_ref.actor.ppo_mini_batch_size=5"),
-    ],
+    one_fast_in(
+        3,
+        [
+            (
+                "async.max_concurrent_rollouts=3",
+                "data.train_batch_size=5",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+            ),
+            ("async.max_concurrent_rollouts=1",),
+            ("actor_rollout_ref.rollout.name=hf",),
+        ],
+    ),
 )
 def test_each_row_of_each_epoch_is_trained_on(ground: Playground, more: tuple[str, ...]) -> None:
     name = f"epochs{len(more)}{more[0][-2:]}"

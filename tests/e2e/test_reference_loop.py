@@ -56,6 +56,7 @@ def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
     assert_equal_to_reference(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reward", "mini_batch"), one_fast_in(2, [(REWARD, 3), (ERRS, 4)], unpack=True))
 def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
     playground.write_reward(reward)
@@ -65,6 +66,7 @@ def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
     assert max(step["critic/vf_clipfrac"] for step in run.metrics()) > 0
 
 
+@pytest.mark.slow
 def test_a_last_step_that_is_short(tmp_path: Path) -> None:
     run = Playground(tmp_path, num_rows=11).run(*GRPO, *TWICE_HALVED, *RECORDED, *ONE_EPOCH)
     assert len(read_step(run.folder / "tokens" / "000003.safetensors")) == 3 * 4

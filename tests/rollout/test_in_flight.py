@@ -196,6 +196,7 @@ def test_bad_weights_in_flight_disturb_nothing() -> None:
         with_engine(make_engine(model, kv_on_update=kv_on_update), story)
 
 
+@pytest.mark.slow
 def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_weights() -> None:
     """Another thread sends weights, aliases and versions that are too old, while a third looks at the version."""
     served, *models = [model.float() for model in make_models(1) + make_models(4)]

@@ -147,6 +147,7 @@ def test_keys_that_collide_cost_no_time(kind: str) -> None:
     assert time.process_time() - started < 5
 
 
+@pytest.mark.slow
 def test_the_largest_frame_is_read_in_bounded_time() -> None:
     started = time.process_time()
     assert len(from_text("[" + ",".join(["[]"] * (MAX_BYTES // 3)) + "]")) == MAX_BYTES // 3

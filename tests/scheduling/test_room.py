@@ -36,7 +36,7 @@ def plans(draw: st.DrawFn) -> DataPlan:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(plans(), st.integers(1, 10), st.floats(0, 0.8), st.randoms(use_true_random=False))
 def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(plan, size, drops, random) -> None:
     """All groups are of one size, which is known from the first on; they end in any order, or fail, or are lost."""

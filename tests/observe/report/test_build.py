@@ -176,6 +176,7 @@ def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
     assert {group["step"] for group in data["samples"]["groups"]} == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for step in range(120):
