@@ -65,6 +65,7 @@ def test_starts_at_every_half_second_of_another_are_refused_and_leave_nothing(tm
     assert names_in(tmp_path / "run") == names_in(tmp_path / "alone")
 
 
+@pytest.mark.by_hand
 def test_a_start_right_after_a_kill_waits_for_what_is_left_and_ends_as_if_undisturbed(tmp_path: Path) -> None:
     ground, run = playground(tmp_path), tmp_path / "run"
     let_end(ground)

@@ -8,6 +8,7 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.observe.reading.run_reader import read_samples
 from tests.cluster.test_supervisor import check_same_figures
 from tests.e2e.runs import Playground, Run
+from tests.sparse_params import BY_HAND, one_fast_in
 from tests.tiny_models import write_tiny_reward_model
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playgro
     assert losses[3] < losses[0] and found.notes("warning") == []
 
 
-@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+@pytest.mark.parametrize("engine", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
 def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground: Playground, engine: str) -> None:
     folder = write_tiny_reward_model(ground.folder / "judge", "qwen3", seed=7)
     keys = (*STEPS, f"reward_model.model.path={folder}", f"actor_rollout_ref.actor.strategy={engine}")

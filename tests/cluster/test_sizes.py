@@ -103,6 +103,7 @@ def test_a_failure_of_many_words_is_told_by_its_beginning(ground: Playground) ->
     assert {name for name, num_bytes in found.items() if num_bytes > MOST} == set()
 
 
+@pytest.mark.by_hand
 @pytest.mark.faults
 def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_path: Path) -> None:
     """12 groups of 8 MB may be under way before the first step. Ray has 80 MB for objects, and is to move none to the

@@ -276,6 +276,7 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Play
     assert resumed.notes("warning") == []
 
 
+@pytest.mark.by_hand
 def test_engines_that_free_their_memory_while_training_change_no_number_over_two_workers(ground: Playground) -> None:
     """Weights that ranks share are gathered into the memory that the engine allocates again."""
     keys = (*STEPS, *SHARDED, "actor_rollout_ref.model.dtype=bfloat16")

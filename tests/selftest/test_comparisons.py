@@ -153,6 +153,7 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
     assert not (found := killed()).ok and "did not resume from" in found.fault
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize(
