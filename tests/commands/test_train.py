@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.cli import main
 from distflow.commands.train import split_configs
 from distflow.errors import UserError
 from tests.e2e.cli_runs import CliRun
@@ -44,3 +45,11 @@ def test_an_override_of_a_config_that_is_not_there_is_refused() -> None:
 def test_a_checkpoint_cannot_be_that_of_all(tmp_path: Path) -> None:
     run = CliRun(tmp_path / "log", ["train", "grpo", "ppo", "--resume", "somewhere"])
     assert run.status() == 2 and "give it as NAME:trainer.resume_mode=PATH" in run.said()
+
+
+@pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["trainer.seed=2", "a.yaml"]])
+def test_supervised_fine_tuning_takes_one_config(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Several would be trained by `train`, and one that names no preset then as grpo."""
+    assert main(["sft", *words]) == 2
+    said = capsys.readouterr().err
+    assert "distflow sft takes one config" in said and "distflow train" in said

@@ -66,6 +66,8 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     from distflow.observe.writing.folder_lock import claimed
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
+        if base != "grpo":
+            raise UserError(f"distflow sft takes one config, not {', '.join(commands)}: `distflow train` takes several")
         return _train_several(commands, arguments)
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
