@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor. It handles metadata and references alone; samples go from worker to worker."""
+"""The coordinator as an actor. Over Ray it handles metadata and references alone; samples go from worker to worker."""
 
 import time
 from collections.abc import Sequence
@@ -53,8 +53,6 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
-    by_ray = True
-
     def __init__(self, spec: Spec, start: Start, own_loop: bool = False) -> None:
         """own_loop: a loop of the user's own in the driver takes the steps, for all ranks."""
         start.join(spec)
@@ -62,7 +60,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
-            reference, num_bytes = to_group(group.data, self.by_ray)
+            reference, num_bytes = to_group(group.data, spec.config.trainer.launcher != "local")
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)
@@ -146,9 +144,3 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def messages(self, timeout_s: float) -> list[Message]:
         return self._messages.fetch(timeout_s)
-
-
-class CoordinatorWithoutRay(CoordinatorActor):
-    """The same in the process that has started the others, whose calls it gets from sockets."""
-
-    by_ray = False

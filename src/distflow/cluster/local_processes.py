@@ -17,7 +17,7 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from distflow.cluster.actor_calls import STARVED_S, Heartbeat, PeersLate, WorkerDied, hanging
-from distflow.cluster.coordinator_actor import CoordinatorWithoutRay
+from distflow.cluster.coordinator_actor import CoordinatorActor
 from distflow.cluster.peer import Peer
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.reports_to_driver import shown
@@ -88,7 +88,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
 
     def __init__(self, spec: Spec, start: Start) -> None:
         self._spec, self._start, self._meeting = spec, start, new_meeting(spec.run_dir)
-        self.coordinator = CoordinatorWithoutRay(spec, start)
+        self.coordinator = CoordinatorActor(spec, start)
         ranks = spec.plan.ranks
         self._workers = [WorkerProcess(place, ranks[place.rank].device, self.coordinator) for place in places_of(spec)]
         self._calls = {worker.place.rank: worker.calls for worker in self._workers}

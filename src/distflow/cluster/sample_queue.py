@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.cluster.actor_calls import future_of, reply, shortened
+from distflow.cluster.peer import Peer
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.rewards.score import RewardCounts
@@ -70,11 +71,9 @@ def to_batch(groups: Sequence[GroupRef]) -> Batch:
     return gather(parts, rows)
 
 
-class RaySampleQueue:
+class RemoteSampleQueue:
     """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups themselves from worker to
     worker."""
-
-    by_ray = True
 
     def __init__(
         self,
@@ -86,12 +85,13 @@ class RaySampleQueue:
         ready: "Future[None] | None" = None,
         wait: Callable[[Any], Any] = reply,
     ) -> None:
-        """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
-        the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
-        where it has them from the start. stop: wanted by all ranks from the release of the same step on. wait: returns
-        the coordinator's reply."""
+        """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among the rollout
+        workers. first: the number of the first rank of its dp group. ready: set when its engine has weights, before
+        which it asks for no group; None where it has them from the start. stop: wanted by all ranks from the release of
+        the same step on. wait: returns the coordinator's reply."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready, self._reply = stop, ready, wait
+        self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
@@ -109,7 +109,7 @@ class RaySampleQueue:
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         fault_injection.reach("queue.put")
-        reference, num_bytes = to_group(finished.data, self.by_ray)
+        reference, num_bytes = to_group(finished.data, self._by_ray)
         stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
         self._coordinator.end.remote(stored, self._take_reward_counts())
 
@@ -184,12 +184,6 @@ def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -
         except GroupLost:
             lost.append(number)
     return None, lost
-
-
-class SentSampleQueue(RaySampleQueue):
-    """The same without Ray."""
-
-    by_ray = False
 
 
 def _short(failure: Failure | None) -> Failure | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.sample_queue import RaySampleQueue, SentSampleQueue
+from distflow.cluster.sample_queue import RemoteSampleQueue
 from distflow.cluster.weight_pairs import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.runtime.rank_info import Place
@@ -34,7 +34,7 @@ class WorkerPorts:
 
     def build(self, among: Collectives, waits: Waits, rollout_workers: RolloutWorkers | None) -> Ports:
         """rollout_workers: those that only generate, for the leading worker."""
-        place, spec = self._place, self._spec
+        place = self._place
         weights: WeightPort = self.incoming_weights
         ready, reshard = None, None
         if place.dp_group:
@@ -43,19 +43,18 @@ class WorkerPorts:
                 from distflow.cluster.reshard_columns import RayReshard
 
                 reshard = RayReshard(self._exchange, waits)
-        elif "rollout" in spec.plan.ranks[place.rank].engines:
+        elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
-            options = spec.options
-            run_dir, timeout_s = spec.run_dir, options.engine_timeout_s
+            options = self._spec.options
+            run_dir, timeout_s = self._spec.run_dir, options.engine_timeout_s
             carry: Carry = put_in_store
             if options.weight_update_mode == "disk":
                 carry = partial(write_bucket, run_dir)
             elif options.weight_update_mode == "collective":
-                carry = Pairs(run_dir, spec.plan.backends[0], timeout_s, rollout_workers.note)
+                carry = Pairs(run_dir, self._spec.plan.backends[0], timeout_s, rollout_workers.note)
             weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
-        make_queue = SentSampleQueue if spec.config.trainer.launcher == "local" else RaySampleQueue
-        queue = make_queue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
+        queue = RemoteSampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
         return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
 
