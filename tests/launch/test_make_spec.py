@@ -369,19 +369,16 @@ def test_what_workers_of_a_role_cannot_have_is_refused(
         playground.spec("grpo", *keys)
 
 
-@pytest.mark.parametrize(("launcher", "who"), [("ray", "Ray"), ("local", "torch")])
-def test_auto_is_cuda_where_all_workers_can_have_a_gpu(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, launcher: str, who: str
-) -> None:
+def test_auto_is_cuda_where_all_workers_can_have_a_gpu(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this machine, on which a Ray would be started: test_nodes.py asks a cluster."""
-    keys = (f"trainer.launcher={launcher}", "trainer.n_gpus_per_node=2")
+    keys = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2")
     for number, device in ((0, "cpu"), (1, "cpu"), (2, "cuda")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda number=number: number)
         config, spec = playground.spec("grpo", *keys)
         assert {rank.device for rank in spec.plan.ranks} == {device} and spec.facts["device"] == device
     assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
-    with pytest.raises(UserError, match=rf"need 3 GPU\(s\) on 1 machine\(s\), and {who} has 2 GPU\(s\) on 1"):
-        playground.spec("grpo", keys[0], "trainer.n_gpus_per_node=3", "trainer.device=cuda")
+    with pytest.raises(UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\), and Ray has 2 GPU\(s\) on 1"):
+        playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda")
 
 
 def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(playground: Playground) -> None:
