@@ -363,10 +363,12 @@ TRACKERS: dict[str, Tracker] = {
 }
 
 LAUNCHERS: dict[str, Entry] = {
-    "local": Entry("one process, no Ray", "distflow.launch.local_launcher:launch_local"),
+    "local": Entry("one process, or one a device here, no Ray", "distflow.launch.local_launcher:launch_local"),
     "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
     "slurm": Entry("a job of Slurm, over Ray in it", "distflow.cluster.slurm:launch_slurm"),
 }
+SEVERAL_PROCESSES = "distflow.cluster.local_processes:launch_processes"
+"""What starts the processes of the launcher `local`, where they are several."""
 GPUS_OF_CLUSTER = "distflow.cluster.ray_entry:gpus_of_machines"
 """What counts the GPUs that workers of the launcher `ray` may have."""
 SEVERAL_RUNS = "distflow.cluster.ray_entry:launch_several"

@@ -10,6 +10,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.cluster import supervisor
+from distflow.cluster.local_processes import launch_processes
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import TrustError, UserError
 from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
@@ -83,6 +84,14 @@ def check_whole(found: Run, alone: Run) -> None:
 
 def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
     check_whole(two, alone)
+
+
+@pytest.mark.by_hand
+def test_as_many_processes_without_ray_end_with_the_same_bits(ground: Playground, two: Run) -> None:
+    keys = (*STEPS, *validating(ground), "trainer.n_gpus_per_node=2")
+    config, spec = ground.spec("grpo", *keys, name="without_ray")
+    found = Run(ground.folder / "without_ray", config, launch_processes(spec))
+    assert distance(found.weights(4), two.weights(4)) == 0
 
 
 @pytest.mark.parametrize("num_workers", one_fast_in(2, [1, 4], others=BY_HAND))

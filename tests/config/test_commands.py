@@ -15,7 +15,6 @@ ONE_GPU = {
     f"{ROLLOUT}.tensor_model_parallel_size": "leave it at 1",
     f"{ROLLOUT}.name": "choose from embedded, hf",
     f"{REF}.fsdp_config.param_offload": "or remove it",
-    "trainer.n_gpus_per_node": "set trainer.launcher=ray",
 }
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 

@@ -12,7 +12,7 @@ from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.compose.load_config import is_verls
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import is_one_process, is_rl
 from distflow.config.domain_settings import train_files
 from distflow.errors import UserError
 
@@ -71,6 +71,8 @@ def rollouts(
         raise UserError(
             "a loop of your own is started by you: leave trainer.max_restarts and trainer.launcher=slurm out"
         )
+    if trainer.launcher == "local" and not is_one_process(loaded.config):
+        raise UserError("a loop of your own drives several processes over Ray alone: set trainer.launcher=ray")
     if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
         raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): distflow.train alone frees it")
     _check_should_accept(should_accept)

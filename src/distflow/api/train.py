@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, cast
 from distflow import __version__
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, key_of, to_lines
 from distflow.api.load_run import Run
-from distflow.builtin_names import LAUNCHERS
 from distflow.config import ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.origins import base_preset
-from distflow.config.derived_settings import check_keys, resume_override
+from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import global_generators
 from distflow.import_target import load
 from distflow.observe.sanitize import escape_control
@@ -123,7 +122,7 @@ def train(
     check_keys(allow_change)
     with claimed_for_a_run(loaded.config.trainer.run_dir):
         spec = make_spec_of(inputs, loaded)
-        launch = cast("Launch", load(LAUNCHERS[spec.config.trainer.launcher].target))
+        launch = cast("Launch", load(launch_target(spec.config)))
         launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
     run = Run(spec.run_dir)
     for line in run.summary():

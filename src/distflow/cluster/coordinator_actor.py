@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor. It handles metadata and references alone; samples go from worker to worker."""
+"""The coordinator as an actor. Over Ray it handles metadata and references alone; samples go from worker to worker."""
 
 import time
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         coordinator, self._ledger = begin_ledger(spec, start)
         queued: dict[int, FinishedGroup[GroupRef]] = {}
         for number, group in (load_queued(start.checkpoint) if start.checkpoint else {}).items():
-            reference, num_bytes = to_group(group.data)
+            reference, num_bytes = to_group(group.data, spec.config.trainer.launcher != "local")
             queued[number] = group.stored_as(reference)
             if coordinator.queue.holds(number):
                 coordinator.weigh(number, num_bytes)

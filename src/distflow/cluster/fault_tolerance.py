@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,12 +16,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from distflow.cluster.actor_calls import (
     COORDINATOR,
-    ENDS_WITHIN_S,
     STARTS_WITHIN_S,
+    STARVED_S,
     PeersLate,
     WorkerDied,
     WorkerFailed,
     WorkerHangs,
+    future_of,
+    hanging,
     kill,
     name_of,
     reply,
@@ -31,7 +32,7 @@ from distflow.cluster.actor_calls import (
 from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S, Bundle, failed_process, wait_for_room
 from distflow.errors import UserError
-from distflow.launch.run_setup import Start, find_start, open_store
+from distflow.launch.run_setup import DRIVER, Start, find_start, resume_hint
 from distflow.observe.reading.run_reader import read_events
 from distflow.observe.writing.folder_lock import claim_again
 from distflow.observe.writing.run_folder import RunFolder
@@ -42,10 +43,7 @@ from distflow.runtime.spec import Spec
 MOST_DEATHS = 3
 WITHIN_S = 3600.0
 
-_DRIVER = -1  # among the parts of a run's folder
 _DEATH_IS_REPORTED_WITHIN_S = 2.0
-_STARVED_S = 10.0
-"""What a busy machine may need for the same, or to report that others are late as well."""
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
     "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
@@ -94,7 +92,7 @@ class Blame:
             except GetTimeoutError:  # its heartbeat reports it, if it is more than slow
                 continue
         training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
-        within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else _STARVED_S
+        within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else STARVED_S
         until = time.monotonic() + within_s
         while training and time.monotonic() < until:
             done, _ = ray.wait(list(training), timeout=max(until - time.monotonic(), 0.0))
@@ -105,25 +103,9 @@ class Blame:
 
     def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
         """Workers that did not come in time for one that waited; None where they have ended since."""
-        training = [ref for ref, rank in running.items() if rank in self._training_ranks]
-        if not training:
-            return None
-        _, late = ray.wait(training, num_returns=len(training), timeout=_STARVED_S)
-        if not late:
-            return None
-        stacks = self._spec.run_dir / STACKS
-        asked = [self._workers[rank].write_stacks.remote(stacks) for rank in running.values()]
-        asked += [self._workers[running[ref]].where.remote() for ref in late]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
-        places = [
-            f"worker {running[ref]} is {ray.get(where) if where in answered else 'silent'}"
-            for ref, where in zip(late, asked[-len(late) :], strict=True)
-        ]
-        return WorkerHangs(
-            f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
-            f"{self._spec.options.peers_timeout_s:g} s (trainer.peers_timeout_s): a function or a lock that "
-            f"does not end, or a rank with much more to do. Its stacks are in {stacks}."
-        )
+        training = {rank: future_of(ref) for ref, rank in running.items() if rank in self._training_ranks}
+        workers = {rank: self._workers[rank] for rank in running.values()}
+        return hanging(training, workers, self._spec.run_dir / STACKS, self._spec.options.peers_timeout_s)
 
     def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
         """The error to raise for a worker without a process."""
@@ -178,19 +160,7 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
     except WorkerDied as died:
         process = failed_process(or_stopped=True)
         message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
-        store, where = open_store(spec), "the start: there is no checkpoint yet (trainer.save_freq)"
-        if store.exists():
-            where = store.load().path.name
-        raise type(died)(f"{message} The same command resumes from {where}") from died
-
-
-def note_failure(run_dir: Path, error: BaseException) -> None:
-    """Record how the run ended, for workers that were killed before they could."""
-    events = read_events(run_dir)
-    if events and events[-1].kind != "end":
-        with RunFolder(run_dir, events[-1].restart, part=_DRIVER) as folder:
-            folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
-            folder.event("end", "the run failed", status="failed")
+        raise type(died)(f"{message} {resume_hint(spec)}") from died
 
 
 def start_again(
@@ -201,7 +171,7 @@ def start_again(
     message = f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} (trainer.max_restarts)"
     say(message)
     events = read_events(spec.run_dir)
-    with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=_DRIVER) as folder:
+    with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=DRIVER) as folder:
         folder.event("warning", message)
     try:
         wait_for_room(bundles, PLACED_WITHIN_S, say)

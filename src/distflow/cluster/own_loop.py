@@ -11,7 +11,7 @@ import ray
 
 from distflow.cluster.actor_calls import COORDINATOR, WorkerDied
 from distflow.cluster.rank_calls import Part
-from distflow.cluster.sample_queue import RaySampleQueue
+from distflow.cluster.sample_queue import RemoteSampleQueue
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
@@ -59,7 +59,7 @@ class TrainingRanks:
     def __init__(self, spec: Spec, run: RayRun, step: int) -> None:
         """step: consumed in all."""
         self._spec, self._run, self.step, self._has_trained = spec, run, step, False
-        self._queue = RaySampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=partial(_reply, run))
+        self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=partial(_reply, run))
         self._dp_groups, self._reward_counts = dp_groups_of(spec.plan), RewardCounts()
         engines: dict[str, object] = dict.fromkeys(("actor", "critic", "ref"))
         for role in filter(self._having, engines):

@@ -3,6 +3,7 @@ collectives over them."""
 
 import hashlib
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,18 @@ from distflow.training.engine import Collective, OneRank, Plain, Reducible
 def backend_of(plan: Plan) -> str:
     """The argument of `init_process_group`. gloo beside nccl carries host memory, pickled objects among it."""
     return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
+
+
+def new_meeting(run_dir: Path) -> Path:
+    """A file over which the training workers of a start find each other. For the process that holds the folder: it
+    removes those of a start that was killed."""
+    remove_meetings(run_dir)
+    return run_dir / f".meeting-{secrets.token_hex(4)}"
+
+
+def remove_meetings(run_dir: Path) -> None:
+    for left in run_dir.glob(".meeting-*"):
+        left.unlink(missing_ok=True)
 
 
 class ProcessGroups:

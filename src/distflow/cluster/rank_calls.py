@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
-from typing import Any, cast
-
-import ray
+from typing import TYPE_CHECKING, Any, cast
 
 from distflow.cluster.actor_calls import reply, shorten
 from distflow.data.batch import Batch
@@ -20,6 +18,9 @@ from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissio
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
 
+if TYPE_CHECKING:
+    import ray
+
 
 @dataclass(frozen=True)
 class Part:
@@ -29,6 +30,8 @@ class Part:
     rows: Sequence[int]
 
     def batch(self) -> Batch:
+        import ray
+
         return gather([ray.get(self.stored[0])], [(0, row) for row in self.rows])
 
 
@@ -79,6 +82,8 @@ class RemoteSubmissions(Submissions):
     """The coordinator has what the driver's loop submits, and references to its functions."""
 
     def __init__(self, coordinator: Any) -> None:
+        import ray
+
         self._coordinator, self._get = coordinator, lru_cache(ray.get)
 
     def row(self, number: int) -> PromptRow:

@@ -20,10 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as B
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
-from distflow.launch.hardware import worker_cores
-from distflow.planning.plan import Plan, RankPlan, dp_groups_of
-from distflow.planning.threads import share_threads, usable_cores
-from distflow.runtime.rank_info import Home, Place
+from distflow.launch.hardware import check_cores
+from distflow.planning.plan import Plan, RankPlan
+from distflow.planning.threads import usable_cores
 from distflow.runtime.spec import Spec, WorkerNeeds
 
 PLACED_WITHIN_S = 120.0
@@ -31,7 +30,6 @@ _SAYS_AFTER_S = 5.0
 _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
 """Of a worker that has imported everything and holds no model yet."""
-_WORKERS_A_CORE = 4
 _TOKEN_ADVICE = (
     ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds the cluster's "
     "(docs/cluster.md), as it was set for `ray start`"
@@ -204,13 +202,7 @@ def check_room(plan: Plan) -> None:
             f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and RAY_ADDRESS names no "
             "cluster: lower them, or `ray start` on each machine and set it to the head's HOST:PORT"
         )
-    num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
-    if num_workers > _WORKERS_A_CORE * cores:
-        raise UserError(
-            f"the plan is for {num_workers} workers that compute on CPUs, and this machine has {cores} cores, which "
-            f"{_WORKERS_A_CORE * cores} can share at most: lower trainer.n_gpus_per_node or trainer.allocation, or "
-            "name a cluster in RAY_ADDRESS"
-        )
+    check_cores(plan, ", or name a cluster in RAY_ADDRESS")
 
 
 def _check_reachable(address: str) -> None:
@@ -262,19 +254,3 @@ def bound_of(spec: Spec) -> int:
     trainer = spec.config.trainer
     of_devices = len(spec.plan.ranks) / (trainer.nnodes * trainer.n_gpus_per_node)
     return int(_SHARE_OF_STORE * of_devices * min(store for store in stores if store))
-
-
-def places_of(spec: Spec) -> list[Place]:
-    """The place of each worker, by rank. Workers of one machine share its cores."""
-    ranks, dp_groups, home = spec.plan.ranks, dp_groups_of(spec.plan), Home.of_driver()
-    generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
-    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
-    places = []
-    for rank in ranks:
-        cores = worker_cores(spec.config)
-        threads = trainer or cores
-        if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
-            threads = share_threads(cores, trainer, rollout)[0]  # of the training loop: its engine computes meanwhile
-        number = generators.index(rank.rank) if rank.rank in generators else -1
-        places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
-    return places

@@ -5,15 +5,17 @@ import pickle
 import secrets
 import threading
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import ray
-
-from distflow.cluster.actor_calls import COORDINATOR, reply_of, shortened
+from distflow.cluster.actor_calls import COORDINATOR, future_of, reply_of, shortened
 from distflow.observe.writing.terminal import TerminalView
 from distflow.runtime.rank_info import Place
+from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 
 Message = tuple[str, tuple[Any, ...]]
@@ -32,13 +34,13 @@ class MessageSender:
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator, self._sender, self._lock = coordinator, secrets.token_hex(8), threading.Lock()
-        self._num_messages, self._under_way = 0, list[Any]()
+        self._num_messages, self._under_way = 0, set[Future[Any]]()
 
     def __call__(self, method: str, *arguments: Any) -> None:
         with self._lock:
             self._wait(timeout_s=0.0)
             call = self._coordinator.add_message.remote(self._sender, self._num_messages, method, *arguments)
-            self._under_way.append(call)
+            self._under_way.add(future_of(call))
             self._num_messages += 1
 
     def flush(self) -> None:
@@ -47,8 +49,7 @@ class MessageSender:
             self._wait()
 
     def _wait(self, timeout_s: float | None = None) -> None:
-        if self._under_way:
-            _, self._under_way = ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)
+        self._under_way = wait(self._under_way, timeout_s).not_done
 
 
 def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
@@ -114,10 +115,22 @@ class MessageQueue:
             return found
 
 
+@contextmanager
+def shown(
+    spec: Spec, total_steps: int, callbacks: Callbacks, waits_s: float = 2 * _LOOKS_EVERY_S
+) -> "Iterator[DriverOutput]":
+    """For what workers report meanwhile: shows it in this terminal. waits_s: see `DriverOutput`."""
+    view = TerminalView(f"{spec.options.project} / {spec.options.experiment}", total_steps)
+    try:
+        yield DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)), waits_s)
+    finally:
+        view.close()
+
+
 class DriverOutput:
     """Passes what workers report to the driver's terminal and to the user's callbacks."""
 
-    def __init__(self, view: TerminalView, caller: Caller, waits_s: float = 2 * _LOOKS_EVERY_S) -> None:
+    def __init__(self, view: TerminalView, caller: Caller, waits_s: float) -> None:
         """waits_s: for the next report."""
         self._view, self._caller, self._waits_s = view, caller, waits_s
         self._asked: Any = None
@@ -125,10 +138,16 @@ class DriverOutput:
     def show(self, coordinator: Any, last: bool = False) -> None:
         """Show what has been reported since, or is within a moment. Raises WorkerDied where the coordinator is gone."""
         self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
-        if not last and not ray.wait([self._asked], timeout=self._waits_s)[0]:
+        if not last and not wait([future_of(self._asked)], self._waits_s).done:
             return  # whether it responds at all, its heartbeat reports
         asked, self._asked = self._asked, None
-        messages: list[Message] = reply_of(asked, COORDINATOR)
+        self.pass_on(reply_of(asked, COORDINATOR))
+
+    def note_stop(self, name: str) -> None:
+        """name: of the first signal."""
+        self._view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
+
+    def pass_on(self, messages: Sequence[Message]) -> None:
         for method, arguments in messages:
             if method in _CALLBACKS:
                 self._caller.call(method, *arguments)

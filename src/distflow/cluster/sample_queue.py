@@ -1,5 +1,6 @@
-"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor. Groups lie in Ray's
-object store, as plain buffers of their columns; the coordinator has references to them."""
+"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor. Groups are plain
+buffers of their columns. They lie in Ray's object store, and the coordinator has references to them; without Ray it has
+the groups themselves."""
 
 import asyncio
 import time
@@ -9,12 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import ray
-from ray.exceptions import ObjectLostError
-
-from distflow.cluster.actor_calls import reply, shortened
+from distflow.cluster.actor_calls import future_of, reply, shortened
+from distflow.cluster.peer import Peer
 from distflow.data.batch import Batch
-from distflow.data.batch_bytes import gather, to_buffers
+from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.node_errors import Failure
@@ -32,31 +31,47 @@ from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.groups import PromptGroup
 
-GroupRef = tuple["ray.ObjectRef[Any]"]
-"""Of a group's buffers; in a tuple, so that Ray passes the reference and not the object."""
+GroupRef = Any
+"""Ray's reference to a group's buffers, in a tuple, so that Ray does not pass the object; without Ray the buffers."""
 
 
 class GroupLost(RuntimeError):
     """A group is gone with the process that held it in memory."""
 
 
-def to_group(batch: Batch) -> tuple[GroupRef, int]:
-    """Store the group's columns where every process of this machine reads them without a copy; returns their size."""
+def to_group(batch: Batch, by_ray: bool) -> tuple[GroupRef, int]:
+    """Store the group's columns, with Ray where every process of this machine reads them without a copy; returns their
+    size, too."""
     buffers = to_buffers(batch)
-    return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
+    num_bytes = sum(column.nbytes for column in buffers.values())
+    if not by_ray:
+        return buffers, num_bytes
+    import ray
+
+    return (ray.put(buffers),), num_bytes
+
+
+def _fetched(groups: Sequence[GroupRef]) -> Sequence[Buffers]:
+    """Raises GroupLost."""
+    if not isinstance(groups[0], tuple):
+        return groups
+    import ray
+    from ray.exceptions import ObjectLostError
+
+    try:
+        return ray.get([group[0] for group in groups])
+    except ObjectLostError as err:
+        raise GroupLost("a worker that held prompt groups has died") from err
 
 
 def to_batch(groups: Sequence[GroupRef]) -> Batch:
     """The rows of the groups in order. Raises GroupLost."""
-    try:
-        parts = ray.get([group[0] for group in groups])
-    except ObjectLostError as err:
-        raise GroupLost("a worker that held prompt groups has died") from err
+    parts = _fetched(groups)
     rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
     return gather(parts, rows)
 
 
-class RaySampleQueue:
+class RemoteSampleQueue:
     """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups themselves from worker to
     worker."""
 
@@ -70,12 +85,13 @@ class RaySampleQueue:
         ready: "Future[None] | None" = None,
         wait: Callable[[Any], Any] = reply,
     ) -> None:
-        """coordinator: the actor's handle. worker: this one's number among the rollout workers. first: the number of
-        the first rank of its dp group. ready: set when its engine has weights, before which it asks for no group; None
-        where it has them from the start. stop: wanted by all ranks from the release of the same step on. wait: returns
-        the coordinator's reply."""
+        """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among the rollout
+        workers. first: the number of the first rank of its dp group. ready: set when its engine has weights, before
+        which it asks for no group; None where it has them from the start. stop: wanted by all ranks from the release of
+        the same step on. wait: returns the coordinator's reply."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready, self._reply = stop, ready, wait
+        self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # of groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
@@ -85,7 +101,7 @@ class RaySampleQueue:
         while True:
             asked = self._coordinator.wait_for_groups.remote(self._worker, engine_version())
             with self._waits("rollout", "capacity", on="coordinator"):
-                prompt_groups = await asyncio.wrap_future(asked.future())
+                prompt_groups = await asyncio.wrap_future(future_of(asked))
             if prompt_groups is None:
                 return
             if prompt_groups:
@@ -93,7 +109,7 @@ class RaySampleQueue:
 
     def put(self, finished: FinishedGroup[Batch]) -> None:
         fault_injection.reach("queue.put")
-        reference, num_bytes = to_group(finished.data)
+        reference, num_bytes = to_group(finished.data, self._by_ray)
         stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
         self._coordinator.end.remote(stored, self._take_reward_counts())
 
@@ -164,8 +180,8 @@ def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -
     lost = []
     for number, group in zip(taken.own or taken.group_ids[:1], groups, strict=True):
         try:
-            ray.get(group[0])
-        except ObjectLostError:
+            _fetched([group])
+        except GroupLost:
             lost.append(number)
     return None, lost
 

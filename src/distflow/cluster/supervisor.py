@@ -1,8 +1,6 @@
 """The supervisor of a Ray run: starts its actors, one worker a device, watches them, kills them, starts them again."""
 
-import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -15,23 +13,23 @@ from distflow import __version__
 from distflow.cluster import actor_calls
 from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
-from distflow.cluster.fault_tolerance import Blame, Replacements, note_failure, start_again, with_resume_hint
-from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process, places_of
-from distflow.cluster.reports_to_driver import DriverOutput
+from distflow.cluster.fault_tolerance import Blame, Replacements, start_again, with_resume_hint
+from distflow.cluster.process_groups import new_meeting, remove_meetings
+from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process
+from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
-from distflow.cluster.worker_actor import BuildReport, WorkerActor
+from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import UserError
+from distflow.launch.hardware import places_of
 from distflow.launch.make_spec import Say
-from distflow.launch.run_setup import Start, done_before, model_line, outcome_of
+from distflow.launch.run_setup import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
-from distflow.observe.writing.terminal import TerminalView
-from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
-from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
+from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.buckets import remove_weights
 
 _LOOKS_EVERY_S = 0.5
@@ -47,8 +45,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         max_held_bytes, places = bound_of(spec), places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
-        _remove_meetings(spec)  # of a driver that was killed: this process holds the folder
-        self._meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
+        self._meeting = new_meeting(spec.run_dir)
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
         self.coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start, own_loop)
@@ -75,7 +72,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             actor_calls.kill(actor)
         with suppress(OSError, RunFolderError):  # the next start tries again
             wait_for_joined(self._spec.run_dir)
-            _remove_meetings(self._spec)
+            remove_meetings(self._spec.run_dir)
             remove_weights(self._spec.run_dir)
         if error is not None:
             note_failure(self._spec.run_dir, error)
@@ -90,32 +87,20 @@ class RayRun(AbstractContextManager["RayRun"]):
                     f"worker {rank} has distflow {report.version}, and this process {__version__}: install the same on "
                     "every machine"
                 )
-        devices = Counter(report.device for report in reports)
-        say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
-        leader = reports[self._leader]
-        say(model_line(self._spec, leader.num_parameters))
-        facts = {**self._spec.facts, **leader.facts}
-        return check_same_facts(self._start.checkpoint, self._spec, facts) if self._start.checkpoint else []
+        return check_reports(reports, self._leader, self._spec, self._start, say)
 
     def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> int:
         """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
-        options = self._spec.options
-        with with_resume_hint(self._spec):
-            progress = self._progress()
-        view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
-        output = DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)))
+        with with_resume_hint(self._spec), shown(self._spec, self._progress().total_steps, callbacks) as output:
 
-        def asked_to_stop(name: str) -> None:
-            view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
-            self.coordinator.stop.remote()
+            def asked_to_stop(name: str) -> None:
+                output.note_stop(name)
+                self.coordinator.stop.remote()
 
-        self.stop = StopRequest(asked_to_stop, ends_process=ends_process)
-        with self.stop, with_resume_hint(self._spec):
-            try:
+            self.stop = StopRequest(asked_to_stop, ends_process=ends_process)
+            with self.stop:
                 for _ in self._rounds(differences, output):
                     pass
-            finally:
-                view.close()
         return self._steps
 
     @contextmanager
@@ -123,26 +108,24 @@ class RayRun(AbstractContextManager["RayRun"]):
         """Inside, a loop of the user's own drives the training ranks by `call`, and supervises while it waits. An error
         there waits for a checkpoint that is being written, and for nothing else."""
         everyone: dict[int, Sequence[Any]] = dict.fromkeys(self.training_ranks, ())
-        progress, options = self._progress(), self._spec.options
-        view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
-        output = DriverOutput(view, Caller(Callbacks(), print), waits_s=0.0)
-        self._supervision, has_ended = self._rounds(differences, output), False
-        try:
-            next(self._supervision)
-            self.call("finish_saving", everyone)  # replies once all have started
-            yield progress
-            self.call("leave", everyone)
-            for _ in self._supervision:
-                time.sleep(_LOOKS_EVERY_S)
-            has_ended = True
-        except WorkerDied:
-            has_ended = True
-            raise
-        finally:
-            if not has_ended:  # by an error of the user's, or Ctrl-C
-                saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
-                ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
-            view.close()
+        progress, has_ended = self._progress(), False
+        with shown(self._spec, progress.total_steps, Callbacks(), waits_s=0.0) as output:
+            self._supervision = self._rounds(differences, output)
+            try:
+                next(self._supervision)
+                self.call("finish_saving", everyone)  # replies once all have started
+                yield progress
+                self.call("leave", everyone)
+                for _ in self._supervision:
+                    time.sleep(_LOOKS_EVERY_S)
+                has_ended = True
+            except WorkerDied:
+                has_ended = True
+                raise
+            finally:
+                if not has_ended:  # by an error of the user's, or Ctrl-C
+                    saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
+                    ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """The replies of training ranks to a call of `RankCalls`, by rank. Raises what the first that failed raised."""
@@ -296,11 +279,6 @@ def supervise(
             if done := done_before(spec, start, say):
                 return done
     return outcome_of(spec, steps, run.stop.signal, stopped=run.stop.wanted and not run.finished)
-
-
-def _remove_meetings(spec: Spec) -> None:
-    for left in spec.run_dir.glob(".meeting-*"):
-        left.unlink(missing_ok=True)
 
 
 def _check_ray() -> None:

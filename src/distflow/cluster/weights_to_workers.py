@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
-from ray.exceptions import RayActorError
 from torch import Tensor
 
 from distflow.cluster.actor_calls import kill, reply
@@ -22,6 +20,9 @@ from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, hash_of, pack, unpack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused
 from distflow.scheduling.groups import Version
+
+if TYPE_CHECKING:
+    import ray
 
 MAX_SENDS = 3
 """How often a bucket is sent to a worker that rejects it."""
@@ -69,6 +70,9 @@ class RolloutWorkers:
     def replies(self, asked: Mapping[int, Any], what: str, timeout_s: float | None) -> dict[int, Any]:
         """Of those that reply. One that does not within `timeout_s` is killed: it may be between two states. Raises
         what a worker raised."""
+        import ray
+        from ray.exceptions import RayActorError
+
         with self._lock:
             workers = dict(self._workers)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -126,6 +130,8 @@ class InStore:
     ref: "ray.ObjectRef[Packed]"
 
     def get(self) -> list[tuple[str, Tensor]]:
+        import ray
+
         shared = ray.get(self.ref)  # read-only
         return unpack([(name, dtype, shape, values.copy()) for name, dtype, shape, values in shared])
 
@@ -135,6 +141,8 @@ class InStore:
 
 def put_in_store(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InStore]:
     """See `Carry`."""
+    import ray
+
     return dict.fromkeys(to, InStore(ray.put(packed)))
 
 

@@ -1,6 +1,7 @@
-"""A worker as a Ray actor: the process that runs its rank's part of the plan."""
+"""A worker as an actor, of Ray or of the local launcher: the process that runs its rank's part of the plan."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,13 @@ from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.rank_calls import RankCalls, with_submissions
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
-from distflow.cluster.reward_actors import RewardActorPool
 from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_setup import Start, note_end, note_resume, open_store, write_facts
-from distflow.rewards.pool.domain_pools import take_pool
+from distflow.launch.run_setup import Start, model_line, note_end, note_resume, open_store, write_facts
+from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.save_and_restore import restore, set_generators
+from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.rank_info import Place, kept_share, own_device
 from distflow.runtime.recorder import Recorder, ReportingProcess
@@ -40,6 +40,18 @@ class BuildReport:
     device: str
     facts: dict[str, object]
     num_parameters: int
+
+
+def check_reports(
+    reports: Sequence[BuildReport], leader: int, spec: Spec, start: Start, say: Callable[[str], None]
+) -> list[str]:
+    """Say what all workers have built; returns the harmless differences from the checkpoint. leader: the rank that
+    reports for all. Raises UserError where the checkpoint is of another model or tokenizer."""
+    devices = Counter(report.device for report in reports)
+    say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
+    say(model_line(spec, reports[leader].num_parameters))
+    facts = {**spec.facts, **reports[leader].facts}
+    return check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
 
 
 class WorkerActor:
@@ -80,8 +92,11 @@ class WorkerActor:
             own = self._spec.plan.ranks[self._place.rank]
             device = own_device(own.device)  # before it meets the others, who would wait
             self._among = among = Collectives.join(self._spec, self._place, self._meeting)
-            actors = self._reward_actors
-            start_pool = partial(RewardActorPool, actors) if actors else take_pool
+            start_pool: StartPool = take_pool
+            if self._reward_actors:
+                from distflow.cluster.reward_actors import RewardActorPool
+
+                start_pool = partial(RewardActorPool, self._reward_actors)
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.num_parameters)
 

@@ -1,4 +1,4 @@
-"""The ports of a Ray worker: how its loops, and its errors, reach the coordinator, the exchange and other workers."""
+"""The ports of a worker among several: how its loops, and its errors, reach coordinator, exchange and other workers."""
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -9,8 +9,7 @@ from typing import Any
 
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.reshard_columns import RayReshard
-from distflow.cluster.sample_queue import RaySampleQueue
+from distflow.cluster.sample_queue import RemoteSampleQueue
 from distflow.cluster.weight_pairs import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.runtime.rank_info import Place
@@ -40,7 +39,10 @@ class WorkerPorts:
         ready, reshard = None, None
         if place.dp_group:
             weights = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
-            reshard = RayReshard(self._exchange, waits) if self._exchange is not None else None
+            if self._exchange is not None:
+                from distflow.cluster.reshard_columns import RayReshard
+
+                reshard = RayReshard(self._exchange, waits)
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
@@ -52,7 +54,7 @@ class WorkerPorts:
             elif options.weight_update_mode == "collective":
                 carry = Pairs(run_dir, self._spec.plan.backends[0], timeout_s, rollout_workers.note)
             weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
-        queue = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
+        queue = RemoteSampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
         return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
 

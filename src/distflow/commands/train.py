@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.builtin_names import LAUNCHERS, SEVERAL_RUNS
+from distflow.builtin_names import SEVERAL_RUNS
 from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
 from distflow.config.compose.origins import preset_names
 from distflow.errors import UserError, hint
@@ -62,7 +62,7 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     from distflow.config import describe, load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-    from distflow.config.derived_settings import check_keys, resume_override
+    from distflow.config.derived_settings import check_keys, launch_target, resume_override
     from distflow.observe.writing.folder_lock import claimed
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
@@ -80,7 +80,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         with importing():
             from distflow.launch.make_spec import make_spec
 
-            launch = cast("Launch", load(LAUNCHERS[loaded.config.trainer.launcher].target))
+            launch = cast("Launch", load(launch_target(loaded.config)))
         spec = make_spec(loaded, say)
         for line in describe(spec.config):
             say(line)

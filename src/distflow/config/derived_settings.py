@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from distflow.builtin_names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
+from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PROCESSES, BuiltinPipeline, Estimator
 from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
@@ -99,6 +99,18 @@ def functions_of_pipeline(config: Config) -> list[str]:
     if own is None or isinstance(own, str):
         return [own] if own else []
     return [str(node["func"]) for node in own if "func" in node]
+
+
+def is_one_process(config: Config) -> bool:
+    """Whether all of the run is in the process that starts it."""
+    trainer = config.trainer
+    return trainer.launcher == "local" and trainer.n_gpus_per_node == 1 and not trainer.allocation
+
+
+def launch_target(config: Config) -> str:
+    """What starts the run, as "module:attribute"."""
+    launcher = config.trainer.launcher
+    return SEVERAL_PROCESSES if launcher == "local" and not is_one_process(config) else LAUNCHERS[launcher].target
 
 
 def is_sharded(config: Config) -> bool:

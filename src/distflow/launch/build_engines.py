@@ -69,7 +69,7 @@ def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
     if mesh is None:
         raise UserError(
             "actor.strategy=fsdp shards weights over the training processes, and this run has one: set "
-            "trainer.launcher=ray, or actor.strategy=torch"
+            "trainer.n_gpus_per_node=2, or actor.strategy=torch"
         )
     return Sharding(mesh, spread.compute_dtype, spread.on_host)
 

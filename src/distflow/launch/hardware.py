@@ -12,24 +12,30 @@ import torch
 from distflow.builtin_names import GPUS_OF_CLUSTER
 from distflow.config import Config, Loaded
 from distflow.config.compose.load_config import with_changes
-from distflow.config.derived_settings import is_rl, offload_keys
+from distflow.config.derived_settings import is_one_process, is_rl, offload_keys
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitize import escape_control
+from distflow.planning.plan import Plan, dp_groups_of
 from distflow.planning.threads import own_cores, share_threads, usable_cores
+from distflow.runtime.rank_info import Home, Place
+from distflow.runtime.spec import Spec
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config with the device of the workers, where these are on machines of a cluster: `auto` is cuda where each
-    worker can have a GPU. Raises UserError for cuda where not."""
+    """The config with the device of the workers, where they are several or on machines of a cluster: `auto` is cuda
+    where each worker can have a GPU. Raises UserError for cuda where not."""
     trainer = loaded.config.trainer
-    if trainer.launcher != "ray" or trainer.device == "cpu":
+    is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
+    if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":
         return loaded
-    gpus, size = Counter(cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()), trainer.n_gpus_per_node
+    counted = [torch.cuda.device_count()] if is_local else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+    gpus = Counter(counted)
     has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
     has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
-    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), and Ray has {has or 'no GPU'}"
+    who = "torch" if is_local else "Ray"
+    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), and {who} has {has or 'no GPU'}"
     if trainer.device == "auto":
         return with_changes(loaded, [("trainer.device", "cuda" if has_enough else "cpu", why)])
     if not has_enough:
@@ -71,8 +77,38 @@ def threads_of(config: Config) -> tuple[int | None, int | None]:
 
 def worker_cores(config: Config) -> int:
     """Cores for each worker of a machine."""
-    beside = config.trainer.n_gpus_per_node if config.trainer.launcher != "local" else 1
-    return max(1, usable_cores() // beside)
+    return max(1, usable_cores() // config.trainer.n_gpus_per_node)
+
+
+_WORKERS_A_CORE = 4
+
+
+def check_cores(plan: Plan, more_advice: str = "") -> None:
+    """Raises UserError for more workers that compute on the CPU than this machine could run without being hopelessly
+    slow."""
+    num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
+    if num_workers > _WORKERS_A_CORE * cores:
+        raise UserError(
+            f"the plan is for {num_workers} workers that compute on CPUs, and this machine has {cores} cores, which "
+            f"{_WORKERS_A_CORE * cores} can share at most: lower trainer.n_gpus_per_node or trainer.allocation"
+            f"{more_advice}"
+        )
+
+
+def places_of(spec: Spec) -> list[Place]:
+    """The place of each worker, by rank. Workers of one machine share its cores."""
+    ranks, dp_groups, home = spec.plan.ranks, dp_groups_of(spec.plan), Home.of_driver()
+    generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
+    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
+    places = []
+    for rank in ranks:
+        cores = worker_cores(spec.config)
+        threads = trainer or cores
+        if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
+            threads = share_threads(cores, trainer, rollout)[0]  # of the training loop: its engine computes meanwhile
+        number = generators.index(rank.rank) if rank.rank in generators else -1
+        places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
+    return places
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)

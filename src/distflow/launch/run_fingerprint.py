@@ -15,6 +15,7 @@ from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
+from distflow.config.derived_settings import is_one_process
 from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.schema import schema_keys
 from distflow.config.serialize import diff, show_value
@@ -106,10 +107,11 @@ def facts(config: Config, data: Data) -> dict[str, object]:
 def _threads(config: Config) -> str:
     """The threads of a worker, in words."""
     trainer, rollout = threads_of(config)
-    of = "threads of a worker" if config.trainer.launcher != "local" else "threads"
+    is_alone = is_one_process(config)
+    of = "threads" if is_alone else "threads of a worker"
     if rollout is not None:
         return f"{of}: {trainer} to train, {rollout} to generate"
-    shared = worker_cores(config) if config.trainer.launcher != "local" else torch.get_num_threads()
+    shared = torch.get_num_threads() if is_alone else worker_cores(config)
     return f"{of}: {trainer or shared}"
 
 

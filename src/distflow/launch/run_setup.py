@@ -4,15 +4,16 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from distflow import __version__
 from distflow.launch.initial_policy import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
-from distflow.observe.reading.run_reader import read_damage, read_metrics
+from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
 from distflow.observe.report.build import write_report
 from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed, join
-from distflow.observe.writing.run_folder import finish_moving, set_aside
+from distflow.observe.writing.run_folder import RunFolder, finish_moving, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import (
@@ -37,6 +38,8 @@ from distflow.scheduling.ledger import Ledger
 from distflow.scheduling.snapshot import Snapshot
 
 FROM_THE_START = -1
+DRIVER = -1
+"""In place of a rank, among the parts of a run's folder: the process that starts the workers."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,12 @@ def open_store(spec: Spec) -> CheckpointStore:
         spec.run_dir / CHECKPOINTS,
         spec.options.keep_last,
         keep_best,
-        on_point=lambda point: fault_injection.reach(f"checkpoint.{point}"),
+        on_point=_reach_in_checkpoint,
     )
+
+
+def _reach_in_checkpoint(point: str) -> None:
+    fault_injection.reach(f"checkpoint.{point}")
 
 
 def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
@@ -134,6 +141,23 @@ def note_end(
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
+
+
+def resume_hint(spec: Spec) -> str:
+    """For the error of a death that ends the run: where the next start resumes."""
+    store, where = open_store(spec), "the start: there is no checkpoint yet (trainer.save_freq)"
+    if store.exists():
+        where = store.load().path.name
+    return f"The same command resumes from {where}"
+
+
+def note_failure(run_dir: Path, error: BaseException) -> None:
+    """Record how the run ended, for workers that were killed before they could."""
+    events = read_events(run_dir)
+    if events and events[-1].kind != "end":
+        with RunFolder(run_dir, events[-1].restart, part=DRIVER) as folder:
+            folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
+            folder.event("end", "the run failed", status="failed")
 
 
 def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:

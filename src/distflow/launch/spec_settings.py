@@ -12,13 +12,13 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek, whole
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import is_one_process, is_rl
 from distflow.config.domain_settings import response_limit, validates
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
-from distflow.launch.hardware import choose_device, refuse_offload_here
+from distflow.launch.hardware import check_cores, choose_device, refuse_offload_here
 from distflow.launch.model_sources import check_layouts, model_sizes
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
@@ -55,14 +55,28 @@ def make_plan(config: Config, pipeline: BoundPipeline) -> Plan:
     """Which worker runs which nodes. Raises UserError naming the key."""
     device = choose_device(config)
     refuse_offload_here(config, device)
-    if config.trainer.launcher == "local":
+    if is_one_process(config):
         return plan_local(pipeline, str(device))
     several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
     is_shared_out = several and not config.trainer.allocation
     sizes = model_sizes(config, pipeline.engines) if is_shared_out else {}
     plan = plan_ray(pipeline, config, str(device), sizes)
     check_layouts(config, plan.layouts)
+    if config.trainer.launcher == "local":
+        _check_alike(plan)
+        check_cores(plan)
     return plan
+
+
+def _check_alike(plan: Plan) -> None:
+    """Raises UserError where processes of the local launcher would not all do the same."""
+    first = plan.ranks[0]
+    for rank in plan.ranks:
+        if (rank.rollout_nodes, rank.training_nodes) != (first.rollout_nodes, first.training_nodes):
+            raise UserError(
+                f"trainer.launcher=local: each of its processes generates and trains, and the plan gives {rank.rank} "
+                "other nodes than 0: join all parts of trainer.allocation by '|', or set trainer.launcher=ray"
+            )
 
 
 def sampling_params(config: Config, domain: str = "") -> SamplingParams:
@@ -126,7 +140,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         max_restarts=used_if(by_ray).trainer.max_restarts,
         slurm=whole(used_if(by_ray).trainer.slurm),
         max_held_mb=used_if(by_ray).trainer.max_held_mb,
-        peers_timeout_s=used_if(by_ray).trainer.peers_timeout_s,
+        peers_timeout_s=used_if(not is_one_process(config)).trainer.peers_timeout_s,
         timeout_s=used_if(has_deadline).reward.timeout_s,
         engine_timeout_s=used_if(has_engine).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, pipeline),

@@ -162,7 +162,7 @@ TRL = {
     "lam=0.95": "write algorithm.lam=0.95",
     "missing_eos_penalty=1.0": "reward.overlong.buffer_tokens",
     "reward_model_path=m": "write reward.functions={default:[{name:model,options:{path:m}}]}",
-    "deepspeed=ds.json": "trainer.launcher=ray",
+    "deepspeed=ds.json": "trainer.n_gpus_per_node",
     "logging_steps=10": "",
     "use_liger_kernel=True": "",
     "log_completions=True": "",

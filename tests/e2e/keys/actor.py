@@ -222,7 +222,10 @@ CASES = (
         refused("model_update_frequency", "async.max_staleness"),
     ),
     Case(
-        f"{ACTOR}.strategy", f"{ACTOR}.strategy=fsdp", "refused: one process", refused(f"{ACTOR}.strategy", "launcher")
+        f"{ACTOR}.strategy",
+        f"{ACTOR}.strategy=fsdp",
+        "refused: one process",
+        refused(f"{ACTOR}.strategy", "n_gpus_per_node"),
     ),
     Case(
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",

@@ -153,9 +153,9 @@ class TrainerConfig:
     )
     launcher: str = key("local", "what starts the workers", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS))
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
-    n_gpus_per_node: int = key(1, "devices on each machine, CPU workers included (launcher=ray)", minimum=1)
+    n_gpus_per_node: int = key(1, "devices on each machine, CPU workers included", minimum=1)
     allocation: str | None = key(
-        None, "engines and their devices (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null schedules them"
+        None, "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; null schedules them"
     )
     devices: tuple[tuple[int, ...], ...] = key(
         (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
@@ -176,7 +176,7 @@ class TrainerConfig:
         None, "most MB of groups in shared memory (launcher=ray); null is half of Ray's object store", minimum=1
     )
     peers_timeout_s: float = key(
-        1800.0, "timeout of collectives (launcher=ray); the run then stops and names the missing workers", above=0
+        1800.0, "timeout of collectives of several processes; the run then stops and names the missing workers", above=0
     )
     max_restarts: int = key(
         0, "restarts from the last checkpoint, in place, after a process was lost (launcher=ray)", minimum=0
@@ -235,7 +235,7 @@ class DagConfig:
     )
     generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
     enable_perf: bool = key(False, "time each node in the metrics")
-    backend_threshold: int = key(32, "ranks from which objects use gloo beside nccl (launcher=ray, GPUs)", minimum=1)
+    backend_threshold: int = key(32, "ranks from which objects use gloo beside nccl (GPUs)", minimum=1)
     apportion_strategy: str = key(
         "param_aware", "parts of all pipelines share devices by model size or evenly", choices=("param_aware", "even")
     )

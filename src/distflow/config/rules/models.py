@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.builtin_names import ROLLOUT_ENGINES
-from distflow.config.derived_settings import is_rl, is_sharded, may_have_critic, reads_pairs
+from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, may_have_critic, reads_pairs
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
@@ -135,11 +135,11 @@ def sharding(config: Config) -> Iterator[Finding]:
     """There are ranks to shard over, the optimizer takes shards, and offloading is not asked for twice."""
     if not is_sharded(config):
         return
-    if config.trainer.launcher == "local":
+    if is_one_process(config):
         yield Finding(
-            (f"{ACTOR}.strategy", "trainer.launcher"),
-            "it shards weights over the training ranks, and the local launcher has one process",
-            f"set trainer.launcher=ray, or {ACTOR}.strategy=torch",
+            (f"{ACTOR}.strategy", "trainer.n_gpus_per_node"),
+            "it shards weights over the training ranks, and there is one",
+            f"set trainer.n_gpus_per_node=2 or more, or {ACTOR}.strategy=torch",
         )
     if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
         advice = "set it to -1 for all training ranks, or to a divisor of their number"

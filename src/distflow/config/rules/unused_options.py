@@ -24,14 +24,14 @@ class Switch:
     also: str = ""
 
 
-_FOR_SEVERAL_DEVICES = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.allocation", "trainer.devices"),
+_OF_A_CLUSTER = (
+    *("trainer.nnodes", "trainer.devices", "trainer.worker_roles"),
     *("trainer.worker_cpus", "trainer.worker_memory_mb", "trainer.worker_env", "trainer.max_held_mb"),
-    *("trainer.peers_timeout_s", "trainer.worker_roles"),
-    *("dag.backend_threshold", "dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
+    *("dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
-_ENDS_WITH_IT = "the local launcher's one process cannot outlive itself to start again; a Slurm job is requeued"
+_ALIKE = "the local launcher has processes of one machine, which are all alike"
+_ENDS_WITH_IT = "the local launcher starts nothing again, and the same command resumes; a Slurm job is requeued"
 _OF_SLURM = tuple(name for name in schema_keys() if name.startswith("trainer.slurm."))
 _OF_SHARDS = (".fsdp_size", ".offload_policy", ".ref.fsdp_config.param_offload")
 _FOR_SHARDS = tuple(name for name in schema_keys() if name.endswith(_OF_SHARDS))
@@ -51,8 +51,8 @@ _SWITCHES = (
     Switch("reward", "num_actors", ("actor_cpus",), "1", "there are no reward actors"),
     Switch("trainer", "keep_best", ("keep_best_metric",), "true", "no best checkpoint is kept"),
     Switch("trainer", "save_groups", ("save_groups_last",), "last_k", "no other value counts steps"),
-    Switch("", f"{ACTOR}.strategy", _FOR_SHARDS, "fsdp", "each rank has whole weights; launcher=ray can shard them"),
-    Switch("", "trainer.launcher", _FOR_SEVERAL_DEVICES, "ray", "the local launcher has one process", also="slurm"),
+    Switch("", f"{ACTOR}.strategy", _FOR_SHARDS, "fsdp", "each rank has whole weights"),
+    Switch("", "trainer.launcher", _OF_A_CLUSTER, "ray", _ALIKE, also="slurm"),
     Switch("", "trainer.launcher", ("trainer.max_restarts",), "ray", _ENDS_WITH_IT, also="slurm"),
     Switch("", "trainer.launcher", _OF_SLURM, "slurm", "there is no Slurm job", also="ray"),
 )

@@ -89,7 +89,10 @@ def claimed(path: Path) -> Iterator[str]:
 
 
 def join(path: Path, owner: str) -> None:
-    """Write for `owner` until this process ends. Raises RunFolderError where another start owns the folder."""
+    """Write for `owner` until this process ends, or has claimed the folder itself. Raises RunFolderError where another
+    start owns the folder."""
+    if path.absolute() in _locks:
+        return
     os.umask(0o077)
     fd = os.open(path / WRITER, os.O_RDWR | os.O_NOFOLLOW)
     fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _JOINED)
