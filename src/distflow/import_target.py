@@ -1,4 +1,4 @@
-"""Functions and classes that are named in a table, a config or a pipeline, loaded when they are needed, and what they are.
+"""Functions and classes that are named in a table, a config or a pipeline, and loaded when they are needed.
 
 A name is "module:function", "module.function", "module:Class.method" or "file.py:function".
 """

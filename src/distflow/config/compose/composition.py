@@ -351,10 +351,8 @@ def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path
 
 def _merged(chosen: list[ResultDefault], files: CachingConfigRepository, overrides: list[Override]) -> DictConfig:
     """The files one over the other, then the overrides."""
-    loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
-    composed = loader._compose_config_from_defaults_list(chosen, files)
+    composed = GlobalHydra.instance().config_loader()._compose_config_from_defaults_list(chosen, files)
     composed.pop("hydra", None)
     OmegaConf.set_struct(composed, True)
-    loader._apply_overrides_to_config(overrides, composed)
+    ConfigLoaderImpl._apply_overrides_to_config(overrides, composed)
     return composed
