@@ -315,7 +315,7 @@ def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("distflow.config.compose", version_base="1.3"):
-            yield GlobalHydra.instance().config_loader()._parse_overrides_and_create_caching_repo(_RUN, [])[1]
+            yield _loader()._parse_overrides_and_create_caching_repo(_RUN, [])[1]
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -351,8 +351,14 @@ def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path
 
 def _merged(chosen: list[ResultDefault], files: CachingConfigRepository, overrides: list[Override]) -> DictConfig:
     """The files one over the other, then the overrides."""
-    composed = GlobalHydra.instance().config_loader()._compose_config_from_defaults_list(chosen, files)
+    composed = _loader()._compose_config_from_defaults_list(chosen, files)
     composed.pop("hydra", None)
     OmegaConf.set_struct(composed, True)
     ConfigLoaderImpl._apply_overrides_to_config(overrides, composed)
     return composed
+
+
+def _loader() -> ConfigLoaderImpl:
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoaderImpl)
+    return loader
