@@ -4,15 +4,17 @@ A name is "module:function", "module.function", "module:Class.method" or "file.p
 """
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import TypeGuard
 
 from distflow.errors import UserError, hint, nearest, users_place
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
@@ -126,6 +128,18 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
             "make it a static method, or give the method of an instance"
         )
     return getattr(owner(), name)
+
+
+def innermost(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function below any `functools.partial`."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
+    """Whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 def required_parameters(function: Callable[..., object]) -> list[str]:

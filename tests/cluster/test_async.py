@@ -10,6 +10,7 @@ from distflow.scheduling import ledger
 from tests.cluster.test_supervisor import DISK
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,11 @@ def check_stream(found: Run, workers: set[str], steps: int) -> None:
     assert not found.notes("error")
 
 
-@pytest.mark.parametrize(("place", "kv"), [(TOGETHER, "keep"), (APART, "recompute")], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    ("place", "kv"),
+    one_fast_in(2, [(TOGETHER, "keep"), (APART, "recompute")], unpack=True, others=BY_HAND),
+    ids=["together", "apart"],
+)
 def test_answers_go_on_over_new_weights_within_the_bound(
     ground: Playground, place: tuple[str, ...], kv: str, request: pytest.FixtureRequest
 ) -> None:

@@ -140,7 +140,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
     return Playground(tmp_path_factory.mktemp("audit"))
 
 
-@pytest.mark.parametrize("name", one_fast_in(2, FAULTS, others=BY_HAND))
+@pytest.mark.parametrize("name", one_fast_in(3, FAULTS, others=BY_HAND))
 def test_a_fault_is_named_on_two_workers(ground: Playground, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     code, seen = FAULTS[name]
     module = ground.folder / f"fault_{list(FAULTS).index(name)}.py"

@@ -184,6 +184,7 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
     assert (folder / "checkpoints" / f"step-{consumed[-1]:06d}" / "manifest.json").exists()
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_ctrl_c_and_a_run_that_cannot_go_on_leave_nothing(tmp_path: Path) -> None:
     """Ctrl-C goes to all processes of the group, as a terminal sends it."""

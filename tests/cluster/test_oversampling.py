@@ -12,7 +12,6 @@ from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back
 from tests.e2e.test_oversampling import MORE
 from tests.ledger_audit import verify
-from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
 FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
@@ -35,7 +34,8 @@ def moves(run: Run) -> Counter[tuple[object, ...]]:
     return found
 
 
-@pytest.mark.parametrize("num_workers", one_fast_in(2, [2, 1], others=BY_HAND))
+@pytest.mark.by_hand
+@pytest.mark.parametrize("num_workers", [2, 1])
 def test_extra_groups_are_ended_and_a_killed_run_is_the_one_that_was_not(ground: Playground, num_workers: int) -> None:
     settings = (*FILTERED, *BAND, MORE, *STEPS, f"trainer.n_gpus_per_node={num_workers}")
     whole = run(ground, *settings, name=f"whole{num_workers}")

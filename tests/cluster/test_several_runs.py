@@ -95,6 +95,7 @@ def start(log: Path, grounds: Mapping[str, Playground], *words: str, address: st
     return CliRun(log, ["train", *files, *KEYS, *words], {"RAY_ADDRESS": address} if address else {})
 
 
+@pytest.mark.by_hand
 def test_two_on_two_nodes_are_asked_to_end_and_resume_and_end_as_each_does_alone(
     cluster: Any, grounds: dict[str, Playground], tmp_path: Path
 ) -> None:

@@ -255,6 +255,7 @@ def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
 SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
 
 
+@pytest.mark.by_hand
 def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
     """From two shards of each layer to two halves of it, audited, and to one process."""
     run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
@@ -319,7 +320,7 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
     check_started_once(ground.folder / "silent")
 
 
-@pytest.mark.parametrize("mode", [DISK, COLLECTIVE])
+@pytest.mark.parametrize("mode", one_fast_in(2, [DISK, COLLECTIVE], others=BY_HAND))
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run, mode: str) -> None:
     """By files, and through a process group."""
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"

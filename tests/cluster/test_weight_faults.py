@@ -36,6 +36,7 @@ from tests.cluster.fleet import (
     weights_to,
     within,
 )
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 TRAINS = 9
@@ -129,6 +130,7 @@ def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
     assert states(workers) == served(old) * 2, "none serves a part of it"
 
 
+@pytest.mark.parametrize("way", one_fast_in(3, ["store", "disk", "collective"], others=BY_HAND), indirect=True)
 def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others_have_all_of_it(
     workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
 ) -> None:

@@ -26,8 +26,8 @@ YAML = {
     "deep": "{a: " * 50_000,
     "NUL": "trainer: {seed: 1}\n\0\n",
     "not UTF-8": b"trainer: {seed: 1}\n\xff\xfe\n",
-    "digits": "trainer: {seed: " + "9" * 5000 + "}\n",
     "keys": "".join(f"k{i}: 1\n" for i in range(1000)),
+    "digits": "trainer: {seed: " + "9" * 5000 + "}\n",
     "escapes": 'trainer: {experiment_name: "\\e[2J\\u202e"}\n"\\e]0;x": 3\n',
 }
 

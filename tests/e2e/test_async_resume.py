@@ -299,6 +299,7 @@ def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -
     assert max(survived.ages.values()) > 0, "it never ran ahead"
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_resumed_from_every_step(ground: Playground, undisturbed: Survivors) -> None:
     """In an epoch and at its edge, before the last step."""

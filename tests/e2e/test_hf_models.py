@@ -19,6 +19,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Path) -> None:
     ground = Playground(tmp_path)

@@ -1,11 +1,12 @@
 """How far it is from the command to `backward()` in frames of our own, and from a row to its gradient in files."""
 
+import io
 import json
-import subprocess
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ import distflow
 from distflow import cli
 from distflow.runtime.worker import Worker
 from tests.e2e.runs import Playground
+from tests.forks import forks
 
 MAX_FRAMES = 7
 SOURCE = str(Path(distflow.__file__).parent)
@@ -67,8 +69,8 @@ def records_of(value: object) -> Iterator[str]:
 
 
 def walk(folder: Path) -> dict[str, list[str]]:
-    """The records that functions of each file are called with, on all threads, from entering the worker to the first
-    `backward()`. For a process of its own: it leaves its profiler behind."""
+    """The records that functions of each file are called with, on all threads that start meanwhile, from entering the
+    worker to the first `backward()`. For a process of its own: it leaves its profiler behind."""
     found: dict[str, set[str]] = defaultdict(set)
     walking = False
     enter, backward = Worker.__enter__, torch.Tensor.backward
@@ -84,6 +86,8 @@ def walk(folder: Path) -> dict[str, list[str]]:
     def begin(worker: Worker) -> Worker:
         nonlocal walking
         walking = True
+        threading.setprofile(note)
+        sys.setprofile(note)
         return enter(worker)
 
     def end(self: torch.Tensor, *arguments: object, **options: object) -> None:
@@ -93,29 +97,26 @@ def walk(folder: Path) -> dict[str, list[str]]:
 
     Worker.__enter__, torch.Tensor.backward = begin, end  # type: ignore[method-assign, assignment]
     options = Playground(folder).overrides("run", "trainer.total_training_steps=1", "trust.audit_freq=0")
-    threading.setprofile(note)
-    sys.setprofile(note)
     assert cli.main(["train", "grpo", *options]) == 0
     sys.setprofile(None)
     return {file: sorted(records) for file, records in found.items() if records}
 
 
+def write_walk(folder: Path, file: Path) -> None:
+    with redirect_stdout(io.StringIO()):
+        found = walk(folder)
+    file.write_text(json.dumps(found))
+
+
 def test_a_row_passes_few_files_and_records_on_its_way_to_its_gradient(tmp_path: Path) -> None:
     """Without audit and checks. In a process of its own: where an earlier test has left a thread that is to be
     interrupted, CPython 3.11 never gets past the start of a function that it profiles."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.test_hops", tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    process = forks.Process(target=write_walk, args=(tmp_path, tmp_path / "found.json"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    found = json.loads((tmp_path / "found.json").read_text())
     apart = ("audit/", "checks/", "runtime/audit_protocol.py")
     files = sorted(file for file in found if not file.startswith(apart))
     assert len(files) <= MOST_FILES, "\n".join(f"{file}: {', '.join(found[file])}" for file in files)
     assert set().union(*(found[file] for file in files)) == RECORDS
-
-
-if __name__ == "__main__":
-    print(json.dumps(walk(Path(sys.argv[1]))))

@@ -21,7 +21,7 @@ from tests.e2e.hostile import assert_harmless
 from tests.e2e.hostile_folders import JOURNALS, KINDS, YAML, after, fifo, line, sparse, spoil_journal
 from tests.e2e.runs import Playground
 from tests.observe.conftest import write_run
-from tests.sparse_params import one_fast_in
+from tests.sparse_params import BY_HAND, one_fast_in
 
 FILES = ("metrics.jsonl", "ledger.jsonl", "run.json", "plan.json", "samples/000001.jsonl", "spans/training.jsonl")
 MOST_MB = 1000
@@ -204,7 +204,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_fast_in(2, KINDS, others=BY_HAND))
 def test_checkpoints_and_models(trained: Playground, tmp_path: Path, kind: str) -> None:
     commands = []
     for number, file in enumerate(("manifest.json", "run.json", "actor.safetensors")):

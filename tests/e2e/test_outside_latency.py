@@ -34,6 +34,7 @@ def pipeline():
 """
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     ground = Playground(tmp_path)

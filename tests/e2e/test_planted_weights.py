@@ -24,6 +24,7 @@ from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.groups import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
+from tests.sparse_params import BY_HAND, one_fast_in
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FAST = (f"{ACTOR}.optim.lr=3e-2", f"{ACTOR}.optim.scheduler=constant")
@@ -360,7 +361,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", one_fast_in(2, HEALTHY, others=BY_HAND))
 def test_the_same_runs_without_a_fault(playground: Playground, name: str) -> None:
     found = run(playground, *HEALTHY[name])
     assert found.notes("finding") == found.notes("error") == []

@@ -12,6 +12,7 @@ from distflow.observe.reading.run_reader import read_events
 from distflow.runtime.stop import SIGNALS
 from tests.e2e.cli_runs import CliRun, Left, TerminalRun, children_of, is_alive, same_run
 from tests.e2e.runs import Playground
+from tests.sparse_params import BY_HAND, one_fast_in
 
 # Slow verdicts, so that a signal finds the run waiting for them; told when one is under way. While the file `hold` is
 # there, none is given.
@@ -51,7 +52,7 @@ def end_event(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", one_fast_in(3, SIGNALS, others=BY_HAND))
 def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     ground: Playground, number: signal.Signals
 ) -> None:

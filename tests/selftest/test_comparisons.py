@@ -79,6 +79,7 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
     assert {on_main for shares, on_main in threads if not shares} == {False}
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed by so little that no check of the run itself minds, behind the receipt."""

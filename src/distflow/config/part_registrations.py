@@ -8,6 +8,7 @@ line. It reads them as text and imports nothing.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -122,6 +123,7 @@ class Unregistered:
         )
 
 
+@cache
 def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
     """The parts in files of the package that are not registered, each once."""
     found = {}

@@ -1,6 +1,6 @@
 """A config as flat keys, as YAML, and compared with another."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import yaml
@@ -35,12 +35,10 @@ def flatten(config: Config) -> dict[str, object]:
     return {key: value for name in group_names() for key, _, value, _ in walk(find_group(config, name), name)}
 
 
-def changed_from_default(config: Config, names: Iterable[str]) -> Iterator[tuple[str, object, object]]:
-    """Those of the keys whose value is not the default: (key, value, default)."""
-    values, keys = flatten(config), schema_keys()
-    for name in names:
-        if values[name] != keys[name].default:
-            yield name, values[name], keys[name].default
+def changed_from_default(values: Mapping[str, object], names: Iterable[str]) -> Iterator[str]:
+    """Those of the keys whose value is not the default. values: of `flatten`."""
+    keys = schema_keys()
+    return (name for name in names if values[name] != keys[name].default)
 
 
 def to_dict(config: Config) -> dict[str, object]:

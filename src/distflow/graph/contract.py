@@ -9,8 +9,9 @@ from inspect import Parameter
 from typing import Literal
 
 from distflow.errors import hint
-from distflow.graph.fields import ALIASES, PipelineError, is_async
+from distflow.graph.fields import ALIASES, PipelineError
 from distflow.graph.node_spec import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, NodeSpec, Scope
+from distflow.import_target import is_async
 
 RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
 _SPECIAL = (*RESERVED, *ENGINES, *SERVICES)

@@ -1,12 +1,9 @@
 """Errors of pipelines, the callable of a node's `func`, and the columns of a batch: their names, dtypes and axes.
 Pipelines add their own with `register_field`."""
 
-import functools
-import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeGuard
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError, load_function
@@ -39,18 +36,6 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
     if not callable(func):
         raise PipelineError(f'{where}: func {func!r} cannot be called; pass a function or "module:function"')
     return func
-
-
-def innermost(fn: Callable[..., object]) -> Callable[..., object]:
-    """The function below any `functools.partial`."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn
-
-
-def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
-    """Whether calling it gives a coroutine."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 class Axis(Enum):

@@ -15,8 +15,7 @@ from distflow.config.derived_settings import algorithms, functions_of_pipeline, 
 from distflow.config.domain_settings import named_rewards, train_files, val_files
 from distflow.data.sources import is_function
 from distflow.errors import UserError
-from distflow.graph.fields import innermost
-from distflow.import_target import load_function
+from distflow.import_target import innermost, load_function
 from distflow.models.paths import code_of
 from distflow.runtime.spec import Spec
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -59,6 +60,7 @@ def _chain(name: str) -> list[str]:
     return [*(part for base in _read(name).get("defaults", []) if base != "_self_" for part in _chain(base)), name]
 
 
+@cache
 def _read(name: str) -> DictConfig:
     preset = OmegaConf.load(PRESETS / f"{name}.yaml")
     assert isinstance(preset, DictConfig), "a preset is a mapping"

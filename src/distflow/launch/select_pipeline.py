@@ -24,9 +24,9 @@ from distflow.graph import (
     TaskGraph,
     pipeline_from_config,
 )
-from distflow.graph.fields import MissingColumn, innermost
+from distflow.graph.fields import MissingColumn
 from distflow.graph.nodes import Node
-from distflow.import_target import LoadError, load_function, load_modules, required_parameters, users_code
+from distflow.import_target import LoadError, innermost, load_function, load_modules, required_parameters, users_code
 from distflow.launch.hardware import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives import may_derive_old

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import cast
 
-from distflow.graph.fields import innermost
+from distflow.import_target import innermost
 from distflow.rewards.load_functions import call_arguments, load_reward, texts_in, with_options
 from distflow.rewards.pool.worker import score_all
 from distflow.rewards.score import left_s

@@ -20,8 +20,15 @@ from typing import Any, cast
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
-from distflow.graph.fields import innermost, is_async
-from distflow.import_target import LoadError, load_function, module_files, required_parameters, split_name
+from distflow.import_target import (
+    LoadError,
+    innermost,
+    is_async,
+    load_function,
+    module_files,
+    required_parameters,
+    split_name,
+)
 from distflow.observe.crash_safe_files import write_atomically
 
 SUFFIX = ".pkl"

@@ -18,7 +18,7 @@ from distflow.data.batch import Batch, Written
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError, hint
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, PipelineError
-from distflow.graph.fields import is_async
+from distflow.import_target import is_async
 from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates

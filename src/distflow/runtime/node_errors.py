@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
-from distflow.graph.fields import innermost
+from distflow.import_target import innermost
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.score import RewardCounts
 

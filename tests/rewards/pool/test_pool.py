@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -315,6 +316,12 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 
-def test_workers_import_no_torch():
-    code = "import sys, distflow.rewards.pool.worker, distflow.rewards.math.reward; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+def test_workers_import_no_torch_and_asyncio_only_for_functions_that_need_it():
+    code = """
+        import sys, distflow.rewards.pool.worker
+        print("asyncio" in sys.modules)
+        import distflow.rewards.math.reward
+        print("torch" in sys.modules)
+    """
+    ended = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True)
+    assert ended.stdout.split() == ["False", "False"]

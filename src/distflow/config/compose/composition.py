@@ -6,21 +6,24 @@ Overrides of the command line have Hydra's grammar; a str that it cannot parse i
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args, get_origin
 
-from hydra import compose, initialize_config_module
+from hydra import initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -32,10 +35,6 @@ from distflow.errors import ConfigError, Problem
 _RUN = "distflow_run"
 _MAX_TEXT = 1_000_000
 _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
-
-# Hydra's own groups for its command line; without these overrides it reads their files twice in each composition.
-_OF_HYDRA = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env")
-_NONE_OF_HYDRA = [{f"override hydra/{group}": None} for group in _OF_HYDRA]
 
 _CLOSE = "close each bracket, and put the whole in quotes for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
 _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
@@ -103,15 +102,16 @@ def compose_values(
     origins.read_settings(source, "", unreadable)
     if unreadable:
         raise ConfigError([*result.problems, *unreadable])
-    with _hydra(source, base):
-        for path, package in _composed_files(source, result):
+    with _hydra(source, base) as files:
+        chosen = _choose_files(source, files, result)
+        for path, package in _paths(source, chosen):
             result.settings += origins.read_settings(path, package, unreadable)
         if result.failure:
             return result
         _check_deletions(parsed, result)
-        applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
+        applied = [known for override in parsed if (known := _to_apply(override, is_known, result)) is not None]
         try:
-            merged = OmegaConf.unsafe_merge(defaults, compose(config_name=_RUN, overrides=applied))  # may change both
+            merged = OmegaConf.unsafe_merge(defaults, _merged(chosen, files, applied))  # may change both
             _check_interpolations(_plain(merged, resolve=False))
             result.values = _plain(merged)
         except InterpolationResolutionError as error:
@@ -259,14 +259,13 @@ def _plain(composed: object, resolve: bool = True) -> dict[str, object]:
     return {str(name): value for name, value in values.items()}
 
 
-def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
+def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> Override | None:
     """The override for Hydra, or None. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
     key = override.key_or_group
     if override.is_delete():
-        return override.input_line if key in result.deleted else None
-    value = override.value()
-    result.settings += origins.settings_of_value(key, value, origins.COMMAND_LINE)
-    return f"++{key}={override.get_value_string()}" if is_known(key) else None
+        return override if key in result.deleted else None
+    result.settings += origins.settings_of_value(key, override.value(), origins.COMMAND_LINE)
+    return replace(override, type=OverrideType.FORCE_ADD) if is_known(key) else None
 
 
 def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
@@ -304,48 +303,62 @@ class _CheckedFiles(FileConfigSource):
 
 
 @contextmanager
-def _hydra(source: Path, base: str | None) -> Iterator[None]:
-    """Hydra for the file's folder and the presets. Hydra allows one composition at a time, so an outer one is restored
-    afterwards. base: what the file builds on without naming it."""
+def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
+    """Hydra's reader of the file's folder and the presets. Hydra allows one composition at a time, so an outer one is
+    restored afterwards. base: what the file builds on without naming it."""
     Plugins.instance().register(_CheckedFiles)
     search = {"searchpath": [f"{_CheckedFiles.scheme()}://{source.parent}", "pkg://distflow.config.presets"]}
     files = [source.stem] if base is None else [base, source.stem]
-    run = {"defaults": [*files, "_self_", *_NONE_OF_HYDRA], "hydra": search}
+    run = {"defaults": [*files, "_self_"], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("distflow.config.compose", version_base="1.3"):
-            yield
+            yield _loader()._parse_overrides_and_create_caching_repo(_RUN, [])[1]
     finally:
         GlobalHydra.instance().hydra = outer
 
 
-def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]:
-    """The composed YAML files in order, each with its package, the prefix of its keys."""
-    loader = GlobalHydra.instance().config_loader()
+def _choose_files(source: Path, files: CachingConfigRepository, result: Composition) -> list[ResultDefault]:
+    """The composed files in order. Without the config of Hydra's own command line, which `hydra.compose` composes too,
+    and takes longer than ours."""
     try:
-        chosen = loader.compute_defaults_list(_RUN, [], RunMode.RUN).defaults
+        return create_defaults_list(files, _RUN, [], prepend_hydra=False, skip_missing=False).defaults
     except ConfigError:  # of `_CheckedFiles`
         raise
     except YAMLError as error:
         result.failure = origins.yaml_problem(error, source)
-        return []
     except (HydraException, ValueError) as error:  # ValueError: defaults is no list
         reason = _reason(error)
         names = ", ".join(origins.preset_names())
         advice = f"under defaults: name a preset ({names}) or a file beside this one, without .yaml"
         result.failure = Problem(((origins.display(source), "defaults"),), reason, advice)
-        return []
     except RecursionError:
         advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
         result.failure = Problem(((origins.display(source), "defaults"),), "builds on itself", advice)
-        return []
-    files = []
+    return []
+
+
+def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path, str]]:
+    """The YAML files, each with its package, the prefix of its keys."""
     for entry in chosen:
-        if entry.config_path in (None, _RUN) or entry.config_path.startswith("hydra/"):
-            continue
-        places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, origins.PRESETS)]
-        package = "" if entry.package in (None, "_global_") else str(entry.package)
-        files += [(path, package) for path in places if path.is_file()][:1]
-    return files
+        if entry.config_path not in (None, _RUN):
+            places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, origins.PRESETS)]
+            package = "" if entry.package in (None, "_global_") else str(entry.package)
+            yield from [(path, package) for path in places if path.is_file()][:1]
+
+
+def _merged(chosen: list[ResultDefault], files: CachingConfigRepository, overrides: list[Override]) -> DictConfig:
+    """The files one over the other, then the overrides."""
+    composed = _loader()._compose_config_from_defaults_list(chosen, files)
+    composed.pop("hydra", None)
+    OmegaConf.set_struct(composed, True)
+    ConfigLoaderImpl._apply_overrides_to_config(overrides, composed)
+    return composed
+
+
+def _loader() -> ConfigLoaderImpl:
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoaderImpl)
+    return loader

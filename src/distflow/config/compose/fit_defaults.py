@@ -38,8 +38,9 @@ def fit(config: Config, origins: Mapping[str, str], room: derived_settings.RunLi
     """The config with every default reduced that does not fit the limits, and the changes. Deterministic."""
     changes = []
     for step in _STEPS:
-        config, made = apply_changes(config, list(step(config, lambda key: is_free(key, origins), room)))
-        changes += made
+        if wanted := list(step(config, lambda key: is_free(key, origins), room)):
+            config, made = apply_changes(config, wanted)
+            changes += made
     return config, changes
 
 

@@ -139,6 +139,6 @@ def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:
         name, value = dotted(prefix, yaml_name(item.name)), getattr(group, item.name)
         if name in values:
             changes[item.name] = values[name]
-        elif is_group(value):
-            changes[item.name] = changed(value, values, name)
-    return replace(group, **changes)
+        elif is_group(value) and (within := changed(value, values, name)) is not value:
+            changes[item.name] = within
+    return replace(group, **changes) if changes else group

@@ -7,7 +7,7 @@ from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.algorithm import is_on
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding
-from distflow.config.serialize import changed_from_default
+from distflow.config.serialize import changed_from_default, flatten
 
 _ESTIMATOR = "algorithm.adv_estimator"
 _REWARD_NORM, _ADV_NORM = "algorithm.reward_norm", "algorithm.adv_norm"
@@ -92,7 +92,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
     if estimator is None or not estimator.reads_parts:
         return
     what = f"{name} reads the parts of the reward, not their sum"
-    for key, _, _ in changed_from_default(config, _OF_SUMS):
+    for key in changed_from_default(flatten(config), _OF_SUMS):
         yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo, or remove it")
     if isinstance(config.reward.on_error, float):
         yield Finding(

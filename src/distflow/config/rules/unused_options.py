@@ -66,7 +66,7 @@ def unused_options(config: Config) -> Iterator[Finding]:
         has_names = isinstance(keys[key].default, str)
         if not (values[key] in (switch.on, switch.also) if has_names else values[key]):
             options = (dotted(switch.group, option) for option in switch.options)
-            for option, *_ in changed_from_default(config, options):
+            for option in changed_from_default(values, options):
                 yield Finding((option, key), switch.why, f"set {key}={switch.on}, or remove it")
 
 

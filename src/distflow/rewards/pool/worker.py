@@ -4,7 +4,6 @@ one response, or several for a function that is async or batched. Imports no tor
 Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
 """
 
-import asyncio
 import ctypes
 import inspect
 import os
@@ -15,15 +14,18 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from distflow.data import global_generators
 from distflow.errors import UserError
-from distflow.graph.fields import is_async
+from distflow.import_target import is_async
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.load_functions import call, call_batched, is_batched, load_reward, split_batch, takes_groups
 from distflow.rewards.pool.framing import Channel, PeerGone, encode
 from distflow.rewards.score import due_within, read_score
+
+if TYPE_CHECKING:
+    import asyncio
 
 EXIT_OUT_OF_MEMORY = 86
 _SHOWN_ERROR_CHARACTERS = 1000
@@ -70,9 +72,11 @@ async def _score_concurrently(
     name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
 ) -> list[Answer]:
     """Each has its own deadline; one that computes without awaiting blocks the others until it is killed."""
+    import asyncio
+
     deadlines = [asyncio.timeout(timeout_s) for _ in asked]
 
-    async def score_one(arguments: Arguments, deadline: asyncio.Timeout) -> Answer:
+    async def score_one(arguments: Arguments, deadline: "asyncio.Timeout") -> Answer:
         async with deadline:
             with due_within(timeout_s):
                 return _answer(await cast(Awaitable[object], call(function, arguments)))
@@ -92,8 +96,10 @@ async def _score_concurrently(
 
 
 @cache
-def _event_loop() -> asyncio.Runner:
+def _event_loop() -> "asyncio.Runner":
     """One event loop for all calls, since connections that an async function keeps open belong to it."""
+    import asyncio  # a third of the time in which a process starts, and few functions need it
+
     return asyncio.Runner()
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, Form, NodeOutput
-from distflow.graph.fields import Axis, is_async
+from distflow.graph.fields import Axis
+from distflow.import_target import is_async
 from distflow.rewards.score import Score, own_reward_result, read_score
 from distflow.runtime.node_errors import BadOutput
 

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from distflow.data import global_generators
 from distflow.errors import UserError
-from distflow.graph.fields import is_async
-from distflow.import_target import LoadError, users_code
+from distflow.import_target import LoadError, is_async, users_code
 from distflow.runtime.loop_thread import on_a_thread
 
 T = TypeVar("T")
