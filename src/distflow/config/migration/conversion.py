@@ -13,12 +13,22 @@ from distflow.config.compose.unknown_keys import is_known
 from distflow.config.compose.values import nested
 from distflow.config.keys.schema import schema_keys
 from distflow.config.migration.foreign_settings import ForeignSettings, Unread
-from distflow.config.migration.tables import Name, Table, all_tables, as_override, find_value, split_overrides
+from distflow.config.migration.tables import (
+    NOT_GIVEN,
+    Name,
+    Table,
+    all_tables,
+    as_override,
+    find_value,
+    split_overrides,
+)
 from distflow.config.serialize import flatten
 from distflow.errors import ConfigError
 
 _PRESETS = {("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo", ("ROLL", "grpo"): "rlvr"}
 _IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
+_REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
+_SHARES = "actor_train.data_args.domain_interleave_probs"
 _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
 
 
@@ -50,6 +60,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     defaults = _for(table.defaults, theirs.method)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
     computed, used = _compute(table, theirs, values, devices, draft.missing)
+    if theirs.system == "ROLL":
+        used |= _convert_domains(theirs, draft)
     for key, value in values.items():
         if key not in used or isinstance(value, Unread):
             _convert_setting(theirs, table, key, value, draft)
@@ -65,13 +77,16 @@ def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any
 
 
 def _convert_setting(theirs: ForeignSettings, table: Table, key: str, value: object, draft: Conversion) -> None:
-    known, line = is_known(key), theirs.lines.get(key)
-    name = Name(key) if known else table.find(key, theirs.method)
+    line = theirs.lines.get(key)
+    name = table.find(key, theirs.method)
+    if is_known(key) and key not in table.names:
+        name = Name(key)
     if name is None and theirs.system == "verl":
         name = all_tables()["siiRL"].find(key)
     place = f"line {line}: {key}" if line else key
     if isinstance(value, Unread):
-        draft.missing.append(f"{place}: {value.why}" + (f"; set {name.ours or name.note}" if name else ""))
+        advice = name.answer(NOT_GIVEN) if name else ""
+        draft.missing.append(f"{place}: {value.why}" + (f"; {advice}" if advice else ""))
     elif name is None:
         draft.missing.append(f"{place}={as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
@@ -80,6 +95,22 @@ def _convert_setting(theirs: ForeignSettings, table: Table, key: str, value: obj
             draft.write(split_overrides(text), key in theirs.values)
         else:
             draft.missing.append(f"{place}={as_override(value)}: {name.answer(value)}")
+
+
+def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
+    """ROLL's domains, each with a reward worker, its tags and its share of the rows; returns the keys that say so."""
+    values, domains = theirs.values, dict[str, dict[str, object]]()
+    for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
+        worker = str(values.get(f"rewards.{name}.worker_cls")).rpartition(".")[2]
+        found = [reward for part, reward in _REWARDS_OF_ROLL.items() if part in worker]
+        if not found:
+            draft.missing.append(f"rewards.{name}: {worker} has no counterpart; set data.domains.{name}.reward")
+        tags, weight = (values.get(key) for key in (f"rewards.{name}.tag_included", f"{_SHARES}.{name}"))
+        domains[name] = {"reward": found[0] if found else "math", "tags": tags or [name]}
+        domains[name] |= {} if weight is None else {"weight": weight}
+    if domains:
+        draft.write({"data.domains": as_override(domains), "data.tag_key": "tag"}, True)
+    return {key for key in values if key.startswith(("rewards.", _SHARES))}
 
 
 def _compute(

@@ -1,25 +1,33 @@
 """Settings of a Python script that trains with TRL, read from its syntax tree: nothing of it runs."""
 
 import ast
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 from distflow.config.migration.foreign_settings import ForeignSettings, Unread
 from distflow.config.migration.shell_commands import calculate
 from distflow.errors import UserError
 
 METHODS = {"GRPO": "grpo", "RLOO": "grpo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
-"""What trains here as a trainer of TRL does: `GRPOTrainer`, and its `GRPOConfig`."""
-_CLASS = re.compile(r"(\w+?)(V2)?(Trainer|Config)")
-_PARSERS = ("TrlParser", "HfArgumentParser")
+"""What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
+_CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-_WITHOUT_EFFECT = ("args", "config", "bias", "task_type", "inference_mode", "optimizers", "data_collator")
-_OBJECTS = ("processing_class", "tokenizer", "peft_config", "model_init_kwargs", "ref_model", "quantization_config")
-"""Arguments that hold what the script made; what was told of the model and its adapters is known from where it was."""
-_SHOWN = 60
+_LEFT_OUT = (
+    *("args", "config", "model_name", "pretrained_model_name_or_path", "bias", "task_type", "inference_mode"),
+    *("optimizers", "data_collator", "peft_config", "ref_model", "value_model", "quantization_config", "num_labels"),
+)
+"""Arguments that hold what the script made of others, which are read where they stand."""
 _REWARDS = "my_rewards.py"
+_TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda part, text: isinstance(text, str) and str(part) in text,
+    ast.NotIn: lambda part, text: isinstance(text, str) and str(part) not in text,
+}
+_NOT_GIVEN = Unread("")
+"""An option of the command that it does not give: TRL's default."""
 
 
 @dataclass(frozen=True)
@@ -31,97 +39,90 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Function:
+class Object:
+    """A function or class that the script defines or imports, or an object of the class."""
+
     name: str
     module: str = ""
 
 
 def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
-    """arguments: of the command that runs it. Raises UserError where the script trains nothing that trains here."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"it is no Python script: {error}") from error
+    """arguments: of the command that runs it. Raises UserError where it trains nothing that trains here."""
     script = _Script(arguments)
     try:
-        script.visit(tree)
-    except RecursionError as error:
-        raise UserError("its expressions are nested too deep") from error
-    return script.settings()
+        script.visit(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"it is no Python script that can be read: {error}") from error
+    if not script.trainers:
+        raise UserError("it calls no trainer of TRL (GRPOTrainer, SFTTrainer, ...), so that it trains nothing known")
+    kind, line = script.trainers[-1]
+    if kind not in METHODS:
+        known = ", ".join(f"{name}Trainer" for name in METHODS)
+        raise UserError(f"line {line}: {kind}Trainer trains by a method that is not there; {known} have a counterpart")
+    found = ForeignSettings("TRL", METHODS[kind], remarks=script.remarks)
+    if kind == "RLOO":
+        found.add("algorithm.adv_estimator", "rloo", line)
+    if len(script.trainers) > 1:
+        found.remarks.append(f"the script calls several trainers; {kind}Trainer in line {line} is read")
+    for owner, key, value, at in script.given:
+        if (
+            owner in (kind, "")
+            and value != _NOT_GIVEN
+            and not (isinstance(value, Unread) and script.has_options and not owner)
+        ):
+            found.add(*_as_setting(key, value, found.remarks), at)
+    for key, value in arguments.items() if script.has_options else ():
+        found.add(key, value, 0)
+    for key in ("processing_class", "tokenizer"):
+        if isinstance(found.values.get(key), Unread) or found.values.get(key) == found.values.get("model"):
+            found.values.pop(key, None)
+    return found
 
 
 class _Script(ast.NodeVisitor):
-    """names: values of variables, functions and, with `()`, of what a function returns. fields: of any object, the
-    script's arguments above all. given: (class, key, value, line) of the arguments of configs and trainers."""
+    """names: values of variables, of `.attributes` of any object, and of what `functions()` return. given: (trainer,
+    key, value, line) of arguments. has_options: its arguments are those of TRL."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
-        self.arguments = arguments
-        self.names: dict[str, object] = {}
-        self.lines: dict[str, int] = {}
-        self.fields: dict[str, object] = dict(arguments)
+        self.names: dict[str, object] = {f".{key}": value for key, value in arguments.items()}
         self.given: list[tuple[str, str, object, int]] = []
-        self.kinds: dict[str, str] = {}
-        self.configs: dict[str, str] = {}
         self.trainers: list[tuple[str, int]] = []
         self.remarks: list[str] = []
-        self.depth = 0
-        self.has_parser = False
+        self.has_options = False
+        self.in_branch = False
         self.function = ""
-
-    def settings(self) -> ForeignSettings:
-        if not self.trainers:
-            raise UserError("it calls no trainer of TRL (GRPOTrainer, SFTTrainer, ...), so that it trains nothing known")
-        kind, line = self.trainers[-1]
-        if kind not in METHODS:
-            known = ", ".join(f"{name}Trainer" for name in METHODS)
-            raise UserError(f"line {line}: {kind}Trainer trains by a method that is not there; {known} have a counterpart")
-        found = ForeignSettings("TRL", METHODS[kind], remarks=self.remarks)
-        if kind == "RLOO":
-            found.add("algorithm.adv_estimator", "rloo", line)
-        if len({name for name, _ in self.trainers}) > 1:
-            found.remarks.append(f"the script calls several trainers; the last, {kind}Trainer in line {line}, is taken")
-        for owner, key, value, at in self.given:
-            if owner in (kind, "") and not (key in _OBJECTS and not isinstance(value, str | dict)):
-                found.add(*_as_setting(key, value, found.remarks), at)
-        for key, value in self.arguments.items() if self.has_parser else ():
-            found.add(key, value, 0)
-        return found
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
-            self._assign(target, self.value(node.value), node.value)
+            self._assign(target, self.value(node.value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.generic_visit(node)
         if node.value is not None:
-            self._assign(node.target, self.value(node.value), node.value)
+            self._assign(node.target, self.value(node.value))
 
-    def _assign(self, target: ast.expr, value: object, source: ast.expr) -> None:
+    def _assign(self, target: ast.expr, value: object) -> None:
         if isinstance(target, ast.Tuple):
-            values = value if isinstance(value, list) else [value]
-            for each, part in zip(target.elts, values, strict=False):
-                self._assign(each, part, source)
+            for each, part in zip(target.elts, value if isinstance(value, list) else [value], strict=False):
+                self._assign(each, part)
         elif isinstance(target, ast.Name):
-            before = self.names.get(target.id, value)
-            if self.depth and before != value:
-                value = Unread(f"it is set in line {self.lines[target.id]} and in a branch in line {target.lineno}")
-            self.names[target.id], self.lines[target.id] = value, target.lineno
-            if isinstance(source, ast.Call) and (kind := self._kind(_name(source.func), "Config")) is not None:
-                self.configs[target.id] = kind
+            before = self.names.get(target.id)
+            if self.in_branch and before is not None and before != value and not isinstance(value, Rows):
+                value = before if isinstance(value, Unread) else Unread("it has another value in a branch")
+            self.names[target.id] = value
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            self.fields[target.attr] = value
-            if target.value.id in self.configs:
-                self.given.append((self.configs[target.value.id], target.attr, value, target.lineno))
+            self.names[f".{target.attr}"] = value
+            owner = self.names.get(target.value.id)
+            if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
+                self.given.append((kind, target.attr, value, target.lineno))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outer, self.function = self.function, node.name
-        self.names[node.name] = Function(node.name)
-        arguments = [*node.args.posonlyargs, *node.args.args]
-        defaults = zip(reversed(arguments), reversed(node.args.defaults), strict=False)
-        for argument, default in [*defaults, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]:
-            if default is not None:
-                self.names.setdefault(argument.arg, self.value(default))
+        self.names[node.name] = Object(node.name)
+        places = zip(reversed([*node.args.posonlyargs, *node.args.args]), reversed(node.args.defaults), strict=False)
+        for argument, default in places:
+            self.names.setdefault(argument.arg, self.value(default))
         self.generic_visit(node)
         self.function = outer
 
@@ -132,77 +133,77 @@ class _Script(ast.NodeVisitor):
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
-            self.names[alias.asname or alias.name] = Function(alias.name, node.module or "")
+            self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        bases = [kind for base in node.bases if (kind := self._kind(_name(base), "Trainer")) is not None]
-        if bases:
-            self.kinds[node.name] = bases[0]
-            self.remarks.append(f"line {node.lineno}: {node.name} changes what TRL's trainer does")
+        """Fields of a class hold the defaults of a script's own arguments; a class of a trainer is that trainer."""
+        kinds = [kind for base in node.bases if (kind := self._kind(_name(base), "Trainer")) is not None]
+        self.names[node.name] = Object(f"{kinds[0]}Trainer", "trl") if kinds else Object(node.name)
+        self.remarks += [f"line {node.lineno}: {node.name} changes what {kinds[0]}Trainer does"] if kinds else []
         for item in node.body:
-            if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None:
-                for target in item.targets if isinstance(item, ast.Assign) else [item.target]:
-                    if isinstance(target, ast.Name):
-                        self.fields.setdefault(target.id, self.value(item.value))
+            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
+            if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None and isinstance(target, ast.Name):
+                self.names.setdefault(f".{target.id}", self.value(item.value))
             else:
                 self.visit(item)
 
     def visit_If(self, node: ast.If) -> None:
-        inside = "__name__" not in ast.unparse(node.test)
-        self.depth += inside
-        self.generic_visit(node)
-        self.depth -= inside
+        holds = self.value(node.test)
+        is_main = "__name__" in ast.unparse(node.test)
+        outer, self.in_branch = self.in_branch, self.in_branch or (isinstance(holds, Unread) and not is_main)
+        for part in [*(node.body if holds else ()), *(node.orelse if isinstance(holds, Unread) or not holds else ())]:
+            self.visit(part)
+        self.in_branch = outer
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         name = _name(node.func)
         named = {each.arg: each.value for each in node.keywords if each.arg is not None}
-        self.has_parser = self.has_parser or name in _PARSERS
+        self.has_options = self.has_options or name in ("TrlParser", "HfArgumentParser")
         if name == "add_argument":
-            words = [self.value(word) for word in node.args]
-            option = next((word for word in reversed(words) if isinstance(word, str) and word.startswith("--")), "")
-            otherwise = False if "store_true" in ast.unparse(node) else Unread(f"{option} has no default")
-            default = self.value(named["default"]) if "default" in named else otherwise
-            self.fields.setdefault(option.lstrip("-").replace("-", "_"), default)
+            options = [each for word in node.args if isinstance(each := self.value(word), str) and each[:2] == "--"]
+            default = self.value(named["default"]) if "default" in named else Unread("its option has no default")
+            for option in options:
+                self.names.setdefault("." + option[2:].replace("-", "_"), False if "action" in named else default)
         elif (kind := self._kind(name, "Trainer")) is not None:
             self.trainers.append((kind, node.lineno))
-            named |= dict(zip(("model", "reward_funcs") if kind in ("GRPO", "RLOO") else ("model",), node.args, strict=False))
-            self._give(kind, named, node)
+            self._give(kind, {**dict(zip(("model", "reward_funcs"), node.args, strict=False)), **named}, node)
         elif (kind := self._kind(name, "Config")) is not None:
             self._give(kind, named, node)
         elif name in ("LoraConfig", "get_peft_model"):
             self._give("", {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node)
-        elif name == "from_pretrained" and "Tokenizer" not in (owner := ast.unparse(node.func)):
-            if any(part in owner for part in ("CausalLM", "FastLanguageModel", "FastModel", "ValueHead")):
-                skipped = ("model_name", "pretrained_model_name_or_path", "device_map", "quantization_config")
-                self._give("", {key: value for key, value in named.items() if key not in skipped}, node)
+        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
+            self._give("", named, node)
 
     def _kind(self, name: str, role: str) -> str | None:
-        """GRPO for GRPOTrainer and GRPOConfig; "" for arguments of any trainer. None for another class."""
-        found = _CLASS.fullmatch(name)
-        if role == "Config" and name == "TrainingArguments":
-            return ""
-        if name in self.kinds and role == "Trainer":
-            return self.kinds[name]
-        if found is None or found[3] != role or (role == "Config" and found[1] not in METHODS):
+        """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
+        known = self.names.get(name)
+        found = _CLASS.fullmatch(known.name if isinstance(known, Object) else name)
+        if found is None or found[2] != role and found[1] != "Training":
             return None
-        imported = self.names.get(name)
-        is_trl = isinstance(imported, Function) and imported.module.startswith("trl")
-        return found[1] if found[1] in METHODS or is_trl else None
+        of_trl = isinstance(known, Object) and known.module.startswith("trl")
+        if found[2] == "Trainer":
+            return found[1] if found[1] in METHODS or of_trl else None
+        return (
+            found[1]
+            if found[1] in METHODS and role == "Config"
+            else ""
+            if role == "Config" and found[1] == "Training"
+            else None
+        )
 
     def _give(self, owner: str, named: Mapping[str, ast.expr], node: ast.Call) -> None:
-        values = {key: self.value(value) for key, value in named.items()}
-        for each in node.keywords:
-            if each.arg is None:
-                more = self.value(each.value)
-                if isinstance(more, dict):
-                    values |= more
-                elif not isinstance(each.value, ast.Name) or each.value.id not in ("kwargs", "model_kwargs"):
-                    self.remarks.append(f"line {node.lineno}: **{ast.unparse(each.value)} cannot be read")
-        for key, value in values.items():
-            if key not in _WITHOUT_EFFECT:
-                self.given.append((owner, key, value, getattr(named.get(key), "lineno", node.lineno)))
-                self.fields[key] = value
+        values = {key: (self.value(value), value.lineno) for key, value in named.items()}
+        for more in (self.value(each.value) for each in node.keywords if each.arg is None):
+            values |= {key: (value, node.lineno) for key, value in more.items()} if isinstance(more, dict) else {}
+            if isinstance(more, Unread) and more != _NOT_GIVEN:
+                self.remarks.append(f"line {node.lineno}: its further arguments cannot be read: {more.why}")
+        for key, (value, line) in values.items():
+            if key == "model_init_kwargs" and isinstance(value, dict):
+                self.given += [(owner, str(name), each, line) for name, each in value.items()]
+            elif key not in _LEFT_OUT:
+                self.given.append((owner, key, value, line))
+            self.names[f".{key}"] = value
 
     def value(self, node: ast.expr) -> object:
         """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
@@ -215,22 +216,36 @@ class _Script(ast.NodeVisitor):
                 values = [self.value(each) for each in node.elts]
                 return next((each for each in values if isinstance(each, Unread)), values)
             case ast.Dict():
-                keys = [each.value if isinstance(each, ast.Constant) else None for each in node.keys]
-                return {key: self.value(each) for key, each in zip(keys, node.values, strict=True) if key is not None}
+                pairs = zip(node.keys, node.values, strict=True)
+                return {key.value: self.value(each) for key, each in pairs if isinstance(key, ast.Constant)}
             case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
                 return -number
             case ast.JoinedStr():
-                return self._text(node)
-            case ast.Attribute(value=ast.Name(id="torch")):
-                return node.attr
+                parts = [
+                    self.value(getattr(each, "value", each))
+                    if isinstance(each, ast.FormattedValue)
+                    else self.value(each)
+                    for each in node.values
+                ]
+                return (
+                    "".join(map(str, parts))
+                    if all(isinstance(part, str | int | float) for part in parts)
+                    else _computed(node)
+                )
             case ast.Attribute():
-                return self.fields.get(node.attr, _computed(node))
+                unknown = _NOT_GIVEN if self.has_options else _computed(node)
+                return node.attr if _name(node.value) == "torch" else self.names.get(f".{node.attr}", unknown)
             case ast.Subscript():
                 return self._item(self.value(node.value), self.value(node.slice), node)
+            case ast.Compare(ops=[test]) if type(test) in _TESTS:
+                pair = [self.value(each) for each in (node.left, node.comparators[0])]
+                return _computed(node) if any(isinstance(each, Unread) for each in pair) else _TESTS[type(test)](*pair)
+            case ast.IfExp() if isinstance(value := self.value(node.test), bool) or self.value(node.orelse) is None:
+                return self.value(node.orelse if value is False else node.body)
             case ast.Call():
-                return self._call(node)
+                return self._call(node, _name(node.func))
             case ast.BinOp():
-                left, right = (self.value(each) for each in (node.left, node.right))
+                left, right = self.value(node.left), self.value(node.right)
                 if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
                     return left + right
                 try:
@@ -239,96 +254,77 @@ class _Script(ast.NodeVisitor):
                     return _computed(node)
         return _computed(node)
 
-    def _text(self, node: ast.JoinedStr) -> object:
-        parts = [self.value(each.value if isinstance(each, ast.FormattedValue) else each) for each in node.values]
-        if not all(isinstance(part, str | int | float) for part in parts):
-            return _computed(node)
-        return "".join(map(str, parts))
-
     def _item(self, value: object, name: object, node: ast.Subscript) -> object:
-        if isinstance(value, Rows) and isinstance(name, str):
+        """An entry of a mapping, or a split of a data set."""
+        if isinstance(value, Rows):
             path, *config = value.source.split(":")
-            return value if len(config) > 1 else replace(value, source=f"{path}:{config[0] if config else ''}:{name}")
-        if isinstance(value, dict | list):
-            try:
-                return cast(dict[object, object], value)[name]
-            except (LookupError, TypeError):
-                pass
-        return _computed(node)
+            is_named = isinstance(name, str) and len(config) < 2
+            return replace(value, source=f"{path}:{config[0] if config else ''}:{name}") if is_named else value
+        return (
+            value.get(name, _computed(node)) if isinstance(value, dict) and isinstance(name, str) else _computed(node)
+        )
 
-    def _call(self, node: ast.Call) -> object:
-        name = _name(node.func)
+    def _call(self, node: ast.Call, name: str) -> object:
         named = {each.arg: self.value(each.value) for each in node.keywords if each.arg is not None}
         values = [self.value(each) for each in node.args]
+        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if name == "load_dataset":
             return _rows(values, named)
-        if name in ("getenv", "get") and len(values) == 2:
-            return values[1]
         if name == "dict" and not values:
             return named
-        if name == "field":
-            return named.get("default", _computed(node))
-        if name == "from_pretrained":
-            return [*values, *(named.get(key) for key in ("model_name", "pretrained_model_name_or_path"))][0] or named.get(
-                "pretrained_model_name_or_path", _computed(node)
-            )
-        if name in ("int", "float", "str", "Path", "get_peft_model", "prepare_model_for_kbit_training") and values:
-            return values[0]
-        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if name in ("getenv", "get", "field"):
+            return values[1] if len(values) == 2 else named.get("default", _computed(node))
+        if name in ("from_pretrained", "int", "float", "str", "get_peft_model", "prepare_model_for_kbit_training"):
+            paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
+            return next(each for each in (*values[:1], *paths) if each is not None)
+        if self._kind(name, "Config") is not None:
+            return Object(name)
         returned = self.names.get(f"{name}()") if isinstance(node.func, ast.Name) else None
-        if isinstance(returned, Rows):
-            return returned
-        rows = next((each for each in (owner, *values, returned) if isinstance(each, Rows)), None)
-        if rows is not None:
-            return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}"))
-        return returned if returned is not None else _computed(node)
+        if returned is not None or (isinstance(owner, str) and name in ("to", "cuda")):
+            return owner if returned is None else returned
+        rows = next((each for each in (owner, *values) if isinstance(each, Rows)), None)
+        return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
 
 
-def _name(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _computed(node: ast.expr) -> Unread:
+    return Unread(f"it is computed: {ast.unparse(node):.60}")
+
+
+def _rows(values: list[object], named: Mapping[str, object]) -> object:
+    """The source that load_dataset's arguments name; a list of them for a list of splits."""
+    path, config = ([*values, None, None][place] or named.get(name) for place, name in enumerate(("path", "name")))
+    split, files = named.get("split"), named.get("data_files")
+    if files is not None and path in ("json", "csv", "parquet", "text"):
+        files = files.get("train") if isinstance(files, dict) else files
+        return Rows(files) if isinstance(files, str) else files
+    if not isinstance(path, str) or isinstance(split, list):
+        return [_rows([path, config], {"split": each}) for each in split] if isinstance(split, list) else path
+    part, bracket, _ = str("" if isinstance(split, Unread) else split or "").partition("[")
+    changes = (f"the split {split}: data.train_max_samples takes the first rows",) if bracket else ()
+    config = config if isinstance(config, str) else ""
+    return Rows(f"{path}:{config}:{part}" if part else f"{path}:{config}" if config else path, changes)
 
 
 def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, object]:
     """Data and rewards as the config names them."""
     if isinstance(value, Rows):
-        remarks += [f"{key}: the script changes the rows ({change}): change the file likewise" for change in value.changes]
+        remarks += [f"{key}: the script changes its rows ({each}); change the file likewise" for each in value.changes]
         return key, value.source
     if key != "reward_funcs" or isinstance(value, Unread):
-        return key, value
-    parts = [_as_reward(each, remarks) for each in (value if isinstance(value, list) else [value])]
-    return "reward.functions", {"default": parts}
+        return key, Unread("it is an object of the script") if isinstance(value, Object) else value
+    return "reward.functions", {
+        "default": [_as_reward(each, remarks) for each in (value if isinstance(value, list) else [value])]
+    }
 
 
 def _as_reward(value: object, remarks: list[str]) -> object:
-    if isinstance(value, str):
-        return {"name": "model", "options": {"path": value}}
-    if not isinstance(value, Function):
-        remarks.append(f"reward_funcs: {value} is no function of the file")
-        return "math"
+    if not isinstance(value, Object):
+        return {"name": "model", "options": {"path": str(value)}}
     if value.name == "accuracy_reward" and value.module.startswith("trl"):
         return "math"
     remarks.append(f"reward_funcs: put {value.name} into {_REWARDS}, with the parameters that docs/rewards.md has")
     return f"{_REWARDS}:{value.name}"
-
-
-def _computed(node: ast.expr) -> Unread:
-    text = ast.unparse(node)
-    return Unread(f"it is computed: {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}")
-
-
-def _rows(values: list[object], named: Mapping[str, object]) -> object:
-    """The source that load_dataset's arguments name; a list of them for a list of splits."""
-    path = values[0] if values else named.get("path")
-    config = values[1] if len(values) > 1 else named.get("name")
-    split, files = named.get("split"), named.get("data_files")
-    if files is not None and path in ("json", "csv", "parquet", "text"):
-        files = files.get("train") if isinstance(files, dict) else files
-        return Rows(files) if isinstance(files, str) else Unread("its data_files are not one file")
-    if not isinstance(path, str):
-        return path if isinstance(path, Unread) else Unread("its data set has no name")
-    if isinstance(split, list):
-        return [_rows([path, config], {"split": each}) for each in split]
-    part, bracket, share = str(split or "").partition("[")
-    changes = (f"the split {split}: data.train_max_samples takes the first rows",) if bracket and share else ()
-    config = config if isinstance(config, str) else ""
-    return Rows(f"{path}:{config}:{part}" if part else f"{path}:{config}" if config else path, changes)
