@@ -470,7 +470,12 @@ def test_explain_says_what_a_key_means_and_who_set_it():
 STEPS = {
     (64, 8, 16, 1): "64 prompts × 8 = 512 samples → 4 optimizer steps of 128, the first on-policy",
     (256, 4, 256, 1): "256 prompts × 4 = 1024 samples → 1 optimizer step of 1024, on-policy",
-    (100, 2, 30, 1): "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), the first on-policy",
+    (
+        100,
+        2,
+        30,
+        1,
+    ): "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), the first on-policy",
     (
         10,
         8,

@@ -1,5 +1,5 @@
-"""A config of ours from settings of another system: what its table says of each key, and the table's formulas for sizes,
-which the systems count in samples of a device, samples of a step, or prompts."""
+"""A config of ours from settings of another system: what its table says of each key, and its formulas for sizes, which
+the systems count in samples of a device, samples of a step, or prompts."""
 
 import math
 import re

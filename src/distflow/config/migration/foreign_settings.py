@@ -27,8 +27,8 @@ class Unread:
 
 @dataclass
 class ForeignSettings:
-    """method: grpo (any without a critic), ppo, sft or rm. lines: of keys, where known. remarks: what else is to be said
-    of the file. devices: that it trains on, if it says so."""
+    """method: grpo (any without a critic), ppo, sft or rm. lines: of keys, where known. remarks: what else is to be
+    said of the file. devices: that it trains on, if it says so."""
 
     system: str
     method: str
@@ -59,7 +59,7 @@ def scalar(text: str) -> object:
 
 
 def identify(values: dict[str, object]) -> ForeignSettings:
-    """The settings of a file that has nothing but keys and values, told by the keys. Raises UserError for no system's."""
+    """The settings of a file that has only keys and values, told by the keys. Raises UserError for no system's."""
     try:
         check_interpolations(values)
     except ValueError as error:
@@ -75,8 +75,8 @@ def identify(values: dict[str, object]) -> ForeignSettings:
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(read) or not read:
         raise UserError(
-            f"{known[system]} of its {len(read)} keys are known as those of {system}, and fewer as another system's: it "
-            "is no config of TRL, OpenRLHF, verl, ROLL or AReaL, or of a version that is not known here"
+            f"{known[system]} of its {len(read)} keys are known as those of {system}, fewer as another system's: it is "
+            "no config of TRL, OpenRLHF, verl, ROLL or AReaL, or of a version that is not known here"
         )
     return ForeignSettings(system, method_of(system, read), read)
 

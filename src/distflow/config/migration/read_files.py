@@ -1,6 +1,5 @@
 """A file of another system, whatever it is: a Python script, commands of the shell, or YAML."""
 
-import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +50,7 @@ def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignS
 
 
 def _read_python(text: str, arguments: Mapping[str, object] | None) -> ForeignSettings:
-    """Where no command is given, and its options are TRL's, the first command that a text of the script shows is read."""
+    """Without a command, the first that the script shows is read if its options are TRL's."""
     if arguments is not None or not re.search(r"\b(?:TrlParser|HfArgumentParser)\(", text):
         return read_script(text, arguments or {})
     shown = re.findall(r"\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)", text)
@@ -73,11 +72,14 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
         if not values:
             raise UserError("no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is key=value")
         found = [identify(values)]
-    found[-1].remarks += [
-        *([f"{len(found)} commands in it train; the last is read"] if len(found) > 1 else []),
-        *script.remarks,
-    ]
-    return found[-1]
+    settings = found[-1]
+    settings.remarks += [f"{len(found)} commands in it train; the last is read"] if len(found) > 1 else []
+    settings.remarks += script.remarks
+    lines = [*enumerate(text.splitlines(), 1)]
+    for key in settings.values:
+        places = (number for number, line in lines if re.search(rf"^[^#]*(?<![\w.]){re.escape(key)}(?![\w.])", line))
+        settings.lines.setdefault(key, next(places, 0))
+    return settings
 
 
 def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings | None:
@@ -106,7 +108,6 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
         if name not in _METHODS:
             raise UserError(f"line {line}: '{program[0]}' trains by a method that is not there, or does not train")
         settings = ForeignSettings(system, _METHODS[name] or method_of(system, values), values)
-    settings.lines = dict.fromkeys(values, line) | settings.lines
     devices = _PROCESSES.search(" ".join(words[:place]))
     settings.devices = int(devices[1]) if devices else None
     return settings

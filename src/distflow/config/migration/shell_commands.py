@@ -71,7 +71,7 @@ class ShellScript:
             self.variables[name] = value
 
     def _put(self, text: str) -> str:
-        """The text with what stands for `$name`, `${name:-otherwise}`, `$((a * b))`. Arrays are texts of quoted words."""
+        """The text with what `$name`, `${name:-otherwise}`, `$((a * b))` stand for. Arrays are texts of their words."""
         text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)
         before = ""
         while before != text and len(text) < _LONGEST:
@@ -122,6 +122,9 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
     line, held = 1, ""
     for number, part in enumerate(text.split("\n"), 1):
         line, held = line if held else number, held + part
+        if held.endswith("\n" + part) and not {"'", '"'} & set(part) and len(held) < _LONGEST:
+            held += "\n"  # within a quotation
+            continue
         if held.endswith("\\"):
             held = held[:-1] + " "
             continue
