@@ -88,42 +88,44 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
     place, program = next(programs, (0, None))
     if program is None:
         return None
-    system = str(program.lastgroup)
-    values: dict[str, object] = {}
-    read_options(words[place + 1 :], values.__setitem__)
-    named = values.pop("config", None) or values.pop("config_name", None)
-    if named is not None:
-        settings = _beside(str(named), folder)
+    system, values, own = str(program.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
+    read_options(own[:-1], values.__setitem__)
+    named = {"TRL": own[0], "verl": "ppo_ray" if "main" in program[0] else "sft"}.get(system, program[system])
+    if system != "script" and named not in _METHODS:
+        raise UserError(f"line {line}: '{program[0]}' trains by a method that is not there, or does not train")
+    config = values.pop("config", None) or values.pop("config_name", None)
+    values.pop("config_path", None)
+    if config is not None and (system != "verl" or _find(str(config), folder) is not None):
+        settings = _read(_beside(str(config), folder))
         settings.values |= values
+        settings.method = _METHODS.get(named, "") or settings.method
     elif system == "script":
-        if not any(all_tables()["TRL"].find(key) for key in values) and not (folder / program[0]).is_file():
+        if not any(all_tables()["TRL"].find(key) for key in values) and _find(program[0], folder) is None:
             return None
         settings = _of_script(program[0], values, folder)
     else:
-        names = {
-            "TRL": words[place + 1] if place + 1 < len(words) else "",
-            "verl": "ppo_ray" if "main" in program[0] else "sft",
-        }
-        name = names.get(system, program[system])
-        if name not in _METHODS:
-            raise UserError(f"line {line}: '{program[0]}' trains by a method that is not there, or does not train")
-        settings = ForeignSettings(system, _METHODS[name] or method_of(system, values), values)
+        settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
+        settings.remarks += [f"the settings of {config}, which is not beside it"] if config else []
     devices = _PROCESSES.search(" ".join(words[:place]))
     settings.devices = int(devices[1]) if devices else None
     return settings
 
 
-def _beside(name: str, folder: Path) -> ForeignSettings:
-    """The settings of the YAML file that a command names."""
-    places = (folder / name, Path(name), folder / Path(name).name, folder / f"{name}.yaml")
-    if (found := next((place for place in places if place.is_file()), None)) is None:
+def _find(name: str, folder: Path) -> Path | None:
+    places = (folder / name, folder / Path(name).name, folder / f"{name}.yaml")
+    return next((place for place in places if place.is_file()), None)
+
+
+def _beside(name: str, folder: Path) -> Path:
+    """The YAML file that a command names."""
+    if (found := _find(name, folder)) is None:
         raise UserError(f"its settings are in {name}, which is not beside it: migrate that file")
-    return _read(found)
+    return found
 
 
 def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSettings:
-    if (folder / name).is_file():
-        return _read(folder / name, values)
+    if (found := _find(name, folder)) is not None:
+        return _read(found, values)
     kind = next((kind for kind in METHODS if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")), None)
     remarks = [f"{name} is not there to be read; only the options of the command are"]
     return ForeignSettings("TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks)

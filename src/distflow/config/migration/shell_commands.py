@@ -22,7 +22,7 @@ _VARIABLE = re.compile(r"(\w+|[@*])(?::?([-=+?])(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _PREFIXES = ("export", "local", "readonly", "declare", "then", "do", "else", "{", "exec", "eval")
-_LONGEST = 20_000
+_LONGEST, _DEEPEST = 20_000, 8
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -73,9 +73,9 @@ class ShellScript:
     def _put(self, text: str) -> str:
         """The text with what `$name`, `${name:-otherwise}`, `$((a * b))` stand for. Arrays are texts of their words."""
         text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)
-        before = ""
-        while before != text and len(text) < _LONGEST:
-            before, text = text, _PUT.sub(self._value, text)
+        for _ in range(_DEEPEST):
+            if len(text) < _LONGEST and _PUT.search(text):
+                text = _PUT.sub(self._value, text)
         return text
 
     def _value(self, found: re.Match[str]) -> str:
@@ -139,11 +139,13 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             continue
         held, command = "", list[str]()
         for word in [*words, ";"]:
-            if set(word) <= set(";&|()<>"):
+            if word and set(word) <= set(";&|()<>"):
                 yield line, command
                 command = []
             else:
                 command.append(word)
+    if held.strip():
+        raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
@@ -165,12 +167,6 @@ def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
 def _as_value(texts: list[str]) -> object:
     unread = [part for text in texts for part in text.split(MARK)[1::2]]
     values = [scalar(text.rstrip(",") if len(texts) > 1 else text) for text in texts]
-    return (
-        Unread(unread[0].replace(_SPACE, " "))
-        if unread
-        else True
-        if not values
-        else values[0]
-        if len(values) == 1
-        else values
-    )
+    if unread:
+        return Unread(unread[0].replace(_SPACE, " "))
+    return (values[0] if len(values) == 1 else values) if values else True
