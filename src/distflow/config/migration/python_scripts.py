@@ -3,7 +3,7 @@
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from distflow.config.migration.foreign_settings import ForeignSettings, Unread
@@ -50,7 +50,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     """arguments: of the command that runs it. Raises UserError where it trains nothing that trains here."""
     script = _Script(arguments)
     try:
-        script.visit(ast.parse(text))
+        script.read(ast.parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"it is no Python script that can be read: {error}") from error
     if not script.trainers:
@@ -79,7 +79,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     return found
 
 
-class _Script(ast.NodeVisitor):
+class _Script:
     """names: values of variables, of `.attributes` of any object, and of what `functions()` return. given: (trainer,
     key, value, line) of arguments. has_options: its arguments are those of TRL."""
 
@@ -88,19 +88,39 @@ class _Script(ast.NodeVisitor):
         self.given: list[tuple[str, str, object, int]] = []
         self.trainers: list[tuple[str, int]] = []
         self.remarks: list[str] = []
-        self.has_options = False
-        self.in_branch = False
+        self.lines: dict[str, int] = {}
+        self.has_options = self.in_branch = False
         self.function = ""
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        for target in node.targets:
-            self._assign(target, self.value(node.value))
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        if node.value is not None:
-            self._assign(node.target, self.value(node.value))
+    def read(self, body: Iterable[ast.AST]) -> None:
+        """Statements in their order; those of functions where these are defined."""
+        for node in body:
+            match node:
+                case ast.Assign():
+                    value = self.value(node.value)
+                    for target in node.targets:
+                        self._assign(target, value)
+                case ast.AnnAssign(value=ast.expr() as assigned):
+                    self._assign(node.target, self.value(assigned))
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    self._define(node)
+                case ast.Return(value=ast.expr() as returned):
+                    self.names[f"{self.function}()"] = self.value(returned)
+                case ast.ImportFrom():
+                    for alias in node.names:
+                        self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
+                case ast.ClassDef():
+                    self._define_class(node)
+                case ast.If():
+                    holds = self.value(node.test)
+                    unknown = isinstance(holds, Unread) and "__name__" not in ast.unparse(node.test)
+                    outer, self.in_branch = self.in_branch, self.in_branch or unknown
+                    self.read([*(node.body if holds else ()), *(node.orelse if unknown or not holds else ())])
+                    self.in_branch = outer
+                case ast.expr():
+                    self.value(node)
+                case _:
+                    self.read(ast.iter_child_nodes(node))
 
     def _assign(self, target: ast.expr, value: object) -> None:
         if isinstance(target, ast.Tuple):
@@ -117,63 +137,27 @@ class _Script(ast.NodeVisitor):
             if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
                 self.given.append((kind, target.attr, value, target.lineno))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         outer, self.function = self.function, node.name
         self.names[node.name] = Object(node.name)
         places = zip(reversed([*node.args.posonlyargs, *node.args.args]), reversed(node.args.defaults), strict=False)
         for argument, default in places:
             self.names.setdefault(argument.arg, self.value(default))
-        self.generic_visit(node)
+        self.read(node.body)
         self.function = outer
 
-    def visit_Return(self, node: ast.Return) -> None:
-        self.generic_visit(node)
-        if node.value is not None:
-            self.names[f"{self.function}()"] = self.value(node.value)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+    def _define_class(self, node: ast.ClassDef) -> None:
         """Fields of a class hold the defaults of a script's own arguments; a class of a trainer is that trainer."""
         kinds = [kind for base in node.bases if (kind := self._kind(_name(base), "Trainer")) is not None]
         self.names[node.name] = Object(f"{kinds[0]}Trainer", "trl") if kinds else Object(node.name)
         self.remarks += [f"line {node.lineno}: {node.name} changes what {kinds[0]}Trainer does"] if kinds else []
         for item in node.body:
-            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
-            if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None and isinstance(target, ast.Name):
-                self.names.setdefault(f".{target.id}", self.value(item.value))
+            if isinstance(item, ast.AnnAssign) and item.value is not None and isinstance(item.target, ast.Name):
+                self.names.setdefault(f".{item.target.id}", self.value(item.value))
+            elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
+                self.names.setdefault(f".{item.targets[0].id}", self.value(item.value))
             else:
-                self.visit(item)
-
-    def visit_If(self, node: ast.If) -> None:
-        holds = self.value(node.test)
-        is_main = "__name__" in ast.unparse(node.test)
-        outer, self.in_branch = self.in_branch, self.in_branch or (isinstance(holds, Unread) and not is_main)
-        for part in [*(node.body if holds else ()), *(node.orelse if isinstance(holds, Unread) or not holds else ())]:
-            self.visit(part)
-        self.in_branch = outer
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        name = _name(node.func)
-        named = {each.arg: each.value for each in node.keywords if each.arg is not None}
-        self.has_options = self.has_options or name in ("TrlParser", "HfArgumentParser")
-        if name == "add_argument":
-            options = [each for word in node.args if isinstance(each := self.value(word), str) and each[:2] == "--"]
-            default = self.value(named["default"]) if "default" in named else Unread("its option has no default")
-            for option in options:
-                self.names.setdefault("." + option[2:].replace("-", "_"), False if "action" in named else default)
-        elif (kind := self._kind(name, "Trainer")) is not None:
-            self.trainers.append((kind, node.lineno))
-            self._give(kind, {**dict(zip(("model", "reward_funcs"), node.args, strict=False)), **named}, node)
-        elif (kind := self._kind(name, "Config")) is not None:
-            self._give(kind, named, node)
-        elif name in ("LoraConfig", "get_peft_model"):
-            self._give("", {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node)
-        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
-            self._give("", named, node)
+                self.read([item])
 
     def _kind(self, name: str, role: str) -> str | None:
         """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
@@ -192,17 +176,12 @@ class _Script(ast.NodeVisitor):
             else None
         )
 
-    def _give(self, owner: str, named: Mapping[str, ast.expr], node: ast.Call) -> None:
-        values = {key: (self.value(value), value.lineno) for key, value in named.items()}
-        for more in (self.value(each.value) for each in node.keywords if each.arg is None):
-            values |= {key: (value, node.lineno) for key, value in more.items()} if isinstance(more, dict) else {}
-            if isinstance(more, Unread) and more != _NOT_GIVEN:
-                self.remarks.append(f"line {node.lineno}: its further arguments cannot be read: {more.why}")
-        for key, (value, line) in values.items():
+    def _give(self, owner: str, values: Mapping[str, object], line: int) -> None:
+        for key, value in values.items():
             if key == "model_init_kwargs" and isinstance(value, dict):
-                self.given += [(owner, str(name), each, line) for name, each in value.items()]
+                self._give(owner, value, line)
             elif key not in _LEFT_OUT:
-                self.given.append((owner, key, value, line))
+                self.given.append((owner, key, value, self.lines.get(key, line)))
             self.names[f".{key}"] = value
 
     def value(self, node: ast.expr) -> object:
@@ -240,8 +219,10 @@ class _Script(ast.NodeVisitor):
             case ast.Compare(ops=[test]) if type(test) in _TESTS:
                 pair = [self.value(each) for each in (node.left, node.comparators[0])]
                 return _computed(node) if any(isinstance(each, Unread) for each in pair) else _TESTS[type(test)](*pair)
-            case ast.IfExp() if isinstance(value := self.value(node.test), bool) or self.value(node.orelse) is None:
-                return self.value(node.orelse if value is False else node.body)
+            case ast.IfExp():
+                holds, either, otherwise = (self.value(each) for each in (node.test, node.body, node.orelse))
+                known = isinstance(holds, bool) or otherwise is None
+                return (otherwise if holds is False else either) if known else _computed(node)
             case ast.Call():
                 return self._call(node, _name(node.func))
             case ast.BinOp():
@@ -249,7 +230,7 @@ class _Script(ast.NodeVisitor):
                 if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
                     return left + right
                 try:
-                    return calculate(node, self.value)
+                    return calculate(node, lambda part: left if part is node.left else right)
                 except ValueError:
                     return _computed(node)
         return _computed(node)
@@ -265,9 +246,25 @@ class _Script(ast.NodeVisitor):
         )
 
     def _call(self, node: ast.Call, name: str) -> object:
-        named = {each.arg: self.value(each.value) for each in node.keywords if each.arg is not None}
-        values = [self.value(each) for each in node.args]
+        """What it returns; the arguments of trainers, their configs and models are taken down."""
+        named, values = self._arguments(node), [self.value(each) for each in node.args]
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        self.has_options = self.has_options or name in ("TrlParser", "HfArgumentParser")
+        if (kind := self._kind(name, "Trainer")) is not None:
+            self.trainers.append((kind, node.lineno))
+            self._give(kind, {**dict(zip(("model", "reward_funcs"), values, strict=False)), **named}, node.lineno)
+        elif (kind := self._kind(name, "Config")) is not None:
+            self._give(kind, named, node.lineno)
+            return Object(name)
+        elif name in ("LoraConfig", "get_peft_model"):
+            self._give("", {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno)
+        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
+            self._give("", named, node.lineno)
+        elif name == "add_argument":
+            default = named.get("default", Unread("its option has no default"))
+            for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
+                flag = False if "action" in named and "default" not in named else default
+                self.names.setdefault("." + option[2:].replace("-", "_"), flag)
         if name == "load_dataset":
             return _rows(values, named)
         if name == "dict" and not values:
@@ -277,13 +274,24 @@ class _Script(ast.NodeVisitor):
         if name in ("from_pretrained", "int", "float", "str", "get_peft_model", "prepare_model_for_kbit_training"):
             paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
             return next(each for each in (*values[:1], *paths) if each is not None)
-        if self._kind(name, "Config") is not None:
-            return Object(name)
         returned = self.names.get(f"{name}()") if isinstance(node.func, ast.Name) else None
         if returned is not None or (isinstance(owner, str) and name in ("to", "cuda")):
             return owner if returned is None else returned
         rows = next((each for each in (owner, *values) if isinstance(each, Rows)), None)
         return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
+
+    def _arguments(self, node: ast.Call) -> dict[str, object]:
+        """By name, those of `**` too."""
+        found: dict[str, object] = {}
+        for each in node.keywords:
+            value = self.value(each.value)
+            if each.arg is not None:
+                found[each.arg], self.lines[each.arg] = value, each.value.lineno
+            elif isinstance(value, dict):
+                found |= value
+            elif value != _NOT_GIVEN and self._kind(_name(node.func), "Config") is not None:
+                self.remarks.append(f"line {node.lineno}: its further arguments cannot be read")
+        return found
 
 
 def _name(node: ast.expr) -> str:
