@@ -16,10 +16,10 @@ _CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _LEFT_OUT = (
     *("args", "config", "model_name", "pretrained_model_name_or_path", "bias", "task_type", "inference_mode"),
-    *("optimizers", "data_collator", "peft_config", "ref_model", "value_model", "quantization_config", "num_labels"),
+    *("optimizers", "data_collator", "peft_config", "ref_model", "quantization_config", "num_labels"),
 )
 """Arguments that hold what the script made of others, which are read where they stand."""
-_REWARDS = "my_rewards.py"
+_REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
 _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -66,7 +66,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
         found.remarks.append(f"the script calls several trainers; {kind}Trainer in line {line} is read")
     for owner, key, value, at in script.given:
         if (
-            owner in (kind, "")
+            owner in (kind, "", _ADAPTERS if script.has_adapters else kind)
             and value != _NOT_GIVEN
             and not (isinstance(value, Unread) and script.has_options and not owner)
         ):
@@ -81,7 +81,8 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
 
 class _Script:
     """names: values of variables, of `.attributes` of any object, and of what `functions()` return. given: (trainer,
-    key, value, line) of arguments. has_options: its arguments are those of TRL."""
+    key, value, line) of arguments. has_options: its arguments are those of TRL. has_adapters: a trainer or
+    a model is given some."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self.names: dict[str, object] = {f".{key}": value for key, value in arguments.items()}
@@ -89,7 +90,7 @@ class _Script:
         self.trainers: list[tuple[str, int]] = []
         self.remarks: list[str] = []
         self.lines: dict[str, int] = {}
-        self.has_options = self.in_branch = False
+        self.has_options = self.has_adapters = self.in_branch = False
         self.function = ""
 
     def read(self, body: Iterable[ast.AST]) -> None:
@@ -252,12 +253,16 @@ class _Script:
         self.has_options = self.has_options or name in ("TrlParser", "HfArgumentParser")
         if (kind := self._kind(name, "Trainer")) is not None:
             self.trainers.append((kind, node.lineno))
+            self.has_adapters = self.has_adapters or named.get("peft_config") is not None
             self._give(kind, {**dict(zip(("model", "reward_funcs"), values, strict=False)), **named}, node.lineno)
         elif (kind := self._kind(name, "Config")) is not None:
             self._give(kind, named, node.lineno)
             return Object(name)
         elif name in ("LoraConfig", "get_peft_model"):
-            self._give("", {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno)
+            self.has_adapters = self.has_adapters or name == "get_peft_model"
+            self._give(
+                _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
+            )
         elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
             self._give("", named, node.lineno)
         elif name == "add_argument":
@@ -275,9 +280,11 @@ class _Script:
             paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
             return next(each for each in (*values[:1], *paths) if each is not None)
         returned = self.names.get(f"{name}()") if isinstance(node.func, ast.Name) else None
-        if returned is not None or (isinstance(owner, str) and name in ("to", "cuda")):
-            return owner if returned is None else returned
         rows = next((each for each in (owner, *values) if isinstance(each, Rows)), None)
+        if isinstance(owner, str) and name in ("to", "cuda"):
+            return owner
+        if returned is not None and not (rows and isinstance(returned, Rows)):
+            return returned
         return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
 
     def _arguments(self, node: ast.Call) -> dict[str, object]:

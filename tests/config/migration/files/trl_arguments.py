@@ -1,6 +1,7 @@
 import argparse
 
 from datasets import load_dataset
+from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 
@@ -21,6 +22,8 @@ def main():
         num_train_epochs=2,
         save_strategy="epoch",
     )
+    adapters = LoraConfig(r=4)  # tried, and not used
+    assert adapters
     SFTTrainer(args.model, args=config, train_dataset=rows).train()
 
 
