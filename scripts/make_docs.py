@@ -36,6 +36,16 @@ _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
 }
 
 
+_METHODS = {
+    "all": "anything",
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "tuning": "SFT, reward models",
+    "sft": "SFT",
+    "rm": "reward models",
+}
+
+
 def main() -> None:
     """Write both pages to the folder in the first argument, by default `docs`."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
@@ -69,7 +79,12 @@ def render_migrating() -> str:
         "verl_differences": _differences(),
         "verl_command": _translated_verl(verl["command"], verl["refused"]),
         "trl_defaults": _table(
-            ("there", "here"), [(_code(there), _code(ours)) for there, ours in all_tables()["TRL"].defaults.items()]
+            ("what it trains", "key", "there"),
+            [
+                (_METHODS[method], _code(key), _code(as_override(value)))
+                for method, values in all_tables()["TRL"].defaults.items()
+                for key, value in values.items()
+            ],
         ),
         "trl_script": trl["script"].rstrip(),
         "trl_arguments": _translated_trl(trl["script"]),

@@ -37,6 +37,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.run_folder"),
     "config": Command("print the resolved config", "distflow.commands.config"),
+    "migrate": Command(
+        "turn a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL into a config",
+        "distflow.commands.migrate",
+    ),
     "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
     "sandbox": Command("run a Python file as the code under test is run", "distflow.commands.sandbox"),

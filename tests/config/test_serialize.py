@@ -468,16 +468,21 @@ def test_explain_says_what_a_key_means_and_who_set_it():
 
 # (prompts, n, mini-batch, passes) → the first line, counted by hand
 STEPS = {
-    (64, 8, 16, 1): "64 prompts × 8 = 512 samples → 4 optimizer steps of 128, on-policy",
+    (64, 8, 16, 1): "64 prompts × 8 = 512 samples → 4 optimizer steps of 128, the first on-policy",
     (256, 4, 256, 1): "256 prompts × 4 = 1024 samples → 1 optimizer step of 1024, on-policy",
-    (100, 2, 30, 1): "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), on-policy",
+    (
+        100,
+        2,
+        30,
+        1,
+    ): "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), the first on-policy",
     (
         10,
         8,
         4,
         3,
-    ): "10 prompts × 8 = 80 samples → 9 optimizer steps of 32 (the last of a pass 16) in 3 passes, on-policy",
-    (1, 2, 1, 2): "1 prompt × 2 = 2 samples → 2 optimizer steps of 2 in 2 passes, on-policy",
+    ): "10 prompts × 8 = 80 samples → 9 optimizer steps of 32 (the last of a pass 16) in 3 passes, the first on-policy",
+    (1, 2, 1, 2): "1 prompt × 2 = 2 samples → 2 optimizer steps of 2 in 2 passes, the first on-policy",
 }
 
 

@@ -116,6 +116,7 @@ def test_eval_counts_the_same(ground: Playground, capsys: pytest.CaptureFixture[
         "val_correct/all/mean" in (out := capsys.readouterr().out)
         and "1" in out.partition("val_correct/all/mean")[2][:12]
     )
+    assert "validation data: " in out and "train data: " not in out, "the rows are named as what they are"
 
 
 def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(

@@ -23,7 +23,7 @@ from distflow.errors import ConfigError, Problem
 
 
 def describe(config: Config) -> list[str]:
-    """A few lines such as `64 prompts × 8 = 512 samples → 4 optimizer steps of 128, on-policy`."""
+    """A few lines such as `64 prompts × 8 = 512 samples → 1 optimizer step of 512, on-policy`."""
     if not is_rl(config):
         return [_supervised_step(config), _learning_rate(config), _run(config)]
     lines = [_step(config), _objective(config), _kl(config), _tokens(config), _learning_rate(config), _run(config)]
@@ -33,7 +33,8 @@ def describe(config: Config) -> list[str]:
 def _step(config: Config) -> str:
     sizes, staleness = sorted(set(group_sizes(config).values())), config.async_.max_staleness
     prompts = config.data.train_batch_size
-    policy = "on-policy" if staleness == 0 else f"weights at most {staleness} steps old"
+    first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
+    policy = first if staleness == 0 else f"weights at most {staleness} steps old"
     samples = f"{count(prompts, 'prompt')} × {sizes[0]} = {count(prompts * sizes[0], 'sample')}"
     if len(sizes) > 1:
         samples = f"{count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"

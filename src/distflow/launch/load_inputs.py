@@ -1,5 +1,6 @@
 """Reads a config and the files that it names, fits the config to them, and rejects keys that nothing reads."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -34,8 +35,16 @@ _REASONS = {
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
 
+class InertKeys(UserError):
+    """Keys that the user set and nothing reads."""
+
+    def __init__(self, keys: Collection[str], message: str):
+        super().__init__(message)
+        self.keys = keys
+
+
 def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
-    """Raises UserError with the keys and where they were set. Keys of a built-in preset are not the user's mistake
+    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the user's mistake
     where another pipeline was chosen: they are returned, with their origins.
 
     A user's function that gets a group of the config, or the context, may read keys when it runs: of that group (of its
@@ -51,13 +60,14 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
         if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
         if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
     }
-    users = [shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])]
+    users = {key: shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])}
     if users:
-        shown = "\n".join(f"  {line}" for line in users)
-        raise UserError(
+        shown = "\n".join(f"  {line}" for line in users.values())
+        raise InertKeys(
+            users,
             f"keys that do nothing in pipeline '{pipeline.graph_id}':\n{shown}\n"
             "Take them out, or choose a pipeline, estimator or loss that uses them; make a key that "
-            "only your own node reads an option of its function"
+            "only your own node reads an option of its function",
         )
     return list(inert.values())
 

@@ -25,7 +25,8 @@ _NUM_ROWS_CHECKED = 100  # rows
 def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """The data and settings of the run. Raises UserError for a domain without a reward function."""
     config = loaded.config
-    named = {"train": data.train}
+    only_validates = not config.data.domains and config.data.train_files == config.data.val_files  # `distflow eval`
+    named = {} if only_validates else {"train": data.train}
     named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"

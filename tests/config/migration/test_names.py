@@ -15,8 +15,9 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 REF = "actor_rollout_ref.ref"
 OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
 
-ENTRIES = [(key, name) for table in all_tables().values() for key, name in table.names.items()]
-DEFAULTS = all_tables()["TRL"].defaults
+ENTRIES = [
+    (key, name) for table in all_tables().values() for key, name in (*table.names.items(), *table.tuning.items())
+]
 
 
 def refuse(*overrides):
@@ -62,15 +63,24 @@ def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
 
 
 def test_none_of_them_is_a_key_here():
-    assert not {key for key, _ in ENTRIES} & set(schema_keys())
+    names = {key for table in all_tables().values() for key in table.names}
+    assert not names & set(schema_keys())
 
 
-@pytest.mark.parametrize("there", DEFAULTS)
-def test_the_defaults_of_trl_are_said_by_keys(there):
-    assert find_names(there.partition("=")[0])
-    for ours, given in written(DEFAULTS[there]):
-        info = schema_keys()[ours]
-        assert not list(check_bounds(convert(yaml.safe_load(given), info.annotation), info))
+SYSTEM_DEFAULTS = [(table, *part) for table in all_tables().values() for part in table.defaults.items()]
+
+
+def test_the_defaults_of_other_systems_have_keys_here():
+    for table, method, defaults in SYSTEM_DEFAULTS:
+        formulas = " ".join(formula for part in table.computed.values() for formula in part.values())
+        for key in defaults:
+            assert is_known(key) or table.find(key, method) or key in formulas, key
+
+
+def test_formulas_compute_keys_that_exist():
+    for table in all_tables().values():
+        for formulas in table.computed.values():
+            assert all(is_known(ours) for ours in formulas if "." in ours), formulas
 
 
 # name=value of TRL: what is to be written for it
@@ -106,7 +116,7 @@ TRL = {
     "scale_rewards=True": "write algorithm.scale_rewards=group",
     "scale_rewards=False": "write algorithm.scale_rewards=none",
     "scale_rewards=batch": "write algorithm.scale_rewards=batch",
-    "mask_truncated_completions=True": "cut-off answers count",
+    "mask_truncated_completions=True": "write algorithm.mask_truncated=true",
     "reward_weights=[1.0,0.5]": "reward.functions",
     "reward_funcs=accuracy": "reward.functions",
     "multi_objective_aggregation=normalize_then_sum": "write algorithm.adv_estimator=gdpo",
@@ -240,7 +250,7 @@ OTHERS = {
     f"{REF}.fsdp_config.fsdp_size=4": f"as the actor does: {ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
     f"{ACTOR}.ulysses_sequence_parallel_size=2": "not divided over devices",
-    f"{ROLLOUT}.multi_turn.enable=True": "not implemented yet",
+    f"{ROLLOUT}.multi_turn.enable=True": "a rollout node of your own",
     "data.reward_fn_key=data_source": "",
     "reward_model.reward_manager=mine": "reward.functions",
     "reward.custom_reward_function.path=r.py": "write custom_reward_function.path=r.py",

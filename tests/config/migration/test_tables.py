@@ -59,7 +59,8 @@ def test_a_key_comes_before_a_pattern_and_the_first_pattern_before_others(tmp_pa
 
 
 FILES = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
-GROUPS = {"answers", "keys", "values", "defaults", "beside_keys", "example"}
+GROUPS = {"answers", "keys", "fine_tuning", "values", "defaults", "computed", "beside_keys", "example"}
+METHODS = {"all", "rl", "tuning", "grpo", "ppo", "sft", "rm", "end"}
 
 
 def texts(found: object) -> bool:
@@ -71,7 +72,8 @@ def test_a_table_names_its_sources_and_holds_known_groups_of_texts(path: Path) -
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     assert table.keys() <= {"sources", *GROUPS}
     assert isinstance(table["sources"], list) and table["sources"]
-    assert all(texts(table.get(group, {})) for group in ("defaults", "beside_keys"))
+    assert texts(table.get("beside_keys", {})) and all(map(texts, table.get("computed", {}).values()))
+    assert {*table.get("defaults", {}), *table.get("computed", {})} <= METHODS
     assert all(map(texts, table.get("values", {}).values()))
 
 
@@ -80,7 +82,8 @@ def test_an_entry_has_known_fields_and_says_what_is_to_be_done(path: Path) -> No
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     answers = table.get("answers", {})
     assert not any("as" in answer for answer in answers.values())
-    entries = [entry for entry in table["keys"].values() if not isinstance(entry, str)]
+    entries = [*table["keys"].values(), *table.get("fine_tuning", {}).values()]
+    entries = [entry for entry in entries if not isinstance(entry, str)]
     for entry in (*answers.values(), *entries):
         assert entry.keys() <= {"ours", "note", "values", "harmless", "as"}, f"{entry}: keys with dots stand in quotes"
         assert texts({name: text for name, text in entry.items() if name in ("ours", "note", "as")}), entry

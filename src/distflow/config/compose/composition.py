@@ -112,7 +112,7 @@ def compose_values(
         applied = [known for override in parsed if (known := _to_apply(override, is_known, result)) is not None]
         try:
             merged = OmegaConf.unsafe_merge(defaults, _merged(chosen, files, applied))  # may change both
-            _check_interpolations(_plain(merged, resolve=False))
+            check_interpolations(_plain(merged, resolve=False))
             result.values = _plain(merged)
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
@@ -215,7 +215,7 @@ def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
     result.refused.add(line.partition("=")[0].lstrip("+~"))
 
 
-def _check_interpolations(values: dict[str, object]) -> None:
+def check_interpolations(values: dict[str, object]) -> None:
     """Raises ValueError where texts that repeat others by ${...} are too long: forty lines of two are 2^40 texts."""
     known: dict[tuple[str, ...], int] = {}
 

@@ -1,14 +1,21 @@
 """Settings of unknown keys: those of another system that need nothing here are accepted, the others get advice. A name
 counts as a misspelling only for typing errors, never for another word."""
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 
 from distflow.config.compose.origins import Setting
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration.tables import NOT_GIVEN, Name, all_tables, as_override, find_by_last_word, find_names
+from distflow.config.migration.tables import (
+    NOT_GIVEN,
+    Name,
+    all_tables,
+    as_override,
+    find_by_last_word,
+    find_names,
+    split_overrides,
+)
 from distflow.errors import Problem, joined
 
 _LEAST_SIMILARITY = 0.7  # of a word; below it, it is another word
@@ -39,7 +46,6 @@ def _similarity(name: str, other: str) -> float:
 
 
 _SAME_KEYS = {"verl", "siiRL"}  # systems whose commands run here with few changes
-_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # between two overrides
 _MOST_PROBLEMS = 30  # each is compared with all keys
 _LISTED = 2  # keys of the same name in other groups; more are no hint
 _TELLING = 5  # letters of a word that is compared without its group
@@ -149,8 +155,7 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
 
 def _has(values: Mapping[str, object], overrides: str) -> bool:
     """Whether nested plain values agree with each of `key=value ...`."""
-    parts = [override.split("=", 1) for override in _OVERRIDE.split(overrides)]
-    return all(_is_same(as_override(look_up(values, key)), text) for key, text in parts)
+    return all(_is_same(as_override(look_up(values, key)), text) for key, text in split_overrides(overrides).items())
 
 
 def _is_same(text: str, other: str) -> bool:

@@ -13,6 +13,7 @@ ANY: tuple[Any, ...] = (...,)
 NOT_GIVEN: Any = object()
 """In place of a value, if only the name is asked for."""
 
+_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # between two overrides
 _PLAIN = re.compile(r"[\w./:+~-]+")
 
 SYSTEMS = ("verl", "siiRL", "TRL", "AReaL", "OpenRLHF", "ROLL")
@@ -73,7 +74,10 @@ class Table:
     sources: the files of the system from which the keys were taken.
     names: by key; `*` in a key stands for any part.
     values: for keys of both systems, the values that have another name here.
-    defaults: the system's defaults as `key=value`, with the override for each here.
+    tuning: names that mean something else in supervised fine-tuning and of reward models; there they come first.
+    defaults: the system's values of keys that are not set, by what is trained: grpo, ppo (both: rl), sft, rm (both:
+    tuning), or all.
+    computed: likewise our keys, with a formula of its keys and of `devices`, which stand as names with dots.
     beside_keys: other names of the system, with their counterparts here.
     example: a well-known run of the system, and the same run here, for the docs.
     """
@@ -81,12 +85,16 @@ class Table:
     sources: tuple[str, ...]
     names: Mapping[str, Name]
     values: Mapping[str, Mapping[Any, str]]
-    defaults: Mapping[str, str]
+    tuning: Mapping[str, Name]
+    defaults: Mapping[str, Mapping[str, object]]
+    computed: Mapping[str, Mapping[str, str]]
     beside_keys: Mapping[str, str]
     example: Mapping[str, Any]
 
-    def find(self, key: str) -> Name | None:
-        """The name for a key: its own entry, else the first pattern that matches."""
+    def find(self, key: str, method: str = "") -> Name | None:
+        """The name for a key: its own entry, else the first pattern that matches. method: what is trained."""
+        if method in ("sft", "rm") and key in self.tuning:
+            return self.tuning[key]
         if key in self.names:
             return self.names[key]
         return next((name for own, name in self.names.items() if "*" in own and fnmatchcase(key, own)), None)
@@ -134,6 +142,11 @@ def as_override(value: object) -> str:
     return text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
 
+def split_overrides(text: str) -> dict[str, str]:
+    """The keys of `key=value key=value`, each with the text of its value."""
+    return dict(part.split("=", 1) for part in _OVERRIDE.split(text))
+
+
 def read_table(path: Path) -> Table:
     """The table that a file of this folder holds; what it may hold is checked by `tests/config/migration`."""
     # Most configs have no key of another system: tomllib is imported where one has.
@@ -144,16 +157,18 @@ def read_table(path: Path) -> Table:
     answers = raw.get("answers", {})
     return Table(
         sources=tuple(raw["sources"]),
-        names={
-            key: Name(**_fields(entry, answers, key))
-            for keys, entry in raw.get("keys", {}).items()
-            for key in expand(keys)
-        },
+        names=_read_names(raw.get("keys", {}), answers),
+        tuning=_read_names(raw.get("fine_tuning", {}), answers),
         values={key: _read_values(entry) for key, entry in raw.get("values", {}).items()},
         defaults=raw.get("defaults", {}),
+        computed=raw.get("computed", {}),
         beside_keys=raw.get("beside_keys", {}),
         example=raw.get("example", {}),
     )
+
+
+def _read_names(entries: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Name]:
+    return {key: Name(**_fields(entry, answers, key)) for keys, entry in entries.items() for key in expand(keys)}
 
 
 def expand(keys: str) -> list[str]:

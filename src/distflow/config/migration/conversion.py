@@ -1,0 +1,168 @@
+"""A config of ours from settings of another system: what its table says of each key, and its formulas for sizes, which
+the systems count in samples of a device, samples of a step, or prompts."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.config.compose.load_config import Loaded, load_config, preset_config
+from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.compose.unknown_keys import is_known
+from distflow.config.compose.values import nested
+from distflow.config.keys.schema import schema_keys
+from distflow.config.migration.foreign_settings import ForeignSettings, Unread
+from distflow.config.migration.tables import (
+    NOT_GIVEN,
+    Name,
+    Table,
+    all_tables,
+    as_override,
+    find_value,
+    split_overrides,
+)
+from distflow.config.serialize import flatten
+from distflow.errors import ConfigError
+
+_PRESETS = {("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo", ("ROLL", "grpo"): "rlvr"}
+_IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
+_REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
+_SHARES = "actor_train.data_args.domain_interleave_probs"
+_DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
+
+
+@dataclass
+class Conversion:
+    """A config under way. overrides: our keys, with values as on the command line. given: those that the file sets, and
+    not a default of its system. missing: what has no counterpart, a line each."""
+
+    preset: str
+    overrides: dict[str, str]
+    given: set[str]
+    missing: list[str]
+
+    def write(self, values: dict[str, str], given: bool) -> None:
+        self.overrides |= values
+        self.given = self.given | values.keys() if given else self.given - values.keys()
+
+    def drop(self, key: str, why: str) -> None:
+        """Take out a key that cannot be set; one that nobody chose goes without a word."""
+        value = self.overrides.pop(key)
+        if key in self.given:
+            self.missing.append(f"{key}={value}: {why}")
+
+
+def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
+    """devices: that it trains on; None where the settings say it."""
+    table = all_tables()[theirs.system]
+    draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
+    defaults = _for(table.defaults, theirs.method)
+    values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
+    computed, used = _compute(table, theirs, values, devices, draft.missing)
+    if theirs.system == "ROLL":
+        used |= _convert_domains(theirs, draft)
+    for key, value in values.items():
+        if key not in used or isinstance(value, Unread):
+            _convert_setting(theirs, table, key, value, draft)
+    for key, value in computed.items():
+        draft.write({key: value}, bool(used & theirs.values.keys()))
+    return draft
+
+
+def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any]:
+    """The entries of a table for what is trained, in the order in which they hold."""
+    parts = ("all", "tuning" if method in ("sft", "rm") else "rl", method, "end")
+    return {key: value for part in parts for key, value in entries.get(part, {}).items()}
+
+
+def _convert_setting(theirs: ForeignSettings, table: Table, key: str, value: object, draft: Conversion) -> None:
+    line = theirs.lines.get(key)
+    name = table.find(key, theirs.method)
+    if is_known(key) and key not in table.names:
+        name = Name(key)
+    if name is None and theirs.system == "verl":
+        name = all_tables()["siiRL"].find(key)
+    place = f"line {line}: {key}" if line else key
+    if isinstance(value, Unread):
+        advice = name.answer(NOT_GIVEN) if name else ""
+        draft.missing.append(f"{place}: {value.why}" + (f"; {advice}" if advice else ""))
+    elif name is None:
+        draft.missing.append(f"{place}={as_override(value)}: {theirs.system}'s table does not have it")
+    elif not name.accepts(value):
+        renamed = find_value(key, value) if theirs.system == "verl" and isinstance(value, str) else None
+        if text := name.overrides(renamed or value):
+            draft.write(split_overrides(text), key in theirs.values)
+        else:
+            draft.missing.append(f"{place}={as_override(value)}: {name.answer(value)}")
+
+
+def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
+    """ROLL's domains, each with a reward worker, its tags and its share of the rows; returns the keys that say so."""
+    values, domains = theirs.values, dict[str, dict[str, object]]()
+    for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
+        worker = str(values.get(f"rewards.{name}.worker_cls")).rpartition(".")[2]
+        found = [reward for part, reward in _REWARDS_OF_ROLL.items() if part in worker]
+        if not found:
+            draft.missing.append(f"rewards.{name}: {worker} has no counterpart; set data.domains.{name}.reward")
+        tags, weight = (values.get(key) for key in (f"rewards.{name}.tag_included", f"{_SHARES}.{name}"))
+        domains[name] = {"reward": found[0] if found else "math", "tags": tags or [name]}
+        domains[name] |= {} if weight is None else {"weight": weight}
+    if domains:
+        draft.write({"data.domains": as_override(domains), "data.tag_key": "tag"}, True)
+    return {key for key in values if key.startswith(("rewards.", _SHARES))}
+
+
+def _compute(
+    table: Table, theirs: ForeignSettings, values: dict[str, object], devices: int | None, missing: list[str]
+) -> tuple[dict[str, str], set[str]]:
+    """What the formulas give, by our keys, and the keys of theirs that they use. A name that is no key is a step."""
+    names: dict[str, Any] = {_DOT.sub("__", key): value for key, value in values.items()}
+    formulas = _for(table.computed, theirs.method)
+    names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
+    if theirs.system == "TRL" and not names["devices"]:
+        names["devices"] = 1
+        missing.append("devices: the file does not say how many; 1 is taken, and --devices N is another number")
+    for ours, formula in formulas.items():
+        code = compile(_DOT.sub("__", formula), ours, "eval")
+        used |= {name.replace("__", ".") for name in code.co_names}
+        own = {name: names.get(name) for name in code.co_names if name not in _IN_FORMULAS}
+        try:
+            value = eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
+        except (TypeError, LookupError, ZeroDivisionError):
+            missing.append(f"{ours} cannot be computed from what the file says ({formula})")
+            continue
+        info = schema_keys().get(ours)
+        if isinstance(value, float) and info is not None and int in info.arms and float not in info.arms:
+            if not value.is_integer():
+                missing.append(f"{ours}: {value:g} there, rounded up")
+            value = math.ceil(value)
+        names[_DOT.sub("__", ours)] = value
+        if value is not None and is_known(ours):
+            overrides[ours] = "null" if value == "null" else as_override(value)
+    return overrides, used
+
+
+def compose(draft: Conversion) -> Loaded:
+    """The config; a key that is refused is taken out of the draft, and listed there as missing."""
+    while True:
+        try:
+            return load_config(draft.preset, [f"{key}={text}" for key, text in draft.overrides.items()], complete=False)
+        except ConfigError as error:
+            before = len(draft.overrides)
+            for problem in error.problems:
+                keys = (subject.partition(" ")[0] for subject, where in problem.places if where == COMMAND_LINE)
+                if key := next((key for key in keys if key in draft.overrides), ""):
+                    draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
+            if len(draft.overrides) == before:
+                raise
+
+
+def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
+    """What the config sets, as a file on its preset. A default of the other system stands there if the preset has
+    another."""
+    values, base, keys = flatten(loaded.config), flatten(preset_config(draft.preset)), schema_keys()
+    chosen = {key for name in draft.given for key in keys if name == key or name.startswith(f"{key}.")}
+    set_here = [key for key in keys if loaded.origins.get(key) == COMMAND_LINE]
+    written = {key: keys[key].spec.plain(values[key]) for key in set_here if key in chosen or values[key] != base[key]}
+    return {"defaults": [draft.preset, "_self_"], **nested(written)}

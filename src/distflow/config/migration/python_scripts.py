@@ -1,0 +1,345 @@
+"""Settings of a Python script that trains with TRL, read from its syntax tree: nothing of it runs."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from distflow.config.migration.foreign_settings import ForeignSettings, Unread
+from distflow.config.migration.shell_commands import calculate
+from distflow.errors import UserError
+
+METHODS = {"GRPO": "grpo", "RLOO": "grpo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
+"""What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
+_CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
+_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+_LEFT_OUT = (
+    *("args", "config", "model_name", "pretrained_model_name_or_path", "bias", "task_type", "inference_mode"),
+    *("optimizers", "data_collator", "peft_config", "ref_model", "quantization_config", "num_labels"),
+)
+"""Arguments that hold what the script made of others, which are read where they stand."""
+_REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
+_TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda part, text: isinstance(text, str) and str(part) in text,
+    ast.NotIn: lambda part, text: isinstance(text, str) and str(part) not in text,
+}
+_NOT_GIVEN = Unread("")
+"""An option of the command that it does not give: TRL's default."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A data set as `data.train_files` names it. changes: the calls that change its rows, with their lines."""
+
+    source: str
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Object:
+    """A function or class that the script defines or imports, or an object of the class."""
+
+    name: str
+    module: str = ""
+
+
+def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
+    """arguments: of the command that runs it. Raises UserError where it trains nothing that trains here."""
+    script = _Script(arguments)
+    try:
+        script.read(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"it is no Python script that can be read: {error}") from error
+    if not script.trainers:
+        raise UserError("it calls no trainer of TRL (GRPOTrainer, SFTTrainer, ...), so that it trains nothing known")
+    kind, line = script.trainers[-1]
+    if kind not in METHODS:
+        known = ", ".join(f"{name}Trainer" for name in METHODS)
+        raise UserError(f"line {line}: {kind}Trainer trains by a method that is not there; {known} have a counterpart")
+    found = ForeignSettings("TRL", METHODS[kind], remarks=script.remarks)
+    if kind == "RLOO":
+        found.add("algorithm.adv_estimator", "rloo", line)
+    if len(script.trainers) > 1:
+        found.remarks.append(f"the script calls several trainers; {kind}Trainer in line {line} is read")
+    for owner, key, value, at in script.given:
+        if (
+            owner in (kind, "", _ADAPTERS if script.has_adapters else kind)
+            and value != _NOT_GIVEN
+            and not (isinstance(value, Unread) and script.has_options and not owner)
+        ):
+            found.add(*_as_setting(key, value, found.remarks), at)
+    for key, value in arguments.items() if script.has_options else ():
+        found.add(key, value, 0)
+    for key in ("processing_class", "tokenizer"):
+        if isinstance(found.values.get(key), Unread) or found.values.get(key) == found.values.get("model"):
+            found.values.pop(key, None)
+    return found
+
+
+class _Script:
+    """names: values of variables, of `.attributes` of any object, and of what `functions()` return. given: (trainer,
+    key, value, line) of arguments. has_options: its arguments are those of TRL. has_adapters: a trainer or
+    a model is given some."""
+
+    def __init__(self, arguments: Mapping[str, object]) -> None:
+        self.names: dict[str, object] = {f".{key}": value for key, value in arguments.items()}
+        self.given: list[tuple[str, str, object, int]] = []
+        self.trainers: list[tuple[str, int]] = []
+        self.remarks: list[str] = []
+        self.lines: dict[str, int] = {}
+        self.has_options = self.has_adapters = self.in_branch = False
+        self.function = ""
+
+    def read(self, body: Iterable[ast.AST]) -> None:
+        """Statements in their order; those of functions where these are defined."""
+        for node in body:
+            match node:
+                case ast.Assign():
+                    value = self.value(node.value)
+                    for target in node.targets:
+                        self._assign(target, value)
+                case ast.AnnAssign(value=ast.expr() as assigned):
+                    self._assign(node.target, self.value(assigned))
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    self._define(node)
+                case ast.Return(value=ast.expr() as returned):
+                    self.names[f"{self.function}()"] = self.value(returned)
+                case ast.ImportFrom():
+                    for alias in node.names:
+                        self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
+                case ast.ClassDef():
+                    self._define_class(node)
+                case ast.If():
+                    holds = self.value(node.test)
+                    unknown = isinstance(holds, Unread) and "__name__" not in ast.unparse(node.test)
+                    outer, self.in_branch = self.in_branch, self.in_branch or unknown
+                    self.read([*(node.body if holds else ()), *(node.orelse if unknown or not holds else ())])
+                    self.in_branch = outer
+                case ast.expr():
+                    self.value(node)
+                case _:
+                    self.read(ast.iter_child_nodes(node))
+
+    def _assign(self, target: ast.expr, value: object) -> None:
+        if isinstance(target, ast.Tuple):
+            for each, part in zip(target.elts, value if isinstance(value, list) else [value], strict=False):
+                self._assign(each, part)
+        elif isinstance(target, ast.Name):
+            before = self.names.get(target.id)
+            if self.in_branch and before is not None and before != value and not isinstance(value, Rows):
+                value = before if isinstance(value, Unread) else Unread("it has another value in a branch")
+            self.names[target.id] = value
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            self.names[f".{target.attr}"] = value
+            owner = self.names.get(target.value.id)
+            if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
+                self.given.append((kind, target.attr, value, target.lineno))
+
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        outer, self.function = self.function, node.name
+        self.names[node.name] = Object(node.name)
+        places = zip(reversed([*node.args.posonlyargs, *node.args.args]), reversed(node.args.defaults), strict=False)
+        for argument, default in places:
+            self.names.setdefault(argument.arg, self.value(default))
+        self.read(node.body)
+        self.function = outer
+
+    def _define_class(self, node: ast.ClassDef) -> None:
+        """Fields of a class hold the defaults of a script's own arguments; a class of a trainer is that trainer."""
+        kinds = [kind for base in node.bases if (kind := self._kind(_name(base), "Trainer")) is not None]
+        self.names[node.name] = Object(f"{kinds[0]}Trainer", "trl") if kinds else Object(node.name)
+        self.remarks += [f"line {node.lineno}: {node.name} changes what {kinds[0]}Trainer does"] if kinds else []
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and item.value is not None and isinstance(item.target, ast.Name):
+                self.names.setdefault(f".{item.target.id}", self.value(item.value))
+            elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
+                self.names.setdefault(f".{item.targets[0].id}", self.value(item.value))
+            else:
+                self.read([item])
+
+    def _kind(self, name: str, role: str) -> str | None:
+        """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
+        known = self.names.get(name)
+        found = _CLASS.fullmatch(known.name if isinstance(known, Object) else name)
+        if found is None or found[2] != role and found[1] != "Training":
+            return None
+        of_trl = isinstance(known, Object) and known.module.startswith("trl")
+        if found[2] == "Trainer":
+            return found[1] if found[1] in METHODS or of_trl else None
+        return (
+            found[1]
+            if found[1] in METHODS and role == "Config"
+            else ""
+            if role == "Config" and found[1] == "Training"
+            else None
+        )
+
+    def _give(self, owner: str, values: Mapping[str, object], line: int) -> None:
+        for key, value in values.items():
+            if key == "model_init_kwargs" and isinstance(value, dict):
+                self._give(owner, value, line)
+            elif key not in _LEFT_OUT:
+                self.given.append((owner, key, value, self.lines.get(key, line)))
+            self.names[f".{key}"] = value
+
+    def value(self, node: ast.expr) -> object:
+        """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                return self.names.get(node.id, Unread(f"`{node.id}` has no value in the file"))
+            case ast.List() | ast.Tuple():
+                values = [self.value(each) for each in node.elts]
+                return next((each for each in values if isinstance(each, Unread)), values)
+            case ast.Dict():
+                pairs = zip(node.keys, node.values, strict=True)
+                return {key.value: self.value(each) for key, each in pairs if isinstance(key, ast.Constant)}
+            case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
+                return -number
+            case ast.JoinedStr():
+                parts = [
+                    self.value(getattr(each, "value", each))
+                    if isinstance(each, ast.FormattedValue)
+                    else self.value(each)
+                    for each in node.values
+                ]
+                return (
+                    "".join(map(str, parts))
+                    if all(isinstance(part, str | int | float) for part in parts)
+                    else _computed(node)
+                )
+            case ast.Attribute():
+                unknown = _NOT_GIVEN if self.has_options else _computed(node)
+                return node.attr if _name(node.value) == "torch" else self.names.get(f".{node.attr}", unknown)
+            case ast.Subscript():
+                return self._item(self.value(node.value), self.value(node.slice), node)
+            case ast.Compare(ops=[test]) if type(test) in _TESTS:
+                pair = [self.value(each) for each in (node.left, node.comparators[0])]
+                return _computed(node) if any(isinstance(each, Unread) for each in pair) else _TESTS[type(test)](*pair)
+            case ast.IfExp():
+                holds, either, otherwise = (self.value(each) for each in (node.test, node.body, node.orelse))
+                known = isinstance(holds, bool) or otherwise is None
+                return (otherwise if holds is False else either) if known else _computed(node)
+            case ast.Call():
+                return self._call(node, _name(node.func))
+            case ast.BinOp():
+                left, right = self.value(node.left), self.value(node.right)
+                if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
+                    return left + right
+                try:
+                    return calculate(node, lambda part: left if part is node.left else right)
+                except ValueError:
+                    return _computed(node)
+        return _computed(node)
+
+    def _item(self, value: object, name: object, node: ast.Subscript) -> object:
+        """An entry of a mapping, or a split of a data set."""
+        if isinstance(value, Rows):
+            path, *config = value.source.split(":")
+            is_named = isinstance(name, str) and len(config) < 2
+            return replace(value, source=f"{path}:{config[0] if config else ''}:{name}") if is_named else value
+        return (
+            value.get(name, _computed(node)) if isinstance(value, dict) and isinstance(name, str) else _computed(node)
+        )
+
+    def _call(self, node: ast.Call, name: str) -> object:
+        """What it returns; the arguments of trainers, their configs and models are taken down."""
+        named, values = self._arguments(node), [self.value(each) for each in node.args]
+        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        self.has_options = self.has_options or name in ("TrlParser", "HfArgumentParser")
+        if (kind := self._kind(name, "Trainer")) is not None:
+            self.trainers.append((kind, node.lineno))
+            self.has_adapters = self.has_adapters or named.get("peft_config") is not None
+            self._give(kind, {**dict(zip(("model", "reward_funcs"), values, strict=False)), **named}, node.lineno)
+        elif (kind := self._kind(name, "Config")) is not None:
+            self._give(kind, named, node.lineno)
+            return Object(name)
+        elif name in ("LoraConfig", "get_peft_model"):
+            self.has_adapters = self.has_adapters or name == "get_peft_model"
+            self._give(
+                _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
+            )
+        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
+            self._give("", named, node.lineno)
+        elif name == "add_argument":
+            default = named.get("default", Unread("its option has no default"))
+            for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
+                flag = False if "action" in named and "default" not in named else default
+                self.names.setdefault("." + option[2:].replace("-", "_"), flag)
+        if name == "load_dataset":
+            return _rows(values, named)
+        if name == "dict" and not values:
+            return named
+        if name in ("getenv", "get", "field"):
+            return values[1] if len(values) == 2 else named.get("default", _computed(node))
+        if name in ("from_pretrained", "int", "float", "str", "get_peft_model", "prepare_model_for_kbit_training"):
+            paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
+            return next(each for each in (*values[:1], *paths) if each is not None)
+        returned = self.names.get(f"{name}()") if isinstance(node.func, ast.Name) else None
+        rows = next((each for each in (owner, *values) if isinstance(each, Rows)), None)
+        if isinstance(owner, str) and name in ("to", "cuda"):
+            return owner
+        if returned is not None and not (rows and isinstance(returned, Rows)):
+            return returned
+        return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
+
+    def _arguments(self, node: ast.Call) -> dict[str, object]:
+        """By name, those of `**` too."""
+        found: dict[str, object] = {}
+        for each in node.keywords:
+            value = self.value(each.value)
+            if each.arg is not None:
+                found[each.arg], self.lines[each.arg] = value, each.value.lineno
+            elif isinstance(value, dict):
+                found |= value
+            elif value != _NOT_GIVEN and self._kind(_name(node.func), "Config") is not None:
+                self.remarks.append(f"line {node.lineno}: its further arguments cannot be read")
+        return found
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _computed(node: ast.expr) -> Unread:
+    return Unread(f"it is computed: {ast.unparse(node):.60}")
+
+
+def _rows(values: list[object], named: Mapping[str, object]) -> object:
+    """The source that load_dataset's arguments name; a list of them for a list of splits."""
+    path, config = ([*values, None, None][place] or named.get(name) for place, name in enumerate(("path", "name")))
+    split, files = named.get("split"), named.get("data_files")
+    if files is not None and path in ("json", "csv", "parquet", "text"):
+        files = files.get("train") if isinstance(files, dict) else files
+        return Rows(files) if isinstance(files, str) else files
+    if not isinstance(path, str) or isinstance(split, list):
+        return [_rows([path, config], {"split": each}) for each in split] if isinstance(split, list) else path
+    part, bracket, _ = str("" if isinstance(split, Unread) else split or "").partition("[")
+    changes = (f"the split {split}: data.train_max_samples takes the first rows",) if bracket else ()
+    config = config if isinstance(config, str) else ""
+    return Rows(f"{path}:{config}:{part}" if part else f"{path}:{config}" if config else path, changes)
+
+
+def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, object]:
+    """Data and rewards as the config names them."""
+    if isinstance(value, Rows):
+        remarks += [f"{key}: the script changes its rows ({each}); change the file likewise" for each in value.changes]
+        return key, value.source
+    if key != "reward_funcs" or isinstance(value, Unread):
+        return key, Unread("it is an object of the script") if isinstance(value, Object) else value
+    return "reward.functions", {
+        "default": [_as_reward(each, remarks) for each in (value if isinstance(value, list) else [value])]
+    }
+
+
+def _as_reward(value: object, remarks: list[str]) -> object:
+    if not isinstance(value, Object):
+        return {"name": "model", "options": {"path": str(value)}}
+    if value.name == "accuracy_reward" and value.module.startswith("trl"):
+        return "math"
+    remarks.append(f"reward_funcs: put {value.name} into {_REWARDS}, with the parameters that docs/rewards.md has")
+    return f"{_REWARDS}:{value.name}"

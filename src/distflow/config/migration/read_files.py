@@ -1,0 +1,131 @@
+"""A file of another system, whatever it is: a Python script, commands of the shell, or YAML."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from distflow.config.migration.foreign_settings import ForeignSettings, identify, method_of
+from distflow.config.migration.python_scripts import METHODS, read_script
+from distflow.config.migration.shell_commands import ShellScript, read_options
+from distflow.config.migration.tables import all_tables
+from distflow.errors import UserError
+from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
+
+_PROGRAM = re.compile(
+    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_\w+|\w*sft_trainer)(?:\.py)?"
+    r"|(?:.*/)?(?P<TRL>trl)|(?P<script>.*\.py)"
+)
+_METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
+_PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)(?:[= ](\d+))")
+
+
+def read_foreign(path: Path) -> ForeignSettings:
+    """Raises UserError that names the file, and what is wrong with it."""
+    try:
+        return _read(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be migrated: it is no text") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} cannot be migrated: it is no YAML: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UserError as error:
+        raise UserError(f"{path} cannot be migrated: {error}") from error
+
+
+def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignSettings:
+    text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
+    if "\0" in text or not text.strip():
+        raise UserError("it is no text" if text.strip() else "it is empty")
+    if path.suffix == ".py":
+        return _read_python(text, arguments)
+    if path.suffix not in (".yaml", ".yml"):
+        return _read_shell(text, path.parent)
+    values = load_yaml(text)
+    if not isinstance(values, dict):
+        raise UserError("it is no mapping of keys")
+    return identify(values)
+
+
+def _read_python(text: str, arguments: Mapping[str, object] | None) -> ForeignSettings:
+    """Without a command, the first that the script shows is read if its options are TRL's."""
+    if arguments is not None or not re.search(r"\b(?:TrlParser|HfArgumentParser)\(", text):
+        return read_script(text, arguments or {})
+    shown = re.findall(r"\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)", text)
+    options: dict[str, object] = {}
+    for words, _ in ShellScript("x" + shown[0]).commands[:1] if shown else ():
+        read_options(words, options.__setitem__)
+    found = read_script(text, options)
+    found.remarks += ["the options are those of the first command that the script shows"] if options else []
+    return found
+
+
+def _read_shell(text: str, folder: Path) -> ForeignSettings:
+    script = ShellScript(text)
+    found = [each for words, line in script.commands if (each := _read_command(words, line, folder)) is not None]
+    if not found:
+        values: dict[str, object] = {}
+        for words, _ in script.commands:
+            read_options(words, values.__setitem__)
+        if not values:
+            raise UserError("no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is key=value")
+        found = [identify(values)]
+    settings = found[-1]
+    settings.remarks += [f"{len(found)} commands in it train; the last is read"] if len(found) > 1 else []
+    settings.remarks += script.remarks
+    lines = [*enumerate(text.splitlines(), 1)]
+    for key in settings.values:
+        places = (number for number, line in lines if re.search(rf"^[^#]*(?<![\w.]){re.escape(key)}(?![\w.])", line))
+        settings.lines.setdefault(key, next(places, 0))
+    return settings
+
+
+def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings | None:
+    """What a command trains; None for one of another program."""
+    programs = ((place, each) for place, word in enumerate(words) if (each := _PROGRAM.fullmatch(word)))
+    place, program = next(programs, (0, None))
+    if program is None:
+        return None
+    system, values, own = str(program.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
+    read_options(own[:-1], values.__setitem__)
+    named = {"TRL": own[0], "verl": "ppo_ray" if "main" in program[0] else "sft"}.get(system, program[system])
+    if system != "script" and named not in _METHODS:
+        raise UserError(f"line {line}: '{program[0]}' trains by a method that is not there, or does not train")
+    config = values.pop("config", None) or values.pop("config_name", None)
+    values.pop("config_path", None)
+    if config is not None and (system != "verl" or _find(str(config), folder) is not None):
+        settings = _read(_beside(str(config), folder))
+        settings.values |= values
+        settings.method = _METHODS.get(named, "") or settings.method
+    elif system == "script":
+        if not any(all_tables()["TRL"].find(key) for key in values) and _find(program[0], folder) is None:
+            return None
+        settings = _of_script(program[0], values, folder)
+    else:
+        settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
+        settings.remarks += [f"the settings of {config}, which is not beside it"] if config else []
+    devices = _PROCESSES.search(" ".join(words[:place]))
+    settings.devices = int(devices[1]) if devices else None
+    return settings
+
+
+def _find(name: str, folder: Path) -> Path | None:
+    places = (folder / name, folder / Path(name).name, folder / f"{name}.yaml")
+    return next((place for place in places if place.is_file()), None)
+
+
+def _beside(name: str, folder: Path) -> Path:
+    """The YAML file that a command names."""
+    if (found := _find(name, folder)) is None:
+        raise UserError(f"its settings are in {name}, which is not beside it: migrate that file")
+    return found
+
+
+def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSettings:
+    if (found := _find(name, folder)) is not None:
+        return _read(found, values)
+    kind = next((kind for kind in METHODS if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")), None)
+    remarks = [f"{name} is not there to be read; only the options of the command are"]
+    return ForeignSettings("TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks)

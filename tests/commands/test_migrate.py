@@ -1,0 +1,85 @@
+"""`distflow migrate`: what it prints and writes, and what it says of a file that it cannot read."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.cli import main
+
+FILES = Path(__file__).parents[1] / "config" / "migration" / "files"
+
+
+@pytest.mark.slow
+def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", str(FILES / "verl_grpo.sh"), "--devices", "1"]) == 0
+    out, err = capsys.readouterr()
+    config = yaml.safe_load(out)
+    assert config["defaults"] == ["verl_grpo", "_self_"] and "launcher" not in config.get("trainer", {})
+    assert "rollout.name=vllm: is 'vllm', which is not implemented yet" in err
+
+
+@pytest.mark.slow
+def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "mine.yaml"
+    script = tmp_path / "train.sh"
+    rows = "data.train_files=builtin:arithmetic-rl data.val_files=builtin:arithmetic-val"
+    keys = "critic.optim.lr=1e-4 actor_rollout_ref.model.path=builtin:tiny-arithmetic data.train_batch_size=4"
+    script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {rows} {keys}\n")
+    assert main(["migrate", str(script), "--to", str(target)]) == 0
+    assert "critic.optim.lr=0.0001: nothing reads it in the pipeline of verl_grpo" in capsys.readouterr().err
+    assert "critic" not in yaml.safe_load(target.read_text())
+    assert main(["config", str(target)]) == 0
+
+
+BAD = {
+    "empty.py": ("", "it is empty"),
+    "binary.sh": (b"\x00\x01\xff", "it is no text"),
+    "zeros.sh": (b"a\x00b", "it is no text"),
+    "latin.py": ("# caf\xe9".encode("latin-1"), "it is no text"),
+    "broken.py": ("def f(:\n", "it is no Python script"),
+    "old.py": ("print 'two'\n", "it is no Python script"),
+    "deep.py": ("x = " + "(" * 5000, "it is no Python script"),
+    "other.py": ("print(1)\n", "it calls no trainer of TRL"),
+    "dpo.py": ("from trl import DPOTrainer\nDPOTrainer('m').train()\n", "line 2: DPOTrainer trains by a method"),
+    "kto.sh": ("python -m openrlhf.cli.train_kto --lr 1\n", "line 1: 'openrlhf.cli.train_kto' trains by a method"),
+    "none.sh": ("echo hello\n", "no command in it trains"),
+    "quote.sh": ("echo 'open\n" + "x\n" * 20000, "line 1: a quotation mark is opened there"),
+    "areal.sh": ("python -m areal.launcher.local x.py --config gone.yaml\n", "its settings are in gone.yaml"),
+    "tabs.yaml": ("a:\n\t- b", "it is no YAML"),
+    "list.yaml": ("- a\n- b\n", "it is no mapping of keys"),
+    "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "is not known here"),
+    "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+    ), "it is no YAML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_cannot_be_read_is_refused_with_one_message(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, said = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["migrate", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and said in err and name in err and "Traceback" not in err
+
+
+def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, taken = str(FILES / "areal_grpo.yaml"), tmp_path / "taken.yaml"
+    taken.touch()
+    for options, said in (
+        (["--to", str(taken)], "it is there already"),
+        (["--to", str(tmp_path / "grpo.yaml")], "is that of no preset"),
+        (["--to", str(tmp_path / "a.b.yaml")], "has no dots"),
+        (["--to", str(tmp_path / "gone" / "a.yaml")], "in no folder that is there"),
+        (["--devices", "0"], "at least one device"),
+    ):
+        assert main(["migrate", script, *options]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["migrate", str(tmp_path / "gone.py")]) == 2
+    assert "gone.py cannot be read" in capsys.readouterr().err

@@ -1,0 +1,299 @@
+"""Files of other systems become configs that train the same: sizes are worked out by hand, and what cannot be carried
+over is named."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.config import flatten, load_config, preset_config
+from distflow.config.migration.conversion import as_file, compose, convert
+from distflow.config.migration.read_files import read_foreign
+
+FILES = Path(__file__).parent / "files"
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+OF_TRL = {
+    f"{ACTOR}.optim.weight_decay": 0.0,
+    f"{ACTOR}.optim.warmup_ratio": 0.0,
+    f"{MODEL}.enable_gradient_checkpointing": True,
+    "data.seed": 42,
+    "trainer.seed": 42,
+    "trainer.test_freq": -1,
+}
+
+# file: (devices that are asked for, preset, what the config sets)
+CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
+    # 4 × 8 × 2 devices are 64 completions, of which 8 are of one prompt; each batch is trained on twice, so that 200
+    # optimizer steps are 100 of ours.
+    "trl_grpo.py": (
+        2,
+        "grpo",
+        OF_TRL
+        | {
+            "algorithm.adv_epsilon": 1e-4,
+            "algorithm.scale_rewards": "group",
+            "algorithm.mask_truncated": True,
+            "data.train_files": ("my/sums:small:train",),
+            "data.train_batch_size": 8,
+            "data.max_response_length": 64,
+            f"{ACTOR}.ppo_mini_batch_size": 8,
+            f"{ACTOR}.ppo_epochs": 2,
+            f"{ACTOR}.clip_ratio_c": None,
+            f"{ACTOR}.use_kl_loss": True,
+            f"{ACTOR}.kl_loss_coef": 0.04,
+            f"{ACTOR}.optim.lr": 5e-6,
+            f"{ACTOR}.optim.betas": (0.9, 0.99),
+            f"{ACTOR}.optim.scheduler": "cosine_with_warmup",
+            f"{ROLLOUT}.n": 8,
+            f"{ROLLOUT}.temperature": 0.9,
+            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B-Instruct",
+            f"{MODEL}.dtype": "float32",
+            f"{MODEL}.lora_rank": 8,
+            f"{MODEL}.lora_alpha": 32,
+            f"{MODEL}.target_modules": ("q_proj",),
+            "reward.functions": {"default": ["math", "my_rewards.py:short"]},
+            "trainer.default_local_dir": "outputs/sums",
+            "trainer.experiment_name": "sums",
+            "trainer.total_training_steps": 100,
+            "trainer.total_epochs": 3,
+            "trainer.save_freq": 25,
+            "trainer.launcher": "ray",
+            "trainer.n_gpus_per_node": 2,
+        },
+    ),
+    # The first command of its text, but for the launcher's own options.
+    "trl_options.py": (
+        None,
+        "rm",
+        OF_TRL
+        | {
+            "data.train_files": ("my/pairs",),
+            "data.val_files": ("my/pairs::test",),
+            "data.train_batch_size": 4,
+            "data.max_prompt_length": 256,
+            "data.max_response_length": 256,
+            f"{ACTOR}.ppo_mini_batch_size": 4,
+            f"{ACTOR}.optim.lr": 1e-5,
+            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
+            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
+            "trainer.total_epochs": 3,
+            "trainer.save_freq": 500,
+            "trainer.test_freq": 20,
+        },
+    ),
+    # 8 × 8 × 2 devices; the defaults of the script's own arguments, and those that the command gives.
+    "trl_arguments.sh": (
+        None,
+        "sft",
+        OF_TRL
+        | {
+            "data.train_files": ("rows.jsonl",),
+            "data.train_batch_size": 128,
+            "data.max_prompt_length": 1024,
+            "data.max_response_length": 1024,
+            f"{ACTOR}.ppo_mini_batch_size": 128,
+            f"{ACTOR}.optim.lr": 2e-5,
+            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
+            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
+            "trainer.default_local_dir": "out",
+            "trainer.total_epochs": 2,
+            "trainer.save_freq": -1,
+            "trainer.save_freq_epochs": 1,
+            "trainer.launcher": "ray",
+            "trainer.n_gpus_per_node": 2,
+        },
+    ),
+    "verl_grpo.sh": (
+        None,
+        "verl_grpo",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_files": ("/data/sums/train.parquet",),
+            "data.val_files": ("/data/sums/test.parquet",),
+            "data.train_batch_size": 64,
+            "data.max_response_length": 512,
+            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
+            f"{ACTOR}.ppo_mini_batch_size": 16,
+            f"{ACTOR}.entropy_coef": 0.0,
+            f"{ROLLOUT}.val_kwargs.greedy": False,
+            f"{ROLLOUT}.val_kwargs.n": 4,
+            "trainer.launcher": "ray",
+            "trainer.n_gpus_per_node": 4,
+        },
+    ),
+    # 128 samples an optimizer step are 16 prompts of 8.
+    "openrlhf_ppo.sh": (
+        1,
+        "grpo",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.reward_clip": 10.0,
+            "algorithm.allow_group_of_one": True,
+            "algorithm.lam": 1.0,
+            "algorithm.use_kl_in_reward": False,
+            "data.train_files": ("my/sums",),
+            "data.prompt_key": "question",
+            "data.answer_key": "answer",
+            "data.prompt_format": "chat",
+            "data.prompt_template": "Solve: {prompt}",
+            "data.train_batch_size": 64,
+            "data.max_prompt_length": 1024,
+            "data.max_response_length": 1024,
+            "data.seed": 42,
+            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
+            f"{MODEL}.dtype": "bfloat16",
+            f"{ACTOR}.ppo_mini_batch_size": 16,
+            f"{ACTOR}.clip_ratio_low": 0.2,
+            f"{ACTOR}.clip_ratio_high": 0.27,
+            f"{ACTOR}.clip_ratio_c": None,
+            f"{ACTOR}.use_kl_loss": True,
+            f"{ACTOR}.kl_loss_coef": 1e-3,
+            f"{ACTOR}.kl_loss_type": "mse",
+            f"{ACTOR}.optim.weight_decay": 0.0,
+            f"{ACTOR}.optim.betas": (0.9, 0.95),
+            f"{ACTOR}.optim.warmup_ratio": 0.03,
+            f"{ACTOR}.optim.min_lr_ratio": 0.1,
+            f"{ROLLOUT}.n": 8,
+            "reward.functions": {"default": ["custom"]},
+            "custom_reward_function.path": "rewards.py",
+            "custom_reward_function.name": "reward_func",
+            "trainer.total_epochs": 1,
+            "trainer.save_freq": -1,
+            "trainer.test_freq": -1,
+            "trainer.keep_last": 3,
+            "trainer.seed": 42,
+        },
+    ),
+    # 8 devices hold 4 copies: 1 × 16 × 4 samples an optimizer step are 8 prompts of 8.
+    "roll_rlvr.yaml": (
+        None,
+        "rlvr",
+        {
+            "algorithm.adv_estimator": "reinforce",
+            "algorithm.reward_norm.mean_level": "group",
+            "algorithm.reward_norm.std_level": None,
+            "algorithm.reward_clip": None,
+            "algorithm.adv_norm.mean_level": "batch",
+            "algorithm.adv_norm.std_level": "batch",
+            "algorithm.difficulty_mask": (0.1, 1.0),
+            "algorithm.allow_group_of_one": True,
+            "data.train_files": ("math.jsonl", "code.jsonl"),
+            "data.domains": {
+                "math_rule": {"tags": ["gsm8k", "aime"], "weight": 0.7, "reward": ["math"]},
+                "code_sandbox": {"tags": ["code_sandbox"], "weight": 0.3, "reward": ["code"]},
+            },
+            "data.tag_key": "tag",
+            "data.answer_key": "ground_truth",
+            "data.prompt_format": "chat",
+            "data.train_batch_size": 32,
+            "data.max_prompt_length": 64,
+            "data.max_response_length": 128,
+            "data.seed": 7,
+            f"{MODEL}.path": "Qwen/Qwen3-0.6B",
+            f"{ACTOR}.ppo_mini_batch_size": 8,
+            f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+            f"{ACTOR}.clip_ratio": 0.1,
+            f"{ACTOR}.clip_ratio_c": 1.2,
+            f"{ACTOR}.use_kl_loss": False,
+            f"{ACTOR}.optim.lr": 1e-6,
+            f"{ACTOR}.optim.weight_decay": 0.0,
+            f"{ACTOR}.optim.scheduler": "constant_with_warmup",
+            f"{ACTOR}.optim.lr_warmup_steps": 5,
+            f"{ROLLOUT}.n": 8,
+            f"{ROLLOUT}.temperature": 0.9,
+            "trainer.experiment_name": "sums-7",
+            "trainer.seed": 7,
+            "trainer.launcher": "ray",
+            "trainer.n_gpus_per_node": 4,
+        },
+    ),
+    "areal_grpo.sh": (
+        None,
+        "grpo",
+        {
+            "algorithm.adv_estimator": "reinforce",
+            "algorithm.use_kl_in_reward": False,
+            "algorithm.recompute_old_log_probs": "false",
+            "algorithm.allow_group_of_one": True,
+            "algorithm.lam": 1.0,
+            "algorithm.reward_norm.mean_level": "group",
+            "algorithm.reward_norm.std_level": "group",
+            "algorithm.reward_norm.group_size": 4,
+            "data.train_files": ("my/sums",),
+            "data.prompt_format": "chat",
+            "data.train_batch_size": 32,
+            "data.max_prompt_length": 128,
+            "data.max_response_length": 256,
+            "data.seed": 3,
+            f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
+            f"{MODEL}.dtype": "bfloat16",
+            f"{ACTOR}.policy_loss": "decoupled",
+            f"{ACTOR}.policy_loss_kwargs": {"behav_imp_weight_cap": 5.0},
+            f"{ACTOR}.ppo_mini_batch_size": 8,
+            f"{ACTOR}.clip_ratio": 0.3,
+            f"{ACTOR}.clip_ratio_c": None,
+            f"{ACTOR}.use_kl_loss": False,
+            f"{ACTOR}.optim.lr": 2e-6,
+            f"{ACTOR}.optim.betas": (0.9, 0.95),
+            f"{ACTOR}.optim.weight_decay": 0.017,
+            f"{ACTOR}.optim.scheduler": "constant_with_warmup",
+            f"{ACTOR}.optim.warmup_ratio": 0.001,
+            f"{ROLLOUT}.n": 8,
+            "async.max_staleness": 2,
+            "trainer.project_name": "sums",
+            "trainer.experiment_name": "first",
+            "trainer.default_local_dir": "/tmp/sums",
+            "trainer.total_epochs": 2,
+            "trainer.save_freq": -1,
+            "trainer.save_freq_epochs": 1,
+            "trainer.test_freq": -1,
+            "trainer.seed": 3,
+        },
+    ),
+}
+MAPS = {"reward.functions", "data.domains"}
+MISSING = {
+    "trl_grpo.py": (
+        "line 48: warmup_steps: it is computed: os.environ['WARMUP']",
+        "put short into my_rewards.py",
+        "train_dataset: the script changes its rows (map in line ",
+        "line 50: top_entropy_quantile=0.2: all tokens count",
+    ),
+    "trl_options.py": (
+        "the options are those of the first command",
+        "devices: the file does not say how many",
+        "lora_rank=16",
+        "no adapters",
+    ),
+    "trl_arguments.sh": (),
+    "verl_grpo.sh": (
+        "gpus=16; 4 is taken",
+        "trainer.experiment_name: it is the output of a command",
+        "made_up=3",
+        "rollout.name=vllm",
+    ),
+    "openrlhf_ppo.sh": (),
+    "roll_rlvr.yaml": (),
+    "areal_grpo.sh": ("allocation_mode=sglang:d1+d1",),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_path: Path) -> None:
+    devices, preset, wanted = CONFIGS[name]
+    draft = convert(read_foreign(FILES / name), devices)
+    path = tmp_path / "migrated.yaml"
+    path.write_text(yaml.safe_dump(as_file(draft, compose(draft))))
+    for part in MISSING[name]:
+        assert any(part in line for line in draft.missing), (part, draft.missing)
+    assert len(draft.missing) <= len(MISSING[name]) + 1, draft.missing
+    plain = yaml.safe_load(path.read_text())
+    assert plain["defaults"] == [preset, "_self_"]
+    base = flatten(preset_config(preset))
+    found = flatten(load_config(str(path), complete=False).config)
+    for key in MAPS & wanted.keys():
+        group, entry = key.split(".")
+        assert plain[group][entry] == wanted[key]
+    by_hand = {key: value for key, value in wanted.items() if key not in MAPS}
+    assert {key: found[key] for key in by_hand} == by_hand
+    assert {key for key, value in found.items() if value != base[key]} <= wanted.keys() | MAPS, "nothing else differs"
