@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from distflow.commands.migration.conversion import Conversion
     from distflow.config import Loaded
-    from distflow.config.migration.conversion import Conversion
 
 
 def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,9 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
 def run_migrate(arguments: argparse.Namespace) -> int:
     import yaml
 
+    from distflow.commands.migration.conversion import as_file, compose, convert
+    from distflow.commands.migration.read_files import read_foreign
     from distflow.config import UserError
-    from distflow.config.migration.conversion import as_file, compose, convert
-    from distflow.config.migration.read_files import read_foreign
 
     if arguments.devices is not None and arguments.devices < 1:
         raise UserError(f"--devices {arguments.devices}: a run has at least one device")
@@ -56,9 +56,9 @@ def _check_target(path: Path) -> None:
 
 def _without_unread_keys(draft: "Conversion", loaded: "Loaded") -> "Loaded":
     """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
+    from distflow.commands.migration.conversion import compose
     from distflow.config import UserError
     from distflow.config.domain_settings import train_files
-    from distflow.config.migration.conversion import compose
     from distflow.launch.load_inputs import InertKeys, read_config
 
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)

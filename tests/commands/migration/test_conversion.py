@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distflow.commands.migration.conversion import as_file, compose, convert
+from distflow.commands.migration.read_files import read_foreign
 from distflow.config import flatten, load_config, preset_config
-from distflow.config.migration.conversion import as_file, compose, convert
-from distflow.config.migration.read_files import read_foreign
 
 FILES = Path(__file__).parent / "files"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

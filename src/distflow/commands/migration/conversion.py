@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.commands.migration.foreign_settings import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.compose.values import nested
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration.foreign_settings import ForeignSettings, Unread
 from distflow.config.migration.tables import (
     NOT_GIVEN,
     Name,

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from distflow.config.migration.foreign_settings import Unread, scalar
+from distflow.commands.migration.foreign_settings import Unread, scalar
 from distflow.errors import UserError
 
 MARK, _SPACE = "\0", "\1"
