@@ -190,15 +190,11 @@ def _left_out(recorded: RecordedStep, sample: Sample, group: list[Sample]) -> st
 
 def in_baselines(recorded: RecordedStep, algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> list[Sample]:
     """Samples with these settings; one that `mask_type` leaves out of baselines is as if it had no score."""
+    if algorithm.mask_type != "all":
+        return list(samples)
     groups = by_group_of(samples)
-    return (
-        [
-            {**each, "valid": bool(each["valid"]) and not _left_out(recorded, each, groups[int(each["group_index"])])}
-            for each in samples
-        ]
-        if algorithm.mask_type == "all"
-        else list(samples)
-    )
+    left_out = [_left_out(recorded, sample, groups[int(sample["group_index"])]) for sample in samples]
+    return [{**each, "valid": bool(each["valid"]) and not why} for each, why in zip(samples, left_out, strict=True)]
 
 
 def _masked(algorithm: AlgorithmConfig, sample: Sample, group: list[Sample]) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
@@ -157,8 +157,7 @@ class Encoded:
 
 
 class UnusableRow(UserError):
-    """No row is left to use: an error of all rows, and of one that is read when its turn comes why it is left out.
-    reason: a short name for the counts."""
+    """No row is usable: of all that are read, or of the one whose turn it is. reason: a short name for the counts."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -178,12 +177,17 @@ class PromptRows(Sequence[PromptRow]):
     def __getitem__(self, index: slice) -> list[PromptRow]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
         chosen = range(len(self))[index]
-        return self._row(chosen) if isinstance(chosen, int) else list(self._usable(chosen))
+        return self._row(chosen) if isinstance(chosen, int) else list(self.some(chosen))
 
-    def _usable(self, indices: Iterable[int]) -> Iterator[PromptRow]:
+    def some(self, indices: Sequence[int]) -> Iterator[PromptRow]:
+        """The usable ones of these rows."""
+        self.prepare(indices)
         for index in indices:
             with suppress(UnusableRow):
                 yield self._row(index)
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Called with rows that are read next, if that is cheaper together."""
 
 
 class PromptSet(PromptRows):

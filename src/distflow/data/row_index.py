@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 
 from distflow.data.dataset_columns import Record
-from distflow.data.sources import json_record, largest_content
+from distflow.data.sources import MAX_LIST_BYTES, json_record
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file, lines_of, open_file
@@ -24,9 +24,8 @@ from distflow.untrusted_files import check_file, lines_of, open_file
 class IndexedFile:
     """A file whose rows can be read alone, by any process.
 
-    size: in bytes, when it was indexed. num_rows: all of them, or the first that are wanted. fingerprint: of all bytes,
-    of Parquet of its footer. places: of JSONL, the file with each row's line number and first byte. group_ends: of
-    Parquet, the number of rows up to the end of each row group.
+    size: in bytes, when it was indexed. fingerprint: of all bytes, of Parquet of its footer. places: of JSONL, the file
+    with each row's line number and first byte. group_ends: of Parquet, the rows up to the end of each row group.
     """
 
     path: Path
@@ -55,45 +54,44 @@ class IndexedFile:
             raise UserError(f"row {index + 1} of '{self.path}' cannot be read: {error}") from error
 
 
-def index_file(path: Path, folder: Path, key: str, most: int) -> IndexedFile:
-    """folder: where the places of lines are written. key: the config key that names the file, for messages. most: rows
-    that are wanted, -1 for all. Raises UserError for a file that has no such index."""
+def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
+    """folder: where the places of lines are written. key: the config key that names the file, for messages. Raises
+    UserError for a file that has no such index."""
     try:
         if path.suffix.lower() == ".parquet":
-            return _index_parquet(path, most)
+            return _index_parquet(path)
         if path.suffix.lower() in (".jsonl", ".ndjson"):
-            return _index_lines(path, folder, most)
+            return _index_lines(path, folder)
     except (OSError, pyarrow.ArrowException, ValueError) as error:
         raise UserError(f"{key}: '{path}' cannot be read: {error}") from error
     raise UserError(f"{key}: data.lazy reads .jsonl and .parquet files, and '{path}' is neither: set data.lazy=false")
 
 
-def _index_lines(path: Path, folder: Path, most: int) -> IndexedFile:
+def _index_lines(path: Path, folder: Path) -> IndexedFile:
     digest, found, size = hashlib.sha256(), array("q"), 0
     with open_file(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             digest.update(line)
-            content = line if size else line.removeprefix(BOM_UTF8)
-            if content.strip() and (most < 0 or len(found) < 2 * most):
+            if (line if size else line.removeprefix(BOM_UTF8)).strip():
                 found.extend((number, size))
             size += len(line)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    places = folder.absolute() / f"rows-{digest.hexdigest()[:12]}-{len(found) // 2}.index"
+    places = folder.absolute() / f"rows-{digest.hexdigest()[:12]}.index"
     with replacing(places) as aside, aside.open("wb") as sink:
         found.tofile(sink)
     return IndexedFile(path, size, len(found) // 2, digest.hexdigest(), places)
 
 
-def _index_parquet(path: Path, most: int) -> IndexedFile:
+def _index_parquet(path: Path) -> IndexedFile:
     import pyarrow.parquet
 
     size, footer = path.stat().st_size, pyarrow.parquet.ParquetFile(check_file(path)).metadata
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    if any(group.total_byte_size > largest_content(size) for group in groups):
-        raise ValueError(f"a row group stands for more than {largest_content(size):,} bytes")
-    num_rows = footer.num_rows if most < 0 else min(most, footer.num_rows)
+    if any(group.total_byte_size > max(MAX_LIST_BYTES, 1000 * size) for group in groups):
+        raise ValueError("a row group of it stands for too many bytes")
     fingerprint = hashlib.sha256(repr(footer.to_dict()).encode()).hexdigest()
-    return IndexedFile(path, size, num_rows, fingerprint, None, tuple(accumulate(group.num_rows for group in groups)))
+    ends = tuple(accumulate(group.num_rows for group in groups))
+    return IndexedFile(path, size, footer.num_rows, fingerprint, group_ends=ends)
 
 
 @lru_cache(maxsize=4)  # it is read whole for any of its rows

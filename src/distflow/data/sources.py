@@ -33,7 +33,7 @@ from distflow.untrusted_files import MAX_JSON_VALUES, MAX_LINE_BYTES, count_valu
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 REACHED_WITHIN_S = 4.0
 """The hub's client itself retries for most of a minute."""
-_MAX_LIST_BYTES, _ROW_BYTES = 128 * 2**20, 500
+MAX_LIST_BYTES, _ROW_BYTES = 128 * 2**20, 500
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 
 Source = str | Path
@@ -256,7 +256,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         yield from _read_jsonl(path)
         return
     size = path.stat().st_size
-    if size > _MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
+    if size > MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
         raise UserError(f"'{path}' is one list of {size:,} bytes, too much to be read as a whole: save it as .jsonl")
     try:
         entries = json.loads(text.decode("utf-8-sig"))
@@ -295,17 +295,12 @@ def _csv_record(values: dict[str | None, str | list[str] | None], origin: str) -
     return Record(origin, {str(name): value for name, value in values.items() if value != ""})
 
 
-def largest_content(size: int) -> int:
-    """The bytes that a Parquet file of this size may stand for."""
-    return max(_MAX_LIST_BYTES, 1000 * size)
-
-
 def _read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        most = largest_content(path.stat().st_size)
+        most = max(MAX_LIST_BYTES, 1000 * path.stat().st_size)
         size = max((file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)), default=0)
         batches = file.iter_batches(batch_size=16) if size <= most else ()
         for number, values in enumerate((values for batch in batches for values in batch.to_pylist()), 1):

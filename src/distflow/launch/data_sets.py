@@ -5,10 +5,11 @@ import hashlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +30,8 @@ from distflow.data.dataset_columns import (
     Record,
     listed,
     plain,
-    read_row,
     read_rows,
 )
-from distflow.data.messages import RowError
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.row_index import IndexedFile, index_file
 from distflow.data.sources import load_rows
@@ -137,21 +136,18 @@ class DataSource:
             max_samples=self.max_samples,
             run_folder=run_dir,
         )
-        return (rows if self.rewards is None else self._without_broken_tests(rows, bad), bad)
+        return self._without_broken_tests(rows, bad), bad
 
-    def _why_broken(self, row: RawRow) -> str:
-        rewards = self.rewards or {}
-        parts = rewards.get(row.domain) or rewards.get("default", ())
-        return find_broken([part.name for part in parts], row.answer, row.extra_info)
-
-    def _without_broken_tests(self, rows: list[RawRow], bad: BadRows) -> list[RawRow]:
-        good = []
+    def _without_broken_tests(self, rows: list[RawRow], bad: BadRows, are_all: bool = True) -> list[RawRow]:
+        """are_all: the rows are those of the source, of which most must be good."""
+        good, rewards = list[RawRow](), self.rewards or {}
         for row in rows:
-            if why := self._why_broken(row):
+            parts = rewards.get(row.domain) or rewards.get("default", ())
+            if why := find_broken([part.name for part in parts], row.answer, row.extra_info):
                 bad.broken.append(f"{row.origin}: {why}")
             else:
                 good.append(row)
-        if bad.broken and (self.broken_tests == "error" or 2 * len(bad.broken) > len(rows)):
+        if bad.broken and (self.broken_tests == "error" or (are_all and 2 * len(bad.broken) > len(rows))):
             advice = "repair them, or leave such rows out with data.broken_tests=skip"
             if self.broken_tests != "error":
                 advice = "most of them: see data.answer_key and reward.functions"
@@ -168,28 +164,21 @@ class DataSource:
         has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
         return self if has_fewer else replace(self, max_samples=NUM_LOOKED_AT)
 
-    def prompt(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> PromptRow:
-        """One row. Raises UnusableRow for one that `read` and `encode` leave out, and UserError as they do."""
+    def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+        """The usable ones of some rows. Raises UnusableRow where none is, and UserError as `read` and `encode` do."""
         bad = BadRows(self.bad_rows)
-        try:
-            row = read_row(record, self.columns)
-        except RowError as error:
-            bad.add(record.origin, str(error))
-            bad.check()
-            raise UnusableRow("bad_row", bad.reasons[0]) from error
+        rows = list(read_rows(iter(records), self.columns, bad, None))
+        bad.check()
         if self.rewards is not None:
-            check_domains(self.rewards, [row.domain])
-        if why := self._why_broken(row):
-            if self.broken_tests == "error":
-                raise UserError(f"{record.origin}: its tests are broken: {why}: see data.broken_tests")
-            raise UnusableRow("broken_tests", f"{record.origin}: {why}")
-        found = self.encode(([row], bad), tokenizer)
-        if len(found) > 1:
-            raise UserError(f"{record.origin}: the chat template makes several rows of it: set data.lazy=false")
-        return found[0]
+            check_domains(self.rewards, [row.domain for row in rows])
+        good = self._without_broken_tests(rows, bad, are_all=False)
+        if not good:
+            raise UnusableRow("broken_tests" if rows else "bad_row", (bad.broken or bad.reasons)[0])
+        return self.encode((good, bad), tokenizer)
 
 
-NUM_LOOKED_AT = 64
+NUM_LOOKED_AT, NUM_HELD = 256, 4096
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 
 
 class LazyRows(PromptRows):
@@ -197,22 +186,20 @@ class LazyRows(PromptRows):
     before the run. load_tokenizer: called by each process that reads rows."""
 
     def __init__(
-        self,
-        sources: Sequence[DataSource],
-        first: PromptSet,
-        folder: Path,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+        self, sources: Sequence[DataSource], first: PromptSet, folder: Path, load_tokenizer: LoadTokenizer
     ) -> None:
         """folder: for the index of the files. Raises UserError for files that cannot be read a row at a time."""
         self.first, self._load_tokenizer = first, load_tokenizer
         self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile]](), dict[str, int]()
+        self._held = dict[int, PromptRow]()
         for source in sources:
             if source.columns.domain_of_tag:
                 raise UserError("data.lazy cannot choose rows by data.domains.NAME.tags: set data.lazy=false")
             num_rows = 0
             for file in source.files:
-                most = -1 if source.max_samples < 0 else source.max_samples - num_rows
-                found = index_file(Path(file).expanduser(), folder, source.key, most)
+                found = index_file(Path(file).expanduser(), folder, source.key)
+                if source.max_samples >= 0:
+                    found = replace(found, num_rows=min(found.num_rows, source.max_samples - num_rows))
                 self._files.append((source, found))
                 num_rows += found.num_rows
             self.num_by_domain[source.domain] = num_rows
@@ -230,11 +217,27 @@ class LazyRows(PromptRows):
         files = [(found.fingerprint, found.num_rows) for _, found in self._files]
         return hashlib.sha256(repr(files).encode()).hexdigest()
 
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Start a chat template once for all of them. An error is that of the row when its turn comes."""
+        wanted = sorted(set(indices) - self._held.keys())
+        for number, own in groupby(wanted, lambda index: bisect_right(self._ends, index)):
+            with suppress(UserError):
+                self._held |= self._read(number, list(own))
+        for index in list(self._held)[:-NUM_HELD]:
+            self._held.pop(index, None)
+
     def _row(self, index: int) -> PromptRow:
-        number = bisect_right(self._ends, index)
-        source, file = self._files[number]
-        record = file.record(index - (self._ends[number - 1] if number else 0))
-        return replace(source.prompt(record, self._tokenizer), index=index)
+        return self._held.get(index) or self._read(bisect_right(self._ends, index), [index])[index]
+
+    def _read(self, number: int, indices: Sequence[int]) -> dict[int, PromptRow]:
+        """The usable ones of these rows of the file."""
+        (source, file), first = self._files[number], self._ends[number - 1] if number else 0
+        records = [file.record(index - first) for index in indices]
+        index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
+        rows = source.prompts(records, self._tokenizer)
+        if len({row.origin for row in rows}) < len(rows):
+            raise UserError(f"{rows[0].origin}: the chat template makes several rows of one: set data.lazy=false")
+        return {index: replace(row, index=index) for row in rows for index in [index_of[row.origin]]}
 
 
 Read = list[tuple[DataSource, Rows]]

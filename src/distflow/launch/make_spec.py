@@ -54,18 +54,17 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
         params = validation_params(config, sampling_params(config, domain))
         validation.append(ValidationSet(domain or "val", rows, *params))
+    train = data.train if isinstance(data.train, LazyRows) else EncodedRows(write_encoded(data.train, run_dir, "train"))
     return spec_settings(config, pipeline, num_rows_of(config, data.train))(
         text=to_yaml(config),
         pipeline=partial(rebuild, config),
-        rows=data.train
-        if isinstance(data.train, LazyRows)
-        else EncodedRows(write_encoded(data.train, run_dir, "train")),
+        rows=train,
         validation=tuple(validation),
         sampling=sampling_params(config),
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),
         num_left_out={
-            "train": 0 if isinstance(data.train, LazyRows) else data.train.report.num_left_out + len(data.broken),
+            "train": 0 if train is data.train else data.looked_at.report.num_left_out + len(data.broken),
             **{f"val {domain}": prompts.report.num_left_out for domain, prompts in data.validation.items()},
         },
         overlap="" if config.data.allow_overlap else data.overlap(),

@@ -211,7 +211,7 @@ class AlgorithmConfig:
     )
     mask_type: str = key(
         "loss",
-        "what excluded responses are left out of: the loss, or all, which is baselines, means and normalisation too",
+        "excluded responses are out of the loss, or of all: of baselines and means too",
         choices=("loss", "all"),
     )
     difficulty_weight: tuple[float, float] | None = key(
