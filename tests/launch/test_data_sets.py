@@ -11,7 +11,7 @@ from distflow.errors import UserError
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 
-MATH = ("reward.functions={default: [math]}", "custom_reward_function.path=null")
+CODE = ("reward.functions={default: [code]}", "custom_reward_function.path=null")
 LONG = {"prompt": "x" * 40, "answer": "7"}
 
 
@@ -27,7 +27,8 @@ def spec_of(ground: Playground, rows: list[dict[str, Any]], *overrides: str, pre
 
 
 def good(count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"{i}=", "answer": "7", "data_source": "ab"[i % 2], "level": i} for i in range(count)]
+    tests = ["assert f(1) == 2"]
+    return [{"prompt": f"{i}=", "answer": tests, "data_source": "ab"[i % 2], "level": i} for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
             ("data.pass_rate=[0,350]", "data.pass_rate_key=level"),
             "pass_rate",
         ),
-        ({"prompt": "a", "answer": "\\frac{1}{"}, MATH, "broken_tests"),
+        ({"prompt": "a", "answer": ["assert f(1) =="]}, CODE, "broken_tests"),
     ],
 )
 def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
@@ -92,8 +93,8 @@ def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
         (LONG, ("data.filter_overlong_prompts=false",), r"own.jsonl:301: the prompt has 40 tokens"),
         ({"prompt": "a", "answer": "7", "data_source": "cut"}, (), "a domain of the data is called 'cut'"),
         (
-            {"prompt": "a", "answer": "\\frac{1}{"},
-            (*MATH, "data.broken_tests=error"),
+            {"prompt": "a", "answer": ["assert f(1) =="]},
+            (*CODE, "data.broken_tests=error"),
             ":301",
         ),
     ],
@@ -112,6 +113,6 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
         spec_of(ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip")
     with pytest.raises(UserError, match="none of 256 rows is short enough"):
         spec_of(ground, [LONG] * 270, "data.lazy=true")
-    tags = ("data.tag_key=answer", "data.domains={one: {tags: ['7']}}")
+    tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
     with pytest.raises(UserError, match="data.lazy cannot choose rows by data.domains.NAME.tags"):
-        spec_of(ground, good(3), "data.lazy=true", *tags)
+        spec_of(ground, good(2)[1:], "data.lazy=true", *tags)

@@ -87,8 +87,8 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             "counted as left out: rows were lost, or are there twice"
         )
     drawn = random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * len(named), len(rows)))
-    found = rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn)
-    for number_drawn, row in enumerate(found):
+    usable = rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn)
+    for number_drawn, row in enumerate(usable):
         place = _ORIGIN.fullmatch(row.origin)
         if place is not None and _is_readable(path := Path(place[1])):
             get, number = read(path)[1], int(place[2])

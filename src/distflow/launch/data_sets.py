@@ -197,7 +197,7 @@ class LazyRows(PromptRows):
                 raise UserError("data.lazy cannot choose rows by data.domains.NAME.tags: set data.lazy=false")
             num_rows = 0
             for file in source.files:
-                found = index_file(Path(file).expanduser(), folder, source.key)
+                found = index_file(Path(file).expanduser().absolute(), folder, source.key)
                 if source.max_samples >= 0:
                     found = replace(found, num_rows=min(found.num_rows, source.max_samples - num_rows))
                 self._files.append((source, found))
