@@ -102,6 +102,14 @@ def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, a
         assert distance(found.weights(4), alone.weights(4)) == 0
 
 
+def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_all(
+    ground: Playground, alone: Run
+) -> None:
+    check_whole(
+        run(ground, *STEPS, *validating(ground), "trainer.n_gpus_per_node=2", "data.lazy=true", name="own"), alone
+    )
+
+
 KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1", "actor_rollout_ref.rollout.n=2")
 FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when_exhausted=continue")
 

@@ -67,6 +67,7 @@ algorithm:
   advantage_clip: 10
   mask_truncated: true
   mask_long_errors: 100
+  mask_type: all
   whiten_rewards: true
   difficulty_mask: [0.1, 0.95]
   difficulty_weight: [0.5, 2]
@@ -116,6 +117,7 @@ data:
   max_response_length: 200
   filter_overlong_prompts: false
   truncation: left
+  lazy: true
   bad_rows: skip
   train_max_samples: 1000
   val_max_samples: 100

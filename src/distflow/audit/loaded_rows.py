@@ -16,7 +16,7 @@ from distflow.audit.recorded_data import AuditedRun, Wrong, check
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig
-from distflow.data.prompts import PromptRow
+from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
 
 NUM_ROWS, NUM_PROMPTS, MOST_BYTES = 256, 32, 2**28
@@ -87,8 +87,8 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             "counted as left out: rows were lost, or are there twice"
         )
     drawn = random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * len(named), len(rows)))
-    for number_drawn, index in enumerate(drawn):
-        row = rows[index]
+    usable = rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn)
+    for number_drawn, row in enumerate(usable):
         place = _ORIGIN.fullmatch(row.origin)
         if place is not None and _is_readable(path := Path(place[1])):
             get, number = read(path)[1], int(place[2])

@@ -115,10 +115,10 @@ def listed(reasons: Sequence[str], what: str, which: str = "") -> str:
     return f"{len(reasons)} {what}{'s' if len(reasons) > 1 else ''}{' ' if which else ''}{which}:{shown}{more}"
 
 
-def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, source: str) -> Iterator[RawRow]:
-    """The good rows of one source; the bad ones go to `bad_rows`.
+def read_rows(records: Iterator[Record], columns: Columns, bad: BadRows, source: str | None) -> Iterator[RawRow]:
+    """The good rows of one source, None for some rows of one; the bad ones go to `bad`.
 
-    Raises UserError if no row has a required column: the prompt's, and others by `columns`.
+    Raises UserError if no row of a source has a required column: the prompt's, and others by `columns`.
     """
     seen: set[str] = set()
     missing = _required(columns)
@@ -126,7 +126,7 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
     for record in records:
         fault = record.bad or ("nested too deeply" if is_deep(dict(record.values)) else None)
         if fault is not None:
-            bad_rows.add(record.origin, fault)
+            bad.add(record.origin, fault)
             continue
         seen.update(record.values)
         if columns.tag is not None and find(record.values, columns.tag) is not None:
@@ -134,7 +134,7 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         try:
             tag = _tag(record.values, columns)
         except chat_messages.RowError as error:
-            bad_rows.add(record.origin, str(error))
+            bad.add(record.origin, str(error))
             continue
         if columns.domain_of_tag.get(tag, columns.only_domain) != columns.only_domain:
             continue
@@ -146,10 +146,10 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         try:
             row = _raw_row(record, columns, tag)
         except chat_messages.RowError as error:
-            bad_rows.add(record.origin, str(error))
+            bad.add(record.origin, str(error))
             continue
         yield row
-    if (num_read and missing) or (seen and "data.tag_key" in missing):
+    if source is not None and ((num_read and missing) or (seen and "data.tag_key" in missing)):
         key = "data.tag_key" if "data.tag_key" in missing else next(iter(missing))
         name = missing[key]
         message = _missing_column(key, name, columns, source, seen)

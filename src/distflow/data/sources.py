@@ -33,7 +33,7 @@ from distflow.untrusted_files import MAX_JSON_VALUES, MAX_LINE_BYTES, count_valu
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 REACHED_WITHIN_S = 4.0
 """The hub's client itself retries for most of a minute."""
-_MAX_LIST_BYTES, _ROW_BYTES = 128 * 2**20, 500
+MAX_LIST_BYTES, _ROW_BYTES = 128 * 2**20, 500
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 
 Source = str | Path
@@ -231,10 +231,10 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if line.strip():
-                yield _json_record(line, f"{path}:{number}")
+                yield json_record(line, f"{path}:{number}")
 
 
-def _json_record(line: bytes, origin: str) -> Record:
+def json_record(line: bytes, origin: str) -> Record:
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -256,7 +256,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         yield from _read_jsonl(path)
         return
     size = path.stat().st_size
-    if size > _MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
+    if size > MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
         raise UserError(f"'{path}' is one list of {size:,} bytes, too much to be read as a whole: save it as .jsonl")
     try:
         entries = json.loads(text.decode("utf-8-sig"))
@@ -300,7 +300,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        most = max(_MAX_LIST_BYTES, 1000 * path.stat().st_size)
+        most = max(MAX_LIST_BYTES, 1000 * path.stat().st_size)
         size = max((file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)), default=0)
         batches = file.iter_batches(batch_size=16) if size <= most else ()
         for number, values in enumerate((values for batch in batches for values in batch.to_pylist()), 1):

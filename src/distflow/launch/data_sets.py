@@ -1,11 +1,15 @@
 """The data of a run: its plan of steps and epochs, the sources of training and validation prompts, and prompts that a
 user submits."""
 
+import hashlib
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +22,18 @@ from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.domain_settings import chooses_by_tags, domain_of_tag, reward_functions, validates
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.run import StopCondition
-from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
-from distflow.data.prompts import PromptOptions, PromptRow, PromptSet
+from distflow.data.dataset_columns import (
+    DEFAULT_DOMAIN,
+    BadRows,
+    Columns,
+    RawRow,
+    Record,
+    listed,
+    plain,
+    read_rows,
+)
+from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
+from distflow.data.row_index import IndexedFile, index_file
 from distflow.data.sources import load_rows
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
@@ -84,10 +98,12 @@ def _validates(config: Config) -> Frequency:
     return Frequency(trainer.test_freq, trainer.test_freq_epochs, trainer.test_freq_secs)
 
 
-def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
+def num_rows_of(config: Config, prompts: "PromptSet | LazyRows") -> dict[str, int]:
     """The number of rows by domain, in the order of the rows; "" where there is one source."""
     if not config.data.domains:
         return {"": len(prompts)}
+    if isinstance(prompts, LazyRows):
+        return prompts.num_by_domain
     return dict(Counter(row.domain for row in prompts))
 
 
@@ -120,18 +136,18 @@ class DataSource:
             max_samples=self.max_samples,
             run_folder=run_dir,
         )
-        return (rows if self.rewards is None else self._without_broken_tests(rows, bad), bad)
+        return self._without_broken_tests(rows, bad), bad
 
-    def _without_broken_tests(self, rows: list[RawRow], bad: BadRows) -> list[RawRow]:
-        assert self.rewards is not None
-        good = []
+    def _without_broken_tests(self, rows: list[RawRow], bad: BadRows, are_all: bool = True) -> list[RawRow]:
+        """are_all: the rows are those of the source, of which most must be good."""
+        good, rewards = list[RawRow](), self.rewards or {}
         for row in rows:
-            parts = self.rewards.get(row.domain) or self.rewards.get("default", ())
+            parts = rewards.get(row.domain) or rewards.get("default", ())
             if why := find_broken([part.name for part in parts], row.answer, row.extra_info):
                 bad.broken.append(f"{row.origin}: {why}")
             else:
                 good.append(row)
-        if bad.broken and (self.broken_tests == "error" or 2 * len(bad.broken) > len(rows)):
+        if bad.broken and (self.broken_tests == "error" or (are_all and 2 * len(bad.broken) > len(rows))):
             advice = "repair them, or leave such rows out with data.broken_tests=skip"
             if self.broken_tests != "error":
                 advice = "most of them: see data.answer_key and reward.functions"
@@ -142,6 +158,86 @@ class DataSource:
         """Rows as token ids. Raises UserError for rows that cannot be encoded."""
         raw, bad = rows
         return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
+
+    def first(self) -> "DataSource":
+        """The same with a few rows, which are looked at before a run with `data.lazy`."""
+        has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
+        return self if has_fewer else replace(self, max_samples=NUM_LOOKED_AT)
+
+    def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+        """The usable ones of some rows. Raises UnusableRow where none is, and UserError as `read` and `encode` do."""
+        bad = BadRows(self.bad_rows)
+        rows = list(read_rows(iter(records), self.columns, bad, None))
+        bad.check()
+        if self.rewards is not None:
+            check_domains(self.rewards, [row.domain for row in rows])
+        good = self._without_broken_tests(rows, bad, are_all=False)
+        if not good:
+            raise UnusableRow("broken_tests" if rows else "bad_row", (bad.broken or bad.reasons)[0])
+        return self.encode((good, bad), tokenizer)
+
+
+NUM_LOOKED_AT, NUM_HELD = 256, 4096
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+
+
+class LazyRows(PromptRows):
+    """The rows of some sources, each read and encoded when it is asked for. first: the first rows of each source, read
+    before the run. load_tokenizer: called by each process that reads rows."""
+
+    def __init__(
+        self, sources: Sequence[DataSource], first: PromptSet, folder: Path, load_tokenizer: LoadTokenizer
+    ) -> None:
+        """folder: for the index of the files. Raises UserError for files that cannot be read a row at a time."""
+        self.first, self._load_tokenizer = first, load_tokenizer
+        self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile]](), dict[str, int]()
+        self._held = dict[int, PromptRow]()
+        for source in sources:
+            if source.columns.domain_of_tag:
+                raise UserError("data.lazy cannot choose rows by data.domains.NAME.tags: set data.lazy=false")
+            num_rows = 0
+            for file in source.files:
+                found = index_file(Path(file).expanduser().absolute(), folder, source.key)
+                if source.max_samples >= 0:
+                    found = replace(found, num_rows=min(found.num_rows, source.max_samples - num_rows))
+                self._files.append((source, found))
+                num_rows += found.num_rows
+            self.num_by_domain[source.domain] = num_rows
+        self._ends = list(accumulate(found.num_rows for _, found in self._files))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._load_tokenizer()
+
+    def fingerprint(self) -> str:
+        """A hash of the files' content."""
+        files = [(found.fingerprint, found.num_rows) for _, found in self._files]
+        return hashlib.sha256(repr(files).encode()).hexdigest()
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Start a chat template once for all of them. An error is that of the row when its turn comes."""
+        wanted = sorted(set(indices) - self._held.keys())
+        for number, own in groupby(wanted, lambda index: bisect_right(self._ends, index)):
+            with suppress(UserError):
+                self._held |= self._read(number, list(own))
+        for index in list(self._held)[:-NUM_HELD]:
+            self._held.pop(index, None)
+
+    def _row(self, index: int) -> PromptRow:
+        return self._held.get(index) or self._read(bisect_right(self._ends, index), [index])[index]
+
+    def _read(self, number: int, indices: Sequence[int]) -> dict[int, PromptRow]:
+        """The usable ones of these rows of the file."""
+        (source, file), first = self._files[number], self._ends[number - 1] if number else 0
+        records = [file.record(index - first) for index in indices]
+        index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
+        rows = source.prompts(records, self._tokenizer)
+        if len({row.origin for row in rows}) < len(rows):
+            raise UserError(f"{rows[0].origin}: the chat template makes several rows of one: set data.lazy=false")
+        return {index: replace(row, index=index) for row in rows for index in [index_of[row.origin]]}
 
 
 Read = list[tuple[DataSource, Rows]]

@@ -9,6 +9,7 @@ from functools import partial
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.score import CallCounts, RewardCounts
@@ -145,6 +146,7 @@ class RolloutLoop:
     limit of a sync function for each sample. in_batches: groups start together as a generation batch, and the next ones
     when these have ended. stops_early: the groups of a generation batch that are left when the step is full are
     aborted. call_counts: of reward calls on all groups, also dropped ones.
+    prepare_rows: called with the rows of groups that are about to start.
     """
 
     steps: Sequence[Step]
@@ -158,6 +160,7 @@ class RolloutLoop:
     stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     call_counts: CallCounts = field(default_factory=CallCounts)
+    prepare_rows: Callable[[Sequence[int]], None] = lambda rows: None
 
     @staticmethod
     def of(
@@ -192,6 +195,7 @@ class RolloutLoop:
             in_batches=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
             call_counts=resources.reward_fn.call_counts if resources.reward_fn is not None else CallCounts(),
+            prepare_rows=spec.rows.prepare if isinstance(spec.rows, PromptRows) else lambda rows: None,
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
@@ -234,6 +238,7 @@ class RolloutLoop:
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
                 async for prompt_groups in queue.prompt_groups(lambda: gate.version.step if gate is not None else None):
+                    self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
@@ -289,7 +294,14 @@ class RolloutLoop:
         """A failing node costs its own group only, and is recorded. stop: cancels the group if it is not needed."""
         group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
-        started, group = time.time(), self.make_group(prompt_group)
+        started = time.time()
+        try:
+            group = self.make_group(prompt_group)
+        except UnusableRow as unusable:
+            await self._turn(stop, accepted=False)
+            self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
+            queue.drop(DroppedGroup(prompt_group, unusable.reason))
+            return
         try:
             try:
                 drop = await self.run(group, self.steps, self.context)

@@ -46,6 +46,13 @@ def passes_over(before: Run, after: Run) -> None:
     )
 
 
+def reads_when_its_turn_comes(before: Run, after: Run) -> None:
+    """Of 13 rows the long one is left out before the start, or when the epoch reaches it."""
+    assert not any("overlong" in name for step in before.steps for name in step)
+    assert after.steps[-1]["async/dropped/overlong"] == 1
+    assert len({row["prompt"] for row in after.samples()}) == 4
+
+
 def other_answer_to_learn(before: Run, after: Run) -> None:
     assert all(row["response"].isdigit() for row in before.samples())
     assert all(row["response"].startswith("y") for row in after.samples())
@@ -199,6 +206,13 @@ CASES = (
     prompts_case("truncation", "middle", "both", cut_prompt(lambda text: text[:12] + text[-12:]), UNFILTERED),
     prompts_case(
         "bad_rows", "skip", "the others are read", allowed("bad.jsonl", "prompt"), ("data.train_files={lab}/bad.jsonl",)
+    ),
+    Case(
+        "data.lazy",
+        "data.lazy=true",
+        "a row that is too long is dropped when its turn comes",
+        reads_when_its_turn_comes,
+        given=(LONG, "trainer.total_training_steps=4"),
     ),
     prompts_case("pass_rate", "[2,4]", "rows", num_rows(12, 3), ("data.pass_rate_key=number",)),
     prompts_case(

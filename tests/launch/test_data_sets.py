@@ -1,0 +1,118 @@
+"""Training rows that are read when they are asked for, against those that are all read at the start."""
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from distflow.data.prompts import PromptRows, UnusableRow
+from distflow.errors import UserError
+from distflow.runtime.spec import Spec
+from tests.e2e.runs import Playground
+
+CODE = ("reward.functions={default: [code]}", "custom_reward_function.path=null")
+LONG = {"prompt": "x" * 40, "answer": "7"}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    return Playground(tmp_path_factory.mktemp("lazy"), num_rows=300)
+
+
+def spec_of(ground: Playground, rows: list[dict[str, Any]], *overrides: str, preset: str = "grpo") -> Spec:
+    file = ground.folder / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ground.spec(preset, f"data.train_files={file}", *overrides)[1]
+
+
+def good(count: int) -> list[dict[str, Any]]:
+    tests = ["assert f(1) == 2"]
+    return [{"prompt": f"{i}=", "answer": tests, "data_source": "ab"[i % 2], "level": i} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("data.prompt_format=chat", "data.max_prompt_length=64"), ("data.train_max_samples=280",)]
+)
+def test_rows_fingerprint_and_plan_are_those_of_all(ground: Playground, more: tuple[str, ...]) -> None:
+    _, spec = ground.spec("grpo", *more)
+    _, lazy = ground.spec("grpo", "data.lazy=true", *more)
+    assert lazy.data == spec.data and len(lazy.rows) == len(spec.rows) == lazy.data.num_rows
+    order = [299, 3, 256, 255, 0] if "280" not in str(more) else [279, 3, 256, 0]
+    assert [lazy.rows[i] for i in order] == [spec.rows[i] for i in order] and type(lazy.rows) is not type(spec.rows)
+    assert isinstance(lazy.rows, PromptRows)
+    assert list(lazy.rows.some([7, 270, 7, 260])) == [spec.rows[i] for i in (7, 270, 7, 260)], (
+        "rows that are read together"
+    )
+    again = pickle.loads(pickle.dumps(lazy.rows))
+    assert again[270] == spec.rows[270] and again.fingerprint() == lazy.facts["data_fingerprint"]  # type: ignore[attr-defined]
+
+
+def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
+    files = {name: ground.folder / f"{name}.jsonl" for name in ("sums", "words")}
+    for number, (name, file) in enumerate(files.items()):
+        rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(270 + number)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    domains = "data.domains={" + ", ".join(f"{name}: {{train_files: {file}}}" for name, file in files.items()) + "}"
+    (_, spec), (_, lazy) = (
+        ground.spec("grpo", "data.train_files=[]", domains, *more) for more in ((), ("data.lazy=true",))
+    )
+    assert lazy.data == spec.data and [each.num_rows for each in lazy.data.domains] == [270, 271]
+    assert list(lazy.rows) == list(spec.rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "reason"),
+    [
+        (LONG, (), "overlong"),
+        ({"answer": "7"}, ("data.bad_rows=skip",), "bad_row"),
+        (
+            {"prompt": "a", "answer": "7", "level": 400},
+            ("data.pass_rate=[0,350]", "data.pass_rate_key=level"),
+            "pass_rate",
+        ),
+        ({"prompt": "a", "answer": ["assert f(1) =="]}, CODE, "broken_tests"),
+    ],
+)
+def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
+    ground: Playground, row: dict[str, Any], overrides: tuple[str, ...], reason: str
+) -> None:
+    rows = [{**each, "data_source": "a"} for each in (*good(300), row)]
+    lazy = spec_of(ground, rows, "data.lazy=true", *overrides).rows
+    with pytest.raises(UnusableRow) as raised:
+        lazy[300]
+    assert raised.value.reason == reason
+    assert [each.index for each in lazy[298:]] == [298, 299], "a slice has what is usable"
+    assert len(spec_of(ground, rows, *overrides).rows) == 300, "as it is left out where all rows are read"
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "message"),
+    [
+        ({"answer": "7"}, (), r"own.jsonl:301"),
+        (LONG, ("data.filter_overlong_prompts=false",), r"own.jsonl:301: the prompt has 40 tokens"),
+        ({"prompt": "a", "answer": "7", "data_source": "cut"}, (), "a domain of the data is called 'cut'"),
+        (
+            {"prompt": "a", "answer": ["assert f(1) =="]},
+            (*CODE, "data.broken_tests=error"),
+            ":301",
+        ),
+    ],
+)
+def test_a_row_that_ends_a_run_names_itself(
+    ground: Playground, row: dict[str, Any], overrides: tuple[str, ...], message: str
+) -> None:
+    lazy = spec_of(ground, [*good(300), row], "data.lazy=true", *overrides).rows
+    with pytest.raises(UserError, match=message) as raised:
+        lazy[300]
+    assert not isinstance(raised.value, UnusableRow)
+
+
+def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playground) -> None:
+    with pytest.raises(UserError, match="data.prompt_key"):
+        spec_of(ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip")
+    with pytest.raises(UserError, match="none of 256 rows is short enough"):
+        spec_of(ground, [LONG] * 270, "data.lazy=true")
+    tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
+    with pytest.raises(UserError, match="data.lazy cannot choose rows by data.domains.NAME.tags"):
+        spec_of(ground, good(2)[1:], "data.lazy=true", *tags)
