@@ -130,7 +130,8 @@ class RecordedStep:
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
     reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
     metrics: of the step. partial: only a few groups of the step. plain: scores of samples that the policy was run on
-    again. drawn: such scores by the weights that generated each token, and which tokens have one.
+    again. drawn: such scores by the weights that generated each token, and which tokens have one. fixed_tokens: the
+    reference's log-probs of tokens that are the same in every step, if they are known already.
     """
 
     run: AuditedRun
@@ -148,6 +149,7 @@ class RecordedStep:
     partial: bool = field(default=False, init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
+    fixed_tokens: Tensor | None = field(default=None, init=False)
 
     @property
     def config(self) -> Config:

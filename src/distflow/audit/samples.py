@@ -29,7 +29,7 @@ from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
 from distflow.scheduling.groups import PromptGroup
 
-MOST, MOST_LOOKED = 64, 4
+MOST, MOST_LOOKED = 64, 2
 ROUNDING = 1e-6
 """A mismatch this near to a bound may be on either side of it."""
 
@@ -79,7 +79,7 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         row = _row_of(recorded, prompt_group)
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
-        if row.rejected_ids is None:  # both texts of a pair are tokenised whole
+        if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised whole
             _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:

@@ -186,8 +186,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
                 f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
             )
-        if update.norm is not None and not update.metrics.get("skipped"):
-            _clipped(recorded, update, update.norm)
+        if (update.norm is not None or update.stripes) and not update.metrics.get("skipped"):
+            _clipped(recorded, update)
     if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
         return "an engine that was updated does not expose its model"
     stripes = [stripe for update in recorded.updates for stripe in update.stripes.values()]
@@ -235,13 +235,13 @@ def _cotangent(length: int) -> Tensor:
     return torch.cos(torch.arange(length, dtype=torch.float32) + 1.0)
 
 
-def _clipped(recorded: RecordedStep, update: UpdateRecord, norm: float) -> None:
+def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
     settings = recorded.config.critic if update.role == "critic" else recorded.config.actor_rollout_ref.actor
     reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
     factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
-    if not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
+    if update.norm is not None and not abs(update.norm - reported * factor) <= LIMIT * reported + 1e-9:
         raise Wrong(
-            f"the {update.role}'s optimizer was given a gradient of norm {norm:.4g}, but it was measured as "
+            f"the {update.role}'s optimizer was given a gradient of norm {update.norm:.4g}, but it was measured as "
             f"{reported:.4g} and max_grad_norm is {most}: it should be {reported * factor:.4g}"
         )
     for name, stripe in update.stripes.items():
