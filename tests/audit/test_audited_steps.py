@@ -98,9 +98,9 @@ def spend(schedule: AuditSchedule, clock: list[float], step: int, depth: Depth, 
 def test_quick_looks_come_where_looks_have_used_up_their_share(clock: list[float]) -> None:
     schedule = AuditSchedule(20, 0)
     clock[0] = 1000.0
-    assert schedule.looks_at(0) is schedule.looks_at(16) is Depth.LOOK
+    assert schedule.looks_at(0) is schedule.looks_at(10) is Depth.LOOK
     spend(schedule, clock, 20, Depth.LOOK, 9.0)
-    assert schedule.looks_at(15) is Depth.LOOK, "one of the first is made whatever it costs"
+    assert schedule.looks_at(9) is Depth.LOOK, "one of the first is made whatever it costs"
     assert schedule.looks_at(21) is Depth.QUICK
     spend(schedule, clock, 21, Depth.QUICK, 9.0)
     assert schedule.looks_at(22) is Depth.NONE

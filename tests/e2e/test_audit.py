@@ -637,3 +637,14 @@ def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name:
         with pytest.raises(TrustError, match=rf"step 4 found \(({fault.seen})\)"):
             more = ("trainer.total_training_steps=5", "trust.audit_freq=1000")
             playground.run(preset, *overrides, *more, name=f"quick-{QUICK.index(name)}")
+
+
+@pytest.mark.slow
+def test_a_group_of_another_row_is_found_in_any_step(playground: Playground, monkeypatch: Patch) -> None:
+    from distflow.scheduling import data_plan
+
+    original = data_plan.place
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    monkeypatch.setattr(data_plan, "place", lambda number, *more: original(number + (number == 13), *more))
+    with pytest.raises(TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"):
+        playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

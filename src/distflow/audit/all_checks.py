@@ -13,7 +13,7 @@ from distflow.audit.metrics import audit_metrics, audit_sample_rows, audit_stale
 from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.sampled_tokens import audit_sampled_tokens
-from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_turns, remember_domains
+from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
 from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
@@ -63,11 +63,12 @@ AFTER: tuple[Check, ...] = (
 """Run at the step's end."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (
+    replace(audit_responses, run=audit_rows),
     replace(updates.audit_mini_batches, run=updates.audit_each_sample_once),
     replace(updates.audit_optimizer, run=updates.audit_learning_rates),
     audit_metrics,
 )
-"""Cheap enough for every step: mini-batches, learning rates and metrics."""
+"""Cheap enough for every step: rows of groups, mini-batches, learning rates and metrics."""
 
 LOOK_AFTER = tuple(
     check

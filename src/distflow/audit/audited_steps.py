@@ -22,7 +22,7 @@ SHARE_OF_AUDITS, SHARE_OF_LOOKS, SHARE_OF_QUICK_LOOKS = 0.004, 0.008, 0.008
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
 
-NUM_FIRST_LOOKS = 16
+NUM_FIRST_LOOKS = 10
 """First steps of a process that are looked at whatever it costs."""
 
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -181,7 +182,9 @@ class Auditor:
             return
         audits = self._due or self._recorded is not None
         depth = Depth.AUDIT if audits else self._looks
-        with self._schedule.timed(taken.step, depth), global_generators.lent(global_generators.states()):
+        may_draw = depth is not Depth.NONE  # functions of the user's, which may be called again
+        lent = global_generators.lent(global_generators.states()) if may_draw else nullcontext()
+        with self._schedule.timed(taken.step, depth), lent:
             if audits and self._recorded is None:
                 self._begin()
             for remember in all_checks.REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():

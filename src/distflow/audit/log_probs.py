@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.audit import model_forward
 from distflow.audit.recorded_calls import OpenEngine, UpdateRecord
-from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles
+from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, RecordedStep, Sample, Wrong, check, doubles
 from distflow.config.derived_settings import is_rl
 
 MOST, LEAST = 16, 4
@@ -64,7 +64,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
         _check_reference(recorded, chosen)
         passed.append("ref_log_prob")
     if isinstance(critic, OpenEngine) and recorded.is_ours("values"):
-        values = forward_samples(recorded, critic, chosen, lambda values, _: values[:, 0])
+        values = forward_samples(recorded.run, critic, chosen, lambda values, _: values[:, 0])
         for sample, expected in zip(chosen, values, strict=True):
             _same(recorded, sample, "values", expected)
         passed.append("values")
@@ -88,7 +88,7 @@ def audit_reference(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE if reference is None else "the reference's model is not exposed"
     now = recorded.fixed_tokens
     if now is None:
-        now = torch.cat(forward_samples(recorded, reference, _fixed(model), _log_probs_at(lambda sample: 1.0)))
+        now = torch.cat(forward_samples(recorded.run, reference, _fixed(model), _log_probs_at(lambda sample: 1.0)))
     then = recorded.run.state.setdefault("reference", now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
     limit = recorded.limit(REFERENCE_EXACT, REFERENCE_ROUNDED)
@@ -124,7 +124,7 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
 
 
 def forward_samples(
-    recorded: RecordedStep,
+    run: AuditedRun,
     engine: Any,
     samples: Sequence[Sample],
     score: Callable[[Tensor, Sample], T],
@@ -134,7 +134,7 @@ def forward_samples(
     compute in; None is the engine's."""
     adapter = not getattr(engine, "without_adapter", False)
     with torch.no_grad(), model_forward.plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
-        logits = model_forward.logits_of(recorded.run.turns.run, engine.model, [ids_of(sample) for sample in samples])
+        logits = model_forward.logits_of(run.turns.run, engine.model, [ids_of(sample) for sample in samples])
         return [score(one, sample) for one, sample in zip(logits, samples, strict=True)]
 
 
@@ -146,7 +146,7 @@ def policy_scores(
     def score(logits: Tensor, sample: Sample) -> model_forward.PlainScores:
         return model_forward.plain_scores(logits, ids_of(sample)[1], recorded.sampling(sample))
 
-    scores = forward_samples(recorded, actor, samples, score, dtype)
+    scores = forward_samples(recorded.run, actor, samples, score, dtype)
     return {str(sample["uid"]): found for sample, found in zip(samples, scores, strict=True)}
 
 
@@ -182,7 +182,7 @@ def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
 
     reference: Any = recorded.run.resources.ref
     fixed = _fixed(reference.model) if recorded.partial else []  # one pass in place of two
-    scores = forward_samples(recorded, reference, [*chosen, *fixed], _log_probs_at(temperature))
+    scores = forward_samples(recorded.run, reference, [*chosen, *fixed], _log_probs_at(temperature))
     recorded.fixed_tokens = torch.cat(scores[len(chosen) :]) if fixed else None
     for sample, expected in zip(chosen, scores, strict=False):
         _same(recorded, sample, "ref_log_prob", expected)

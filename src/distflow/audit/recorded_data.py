@@ -333,7 +333,7 @@ def index_of(sample: Sample) -> int:
     return int(str(sample["uid"]).split("-")[1])
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArray[np.intp]:
     """The order of `num` sorted raw Philox words."""
     words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))

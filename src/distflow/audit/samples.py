@@ -273,6 +273,15 @@ def _same(sample: Sample, column: str, found: object, expected: object, source: 
         raise Wrong(f"{what} is {_short(found)}, but should be {_short(expected)} by {source}")
 
 
+def audit_rows(recorded: RecordedStep) -> str | None:
+    """Every group that this worker generated is of the row that its number gives."""
+    if not recorded.is_ours("responses"):
+        return "a user's node generates the responses"
+    for record in recorded.records.values():
+        _row_of(recorded, record.prompt_group)
+    return None
+
+
 def _row_of(recorded: RecordedStep, prompt_group: PromptGroup) -> PromptRow:
     _, row = recorded.place_of(prompt_group)
     if prompt_group.row != row:

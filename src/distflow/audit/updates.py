@@ -274,9 +274,21 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
-    """The learning rate of each update is the schedule's."""
-    list(scheduled(recorded))
+    """The learning rate of each update is the schedule's, and the optimizer has it and the config's other options."""
+    for update, settings, rate, _ in scheduled(recorded):
+        _same_options(update, settings)
+        groups = update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ()
+        is_last = update is recorded.updates_of(update.role)[-1]
+        if odd := [group["lr"] for group in groups if is_last and not abs(group["lr"] - rate) <= LIMIT * rate + 1e-15]:
+            raise Wrong(f"the {update.role}'s optimizer has the learning rate {odd[0]:.4g}, not {rate:.4g}")
     return None
+
+
+def _same_options(update: UpdateRecord, settings: OptimConfig) -> None:
+    for group in update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ():
+        for name in group.keys() & {"betas", "eps", "weight_decay"}:
+            if group[name] != (wanted := getattr(settings, name)):
+                raise Wrong(f"the {update.role}'s optimizer has {name}={group[name]} for some weights, not {wanted}")
 
 
 def total_updates(recorded: RecordedStep, role: str) -> int:
@@ -308,10 +320,7 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
     """Whether there is a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
-    for group in update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ():
-        for name in group.keys() & {"betas", "eps", "weight_decay"}:
-            if group[name] != (wanted := getattr(settings, name)):
-                raise Wrong(f"the {update.role}'s optimizer has {name}={group[name]} for some weights, not {wanted}")
+    _same_options(update, settings)
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.after is None:
             raise Wrong(
