@@ -278,16 +278,21 @@ def audit_rows(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
     for record in recorded.records.values():
-        _row_of(recorded, record.prompt_group)
+        _place_of(recorded, record.prompt_group)
     return None
 
 
 def _row_of(recorded: RecordedStep, prompt_group: PromptGroup) -> PromptRow:
+    return recorded.run.spec.rows[_place_of(recorded, prompt_group)]
+
+
+def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
+    """The number of the group's row."""
     _, row = recorded.place_of(prompt_group)
     if prompt_group.row != row:
         group = f"group {prompt_group.group_id}"
         raise Wrong(f"{group} was generated from row {prompt_group.row} of the data, but its number gives row {row}")
-    return recorded.run.spec.rows[row]
+    return row
 
 
 def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
