@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distflow.audit import audited_steps as module
-from distflow.audit.audited_steps import AuditSchedule
+from distflow.audit.audited_steps import AuditSchedule, Depth
 from distflow.audit.model_forward import KeptWeights
 
 PLACES = (5, 34, 46)  # drawn, of the first windows of 20 steps
@@ -41,7 +41,7 @@ def test_an_audit_that_costs_too_much_waits_until_its_weights_were_kept(
     assert len(audited(schedule, range(5))) == (2 if staleness == 0 else 3)
     for step in (4, 4):
         schedule.begins(step)
-    with schedule.timed(4, audits=True):
+    with schedule.timed(4, Depth.AUDIT):
         now += 10.0
     assert audited(schedule, range(5, 30)) == []
     now += 2500.0  # affordable again
@@ -80,6 +80,51 @@ def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
     assert kept.of(6) is kept.of(5), "the same weights need no second copy"
     kept.forget(5)
     assert kept.of(5) is None and len(kept) == 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The only entry is the time."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def spend(schedule: AuditSchedule, clock: list[float], step: int, depth: Depth, seconds: float) -> None:
+    with schedule.timed(step, depth):
+        clock[0] += seconds
+
+
+def test_quick_looks_come_where_looks_have_used_up_their_share(clock: list[float]) -> None:
+    schedule = AuditSchedule(20, 0)
+    clock[0] = 1000.0
+    assert schedule.looks_at(0) is schedule.looks_at(10) is Depth.LOOK
+    spend(schedule, clock, 20, Depth.LOOK, 9.0)
+    assert schedule.looks_at(9) is Depth.LOOK, "one of the first is made whatever it costs"
+    assert schedule.looks_at(21) is Depth.QUICK
+    spend(schedule, clock, 21, Depth.QUICK, 9.0)
+    assert schedule.looks_at(22) is Depth.NONE
+    clock[0] = 1200.0
+    assert schedule.looks_at(23) is Depth.LOOK
+    assert AuditSchedule(0, 0).looks_at(0) is Depth.NONE
+
+
+def test_what_the_first_ones_cost_is_made_up_for_and_said(clock: list[float]) -> None:
+    schedule = AuditSchedule(20, 0)
+    schedule.begins(0)
+    spend(schedule, clock, 0, Depth.AUDIT, 100.0)
+    clock[0] = 1000.0
+    assert "audits took 100.0 s, 10.0% of the run's time, more than 2%: the first 3 audits" in schedule.cost(5.0)
+    assert schedule.cost(200.0) == ""
+    spend(schedule, clock, 30, Depth.LOOK, 5.0)
+    assert schedule.looks_at(31) is Depth.QUICK, "half of the share of 8 s while more than 2 % is spent"
+    spend(schedule, clock, 31, Depth.NONE, 0.0)
+    clock[0] = 6000.0
+    assert schedule.cost(0.0) == ""
+    spend(schedule, clock, 32, Depth.LOOK, 40.0)
+    assert schedule.looks_at(33) is Depth.QUICK
+    clock[0] = 7300.0
+    assert schedule.looks_at(33) is Depth.LOOK, "all of the share again"
 
 
 def test_each_length_of_being_behind_is_told_once_in_a_run() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
+from distflow.audit.audited_steps import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -163,6 +164,15 @@ def neighbours_text(original: Any) -> Any:
     async def planted(self: Any, samples: Any) -> Any:
         turned = [*samples[1:], samples[0]]
         return await original(self, [replace(s, response=t.response) for s, t in zip(samples, turned, strict=True)])
+
+    return planted
+
+
+def neighbours_accuracy(original: Any) -> Any:
+    async def planted(self: Any, samples: Any) -> Any:
+        found = await original(self, samples)
+        turned = [*found[1:], found[0]]
+        return [replace(own, accuracy=next_one.accuracy) for own, next_one in zip(found, turned, strict=True)]
 
     return planted
 
@@ -430,6 +440,9 @@ FAULTS = {
         attribute(RewardPool, "call", in_order_of_arrival), "reward_results", ("grpo", "trust.check_rewards=false")
     ),
     "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "reward_results"),
+    "a neighbour's accuracy": Fault(
+        attribute(router.RewardRouter, "__call__", neighbours_accuracy), "has the accuracy", ("dapo",)
+    ),
     "weights not sent on odd steps": Fault(attribute(WeightSender, "sync", unsent_on_odd_steps), "did not reach it"),
     "weights not taken on odd steps": Fault(
         unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
@@ -565,6 +578,19 @@ LATE = (
 )
 """Faults that begin long after the last audit: the looks at every step find them."""
 LATE_CASES = one_fast_in(10, LATE)
+QUICK = (
+    "all signs turned",
+    "a loss scaled by 4 in 1,000",
+    "a second normalisation",
+    "a learning rate of 0 behind the metric",
+)
+QUICK += (
+    "moments lost",
+    "gradients doubled",
+    "gradients in bfloat16",
+    "gradients not clipped",
+    "a score on the first token",
+)
 
 
 @pytest.mark.parametrize("name", LATE_CASES)
@@ -592,3 +618,33 @@ def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatc
                 name=f"late-{LATE.index(name)}",
             )
     assert 5 <= steps[-1] <= 8, "in the first or second step with the fault"
+
+
+@pytest.mark.parametrize("name", one_fast_in(len(QUICK), QUICK))
+def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name: str) -> None:
+    """In a step that is neither audited nor looked at by running the models."""
+    fault, step_taken = FAULTS[name], Auditor.step_taken
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.QUICK)
+
+    def planted(self: Auditor, step: int, *arguments: Any) -> None:
+        if step == 3:
+            fault.plant(late)
+        step_taken(self, step, *arguments)
+
+    with pytest.MonkeyPatch.context() as late:
+        monkeypatch.setattr(Auditor, "step_taken", planted)
+        preset, *overrides = fault.config
+        with pytest.raises(TrustError, match=rf"step 4 found \(({fault.seen})\)"):
+            more = ("trainer.total_training_steps=5", "trust.audit_freq=1000")
+            playground.run(preset, *overrides, *more, name=f"quick-{QUICK.index(name)}")
+
+
+@pytest.mark.slow
+def test_a_group_of_another_row_is_found_in_any_step(playground: Playground, monkeypatch: Patch) -> None:
+    from distflow.scheduling import data_plan
+
+    original = data_plan.place
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    monkeypatch.setattr(data_plan, "place", lambda number, *more: original(number + (number == 13), *more))
+    with pytest.raises(TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"):
+        playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

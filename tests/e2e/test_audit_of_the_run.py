@@ -402,12 +402,24 @@ def without_last(original: Any) -> Any:
     return lambda sets, actor: original([replace(each, rows=each.rows[:-1]) for each in sets], actor)
 
 
+def by_another_model(original: Any) -> Any:
+    def planted(sets: Any, actor: Any) -> Any:
+        metrics, rows = original(sets, actor)
+        return {"sft/val_loss": 0.99 * metrics["sft/val_loss"]}, [{**row, "loss": 0.99 * row["loss"]} for row in rows]
+
+    return planted
+
+
 LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
     "end tokens left out": (
         replaced(validation, "Batch", without_ends),
         r"\(loss\) counts 6 tokens, but 7",
     ),
     "a mean of means": (replaced(validation, "validation_loss", over_all), "sft/val_loss is reported as"),
+    "a loss of other weights": (
+        replaced(validation, "validation_loss", by_another_model),
+        r"has the loss .* by the model's own forward",
+    ),
     "a row left out": (
         replaced(validation, "validation_loss", without_last),
         r"row 5 .* \(loss\) was asked for 0 times",

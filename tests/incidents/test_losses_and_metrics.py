@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from distflow.algorithms.objective import PolicyObjective
+from distflow.audit import metrics as audit_metrics
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import updates
-from distflow.runtime import worker
+from distflow.runtime import step_metrics, worker
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
@@ -120,6 +121,23 @@ LIES: dict[str, tuple[Plant, str]] = {
         "rollout/avg_response_length",
     ),
     "a truncated share of 0": (other_metrics(lambda f, m: m | {"rollout/truncated": 0.0}), "rollout/truncated"),
+    "a spread that is too small": (other_metrics(lambda f, m: m | {"reward/std": 0.8 * m["reward/std"]}), "reward/std"),
+    "the largest score of a few": (
+        other_metrics(lambda f, m: m | {"reward/max": float(f.scores.min())}),
+        "reward/max",
+    ),
+    "lengths of prompts with one token more": (
+        other_metrics(lambda f, m: m | {"rollout/avg_prompt_length": m["rollout/avg_prompt_length"] + 1}),
+        "rollout/avg_prompt_length",
+    ),
+    "groups that never score alike": (
+        other_metrics(lambda f, m: m | {"reward/frac_reward_zero_std": m["reward/frac_reward_zero_std"] - 0.25}),
+        "reward/frac_reward_zero_std",
+    ),
+    "a part's mean over samples without it": (
+        other_metrics(lambda f, m: m | {"reward/custom/mean": 0.9 * m["reward/custom/mean"]}),
+        "reward/custom/mean",
+    ),
     "an entropy over padding": (over_padding, "actor/entropy"),
     "of the last mini-batch alone": (last_mini_batch_alone, "actor/"),
 }
@@ -131,6 +149,22 @@ def test_metrics_that_lie(playground: Playground, monkeypatch: Patch, name: str)
     plant, metric = LIES[name]
     more = ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
     found(playground, monkeypatch, plant, *more, says=rf"found \(metrics\): the metric {metric}.*curves")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["score", "acc", "advantage", "response"])
+def test_rows_of_the_samples_file_that_are_another_samples(
+    playground: Playground, monkeypatch: Patch, name: str
+) -> None:
+    """huggingface/trl#6380."""
+
+    def rows(batch: Batch) -> list[dict[str, object]]:
+        found = step_metrics.sample_rows(batch)
+        return [{**row, name: other[name]} for row, other in zip(found, found[::-1], strict=True)]
+
+    monkeypatch.setattr(audit_metrics, "sample_rows", rows)
+    with pytest.raises(TrustError, match=rf"step 1 found \(samples\): the samples file has .* as the {name} of sample"):
+        playground.run("grpo", *STEPS)
 
 
 @pytest.mark.slow

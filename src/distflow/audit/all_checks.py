@@ -9,11 +9,11 @@ from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.loaded_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
-from distflow.audit.metrics import audit_metrics, audit_staleness
+from distflow.audit.metrics import audit_metrics, audit_sample_rows, audit_staleness
 from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.sampled_tokens import audit_sampled_tokens
-from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_turns, remember_domains
+from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
 from distflow.audit.validation import audit_validation
 from distflow.audit.weight_versions import audit_versions, audit_weights
 
@@ -58,20 +58,27 @@ AFTER: tuple[Check, ...] = (
     updates.audit_gradients,
     updates.audit_optimizer,
     audit_metrics,
+    audit_sample_rows,
 )
 """Run at the step's end."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (
+    replace(audit_responses, run=audit_rows),
     replace(updates.audit_mini_batches, run=updates.audit_each_sample_once),
     replace(updates.audit_optimizer, run=updates.audit_learning_rates),
     audit_metrics,
 )
-"""Cheap enough for every step: mini-batches, learning rates and metrics."""
+"""Cheap enough for every step: rows of groups, mini-batches, learning rates and metrics."""
 
 LOOK_AFTER = tuple(
-    check for check in AFTER if check.name not in ("groups", "dropped", "user_code", "mini-batches", "metrics")
+    check
+    for check in AFTER
+    if check.name not in ("groups", "dropped", "user_code", "mini-batches", "metrics", "samples")
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
+
+QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("responses", "reward_results", "kl_control"))
+"""Run there if a look costs too much, on one group; the models are not run, and no reward function is called."""
 
 OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, rewards.audit_reward_functions)
 """Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""

@@ -7,29 +7,39 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 from distflow.audit.recorded_data import RecordedStep
 from distflow.audit.updates import plan_of
 
-SHARE_OF_AUDITS, SHARE_OF_LOOKS = 0.004, 0.014
-"""The shares of the run's time that audits, and the looks at all other steps, may take. The first ones, which are made
-whatever they cost, are left 0.2 %."""
+SHARE = 0.02
+"""The share of the run's time that everything here may take. If the first audits and looks, which are made whatever
+they cost, took more, later ones have half of their shares until that is made up for."""
+
+SHARE_OF_AUDITS, SHARE_OF_LOOKS, SHARE_OF_QUICK_LOOKS = 0.004, 0.008, 0.008
+"""The shares of audits, of looks at other steps, and of quick looks at the steps that are left."""
 
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
 
-NUM_FIRST_LOOKS = 16
+NUM_FIRST_LOOKS = 10
 """First steps of a process that are looked at whatever it costs."""
+
+
+class Depth(IntEnum):
+    """How much of a step is checked, besides what is checked of every step: something of a group and of one update; of
+    two groups, and the models on one sample; all of it."""
+
+    NONE = 0
+    QUICK = 1
+    LOOK = 2
+    AUDIT = 3
 
 
 @dataclass
 class _Budget:
     share: float
-    began: float
     spent_s: float = 0.0
-
-    def is_affordable(self) -> bool:
-        return self.spent_s <= self.share * (time.monotonic() - self.began)
 
 
 class AuditSchedule:
@@ -38,7 +48,7 @@ class AuditSchedule:
 
     After the first few, an audit waits until audits have taken less than their share of the run's time, unless every
     step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every step that
-    is not audited is looked at, as far as the looks have taken less than their own share.
+    is not audited is looked at, as far as looks have taken less than their own share; if not, a quick look has another.
     """
 
     def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
@@ -49,7 +59,9 @@ class AuditSchedule:
         self._num_made, self._last = 0, first_step
         self._first_step, self._told = first_step, 1
         self._began = time.monotonic()
-        self._audits, self._looks = _Budget(SHARE_OF_AUDITS, self._began), _Budget(SHARE_OF_LOOKS, self._began)
+        shares = {Depth.AUDIT: SHARE_OF_AUDITS, Depth.LOOK: SHARE_OF_LOOKS, Depth.QUICK: SHARE_OF_QUICK_LOOKS}
+        self._budgets = {depth: _Budget(share) for depth, share in shares.items()}
+        self._spent_s = self._first_s = 0.0  # in all; by the first ones, which no budget counts
 
     def is_due(self, step: int) -> bool:
         """Call once a step, in order."""
@@ -59,7 +71,7 @@ class AuditSchedule:
             return True
         if not self._is_place(step) and not self._waiting:
             return False
-        can_be_made = self._audits.is_affordable() or self._num_made < NUM_FIRST
+        can_be_made = self._affords(Depth.AUDIT) or self._num_made < NUM_FIRST
         if can_be_made and (self._is_place(step) or not self._max_staleness):
             return True
         if can_be_made and self._planned < step:
@@ -72,10 +84,13 @@ class AuditSchedule:
         ahead = range(step + 1, step + self._max_staleness + 1)
         return self.frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
 
-    def looks_at(self, step: int) -> bool:
-        """Whether to look at the step if it is not audited."""
-        first = step < self._first_step + NUM_FIRST_LOOKS
-        return self.frequency > 0 and (first or self._looks.is_affordable())
+    def looks_at(self, step: int) -> Depth:
+        """How to look at the step if it is not audited."""
+        if self.frequency <= 0:
+            return Depth.NONE
+        if step < self._first_step + NUM_FIRST_LOOKS or self._affords(Depth.LOOK):
+            return Depth.LOOK
+        return Depth.QUICK if self._affords(Depth.QUICK) else Depth.NONE
 
     def begins(self, step: int) -> None:
         """Call when an audit starts."""
@@ -98,20 +113,40 @@ class AuditSchedule:
 
     def score_again_s(self) -> float:
         """Time that a look may take to call reward functions again: none if the looks have used up their share."""
-        return 0.05 if self._looks.is_affordable() else 0.0
+        return 0.05 if self._affords(Depth.LOOK) else 0.0
+
+    def cost(self, least_s: float) -> str:
+        """What all checks here have cost, and why; empty if it is within `SHARE`, or below `least_s`."""
+        run_s = time.monotonic() - self._began
+        if self._spent_s <= max(SHARE * run_s, least_s):
+            return ""
+        why = (
+            f"the first {NUM_FIRST} audits, and looks at the first {NUM_FIRST_LOOKS} steps, are made whatever they "
+            f"cost ({self._first_s:.1f} s)"
+        )
+        why = "trust.audit_freq=1 audits every step" if self.frequency == 1 else why
+        share = f"{self._spent_s / run_s:.1%} of the run's time, more than {SHARE:.0%}"
+        return f"audits took {self._spent_s:.1f} s, {share}: {why}"
 
     @contextmanager
-    def timed(self, step: int, audits: bool) -> Iterator[None]:
-        """Counts the time inside, as that of the step's audit or of the look at it."""
+    def timed(self, step: int, depth: Depth) -> Iterator[None]:
+        """Counts the time inside, which the step's audit took, or the look at it."""
         began = time.monotonic()
         try:
             yield
         finally:
             spent_s = time.monotonic() - began
-            if audits and self._num_made > NUM_FIRST:
-                self._audits.spent_s += spent_s
-            elif not audits and step >= self._first_step + NUM_FIRST_LOOKS:
-                self._looks.spent_s += spent_s
+            self._spent_s += spent_s
+            is_audit = depth is Depth.AUDIT
+            if self._num_made <= NUM_FIRST if is_audit else step < self._first_step + NUM_FIRST_LOOKS:
+                self._first_s += spent_s
+            elif depth is not Depth.NONE:
+                self._budgets[depth].spent_s += spent_s
+
+    def _affords(self, depth: Depth) -> bool:
+        run_s, budget = time.monotonic() - self._began, self._budgets[depth]
+        is_behind = self._spent_s > SHARE * run_s
+        return budget.spent_s <= budget.share * run_s * (0.5 if is_behind else 1.0)
 
     def _is_named(self, step: int) -> bool:
         return step in self._always or self.frequency == 1

@@ -3,11 +3,12 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from distflow.audit import all_checks
-from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, drawn_update
+from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, Depth, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_calls import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
@@ -30,8 +31,14 @@ from distflow.training.engine import LossFn, TrainEngine
 NUM_SCORED_AGAIN = 2
 """Number of later mini-batches of a step before which the policy is run on a sample."""
 
-NUM_GROUPS, NUM_SAMPLES, NUM_TENSORS = 2, 8, 8
-"""Groups that a look checks, samples of them whose loss it checks, and weights that it compares with the engine's."""
+NUM_GROUPS, NUM_SAMPLES = {Depth.QUICK: 1, Depth.LOOK: 2}, {Depth.QUICK: 2, Depth.LOOK: 4}
+"""Groups that a look checks, and samples of them whose loss it checks."""
+
+NUM_TENSORS = 8
+"""Weights that a look compares with the engine's."""
+
+LONG_S, TOLD_AT_END_S = 5.0, 1.0
+"""The cost of the first audit, and at the end that of all, is told from so many seconds on."""
 
 LOOKS_TOLD_EVERY = 50
 """Steps between two lines of `events.jsonl` that count the looks."""
@@ -74,7 +81,7 @@ class Auditor:
         self._served: list[str] = []
         """Names of the tensors that the rollout engine of this worker computes with."""
         self._sent_hashes: Mapping[str, str] = {}
-        self._due = self._looks = False  # to audit the step; to look at it
+        self._due, self._looks = False, Depth.NONE  # to audit the step; how to look at it
         self._taken: RecordedStep | None = None
         """The current step, with the columns as they are now."""
         self._recorded: RecordedStep | None = None
@@ -91,7 +98,7 @@ class Auditor:
         """On a worker that only generates, which takes no step: check a group as it goes to the sample queue."""
         group = record.prompt_group
         if self._schedule.looks_at(group.version):
-            with self._schedule.timed(group.version, audits=False):
+            with self._schedule.timed(group.version, Depth.LOOK):
                 part = RecordedStep(self._run, group.version, {group.group_id: record}, (), batch, None, {}, {})
                 part.partial = True
                 self._check(all_checks.OF_A_GROUP, part, f"group {group.group_id}")
@@ -110,10 +117,11 @@ class Auditor:
         # Decided once for all ranks, as clocks differ.
         due = self._schedule.is_due(step) or bool(self._run.doubts)
         agreed = self._ranks.max({"due": float(due), "looks": float(self._schedule.looks_at(step))})
-        self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"]) and not agreed["due"]
+        self._due = bool(agreed["due"])
+        self._looks = Depth.NONE if self._due else Depth(int(agreed["looks"]))
         records = self.groups.take(group_ids)
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
-        with self._schedule.timed(step, self._due):
+        with self._schedule.timed(step, Depth.AUDIT if self._due else self._looks):
             if synced_version == step:
                 self._remember(step)
             updates, sent = dict(self._updates), self._sent_hashes
@@ -128,9 +136,10 @@ class Auditor:
             return
         model = actor.model if isinstance(actor, OpenEngine) else None
         spread = model is not None and is_spread(model)
-        if (run.resources.rollout is not None or spread) and (self._due or (self._looks and not spread)):
+        looks = self._looks is Depth.LOOK and not getattr(run.resources.rollout, "shares_weights", False)
+        if (run.resources.rollout is not None or spread) and (self._due or (looks and not spread)):
             dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
-            most = NUM_TENSORS if self._looks else len(self._served)
+            most = NUM_TENSORS if looks else len(self._served)
             names = random.Random(version).sample(self._served, min(most, len(self._served)))
             self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in names}
         if self._schedule.expects(version) and model is not None and not spread:
@@ -145,7 +154,7 @@ class Auditor:
             return loss
         first_of_its_kind = self._schedule.frequency > 0 and role not in self._updates
         audits = self._due or first_of_its_kind or self._recorded is not None
-        with self._schedule.timed(taken.step, audits):
+        with self._schedule.timed(taken.step, Depth.AUDIT if audits else self._looks):
             if audits and self._recorded is None:
                 self._begin()
             if self._recorded is None:
@@ -160,7 +169,7 @@ class Auditor:
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         step = self._recorded or self._taken
         if self._watch is not None and step is not None:
-            with self._schedule.timed(step.step, self._recorded is not None):
+            with self._schedule.timed(step.step, Depth.AUDIT if self._recorded else self._looks):
                 step.updates.append(self._watch.end(metrics))
             self._watch = None
         elif step is not None and step.updates:
@@ -172,7 +181,10 @@ class Auditor:
         if taken is None:
             return
         audits = self._due or self._recorded is not None
-        with self._schedule.timed(taken.step, audits), global_generators.lent(global_generators.states()):
+        depth = Depth.AUDIT if audits else self._looks
+        may_draw = depth is not Depth.NONE  # functions of the user's, which may be called again
+        lent = global_generators.lent(global_generators.states()) if may_draw else nullcontext()
+        with self._schedule.timed(taken.step, depth), lent:
             if audits and self._recorded is None:
                 self._begin()
             for remember in all_checks.REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():
@@ -195,7 +207,7 @@ class Auditor:
         if self._schedule.frequency > 0:
             released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
             released.metrics = metrics
-            with self._schedule.timed(step, audits=False):
+            with self._schedule.timed(step, Depth.NONE):
                 self._count(self._check(all_checks.AT_RELEASE, released))
 
     def part_validated(self, rows: Facts) -> Facts:
@@ -224,15 +236,17 @@ class Auditor:
         number = len(taken.updates_of(role))
         if self._looks and self._look is None:
             self._look = self._few_groups(taken, batch)
-            self._run.bring()
-            self._count(self._check(all_checks.LOOK_BEFORE, self._look))
+            if self._looks is Depth.LOOK:
+                self._run.bring()
+                self._count(self._check(all_checks.LOOK_BEFORE, self._look))
         if self._look is None or number != drawn_update(taken, role):
             taken.updates.append(UpdateRecord(role, engine, loss, batch))
             return loss
         few = self._few_groups(taken, batch) if taken.updates else self._look
-        uids = [str(sample["uid"]) for sample in few.some_samples(NUM_SAMPLES)]
-        self._watch = UpdateWatch(role, engine, batch, loss, taken.step, uids or ("",))
-        if role == "actor" and number:
+        quick = self._looks is Depth.QUICK
+        uids = [str(sample["uid"]) for sample in few.some_samples(NUM_SAMPLES[self._looks])]
+        self._watch = UpdateWatch(role, engine, batch, loss, taken.step, uids or ("",), quick)
+        if role == "actor" and number and not quick:
             score_before(few, self._watch.record)
             self._run.turns.finish()
         return self._watch
@@ -240,7 +254,7 @@ class Auditor:
     def _few_groups(self, taken: RecordedStep, batch: Batch) -> RecordedStep:
         """A few drawn groups of `batch`, with the columns that they have in the step now."""
         groups = sorted(set(batch["group_index"].tolist()))
-        few = set(random.Random(taken.step).sample(groups, min(NUM_GROUPS, len(groups))))
+        few = set(random.Random(taken.step).sample(groups, min(NUM_GROUPS[self._looks], len(groups))))
         return self._groups(taken, few)
 
     def _groups(self, taken: RecordedStep, groups: Collection[int]) -> RecordedStep:
@@ -260,19 +274,22 @@ class Auditor:
         groups = {int(uid.split("-")[0]) for uid in watched} | set(look.batch["group_index"].tolist())
         part = self._groups(taken, groups)
         part.updates, part.metrics, part.plain = taken.updates, metrics, look.plain
-        part.budget_s = self._schedule.score_again_s()
-        self._count(self._check(all_checks.LOOK_AFTER, part))
+        quick = self._looks is Depth.QUICK
+        part.budget_s = 0.0 if quick else self._schedule.score_again_s()
+        self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))
         self._looked["steps"] += 1
 
     def _count(self, found: Mapping[str, str | None]) -> None:
         self._looked.update(name for name, why_not in found.items() if why_not is None)
 
     def _tell(self, step: int) -> None:
-        """Report the looks from time to time, and audits that are behind their frequency."""
+        """Report the looks from time to time, audits that are behind their frequency, and what all cost."""
         run, ended = self._run, step + 1 == self._run.spec.data.total_steps
         if self._looked["steps"] and (ended or (step + 1) % LOOKS_TOLD_EVERY == 0):
             run.inputs.recorder.looked(self._looked)
             self._looked.clear()
+        if (ended or step == self._first_step) and (cost := self._schedule.cost(TOLD_AT_END_S if ended else LONG_S)):
+            run.inputs.recorder.note("info", cost)
         if since := self._schedule.is_behind(step):
             run.inputs.recorder.note(
                 "info",

@@ -2,19 +2,22 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from distflow.audit.recorded_data import RecordedStep, Wrong, check, doubles
+from distflow.runtime.step_metrics import sample_rows
 
 LIMIT = 1e-4
+TEXTS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_truth": "ground_truth"}
+"""Entries of the samples file, and the columns that they are."""
 
 
 @check(
     "metrics",
-    "the reported mean score, length, truncated share and staleness are those of the step's samples, and the metrics "
-    "of its updates are means over its mini-batches",
+    "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness are "
+    "those of the step's samples, and the metrics of its updates are means over its mini-batches",
     needs="metrics of the built-in nodes",
     limit=f"{LIMIT:g} relative",
 )
@@ -26,6 +29,34 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
 def audit_staleness(recorded: RecordedStep) -> str | None:
     """Of the metrics that a step has once it is released."""
     _compare(recorded, _of_versions(recorded))
+    return None
+
+
+@check(
+    "samples",
+    "each row of the samples file has its sample's own prompt, response, ground truth, score, accuracy and mean "
+    "advantage",
+    needs="a step that is audited",
+    limit=f"{LIMIT:g}",
+)
+def audit_sample_rows(recorded: RecordedStep) -> str | None:
+    for sample, row in zip(recorded.samples, sample_rows(recorded.batch), strict=True):
+        policy, is_scored = sample["response_mask"] > 0, bool(sample["valid"]) and "token_level_scores" in sample
+        wanted = {name: sample[column] for name, column in TEXTS.items()}
+        if is_scored:
+            wanted["score"] = float(doubles(sample["token_level_scores"])[policy].sum())
+        if is_scored and "acc" in sample and sample.get("reward_errors") is None:
+            wanted["acc"] = float(sample["acc"])
+        if "advantages" in sample and bool(policy.any()):
+            wanted["advantage"] = float(doubles(sample["advantages"])[policy].mean())
+        for name, expected in wanted.items():
+            found = row[name]
+            is_close = isinstance(expected, float) and isinstance(found, float) and abs(found - expected) <= LIMIT
+            if found != expected and not is_close:
+                raise Wrong(
+                    f"the samples file has {found!r} as the {name} of sample {sample['uid']}, which is {expected!r}: "
+                    "its row is another sample's, or what writes it is wrong. Weights are not affected"
+                )
     return None
 
 
@@ -41,18 +72,50 @@ def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> Non
 
 
 def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
-    """Over all ranks, each of which calls it; the score of samples that have one."""
+    """Over all ranks, each of which calls it; scores are those of samples that have one."""
     batch, lengths = recorded.batch, recorded.batch.lengths("response")
-    rows, valid = torch.arange(len(batch)).repeat_interleave(lengths), batch["valid"].bool()
-    own = {"samples": len(batch), "tokens": int(lengths.sum()), "truncated": batch["finish_reason"].count("length")}
-    counted = (batch.flat("response_mask") > 0) & valid[rows]
+    rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
     if "token_level_scores" in batch:
-        own |= {"valid": int(valid.sum()), "score": float(doubles(batch.flat("token_level_scores"))[counted].sum())}
-    every = recorded.run.ranks.sum({name: float(number) for name, number in own.items()})
-    yield "rollout/avg_response_length", every["tokens"] / every["samples"]
-    yield "rollout/truncated", every["truncated"] / every["samples"]
-    if every.get("valid"):
-        yield "reward/mean_score", every["score"] / every["valid"]
+        scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")) * (batch.flat("response_mask") > 0))
+    is_truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
+    columns = (lengths, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
+    own = torch.stack([column.double() for column in columns])
+    parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict
+    every = recorded.run.ranks.gather((own, batch["domain"], parts))
+    numbers, domains = torch.cat([each[0] for each in every], 1), [name for each in every for name in each[1]]
+    means = numbers.mean(1).tolist()
+    yield "rollout/avg_response_length", means[0]
+    yield "rollout/avg_prompt_length", means[1]
+    yield "rollout/max_response_length", float(numbers[0].max())
+    yield "rollout/truncated", means[2]
+    if "token_level_scores" in batch:
+        scored = [(float(score), group) for _, _, _, valid, score, group in numbers.T.tolist() if valid]
+        yield from _of_scores(scored)
+    found = defaultdict[str, list[float]](list)
+    valid, own_scores = numbers[3].tolist(), numbers[4].tolist()
+    for row, part in enumerate(part for each in every for part in each[2]):
+        for name, value in part.items():
+            found[f"reward/{name}/mean"].append(value)
+            found[f"reward/{domains[row]}/{name}"].append(value)
+        if valid[row]:
+            found[f"reward/{domains[row]}/mean_score"].append(own_scores[row])
+    yield from ((name, math.fsum(values) / len(values)) for name, values in found.items())
+
+
+def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float]]:
+    """scored: of each sample that has a score, it and the number of its group."""
+    scores, groups = [score for score, _ in scored], defaultdict[float, list[float]](list)
+    if not scores:
+        return
+    mean = math.fsum(scores) / len(scores)
+    yield "reward/mean_score", mean
+    yield "reward/std", math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+    yield "reward/max", max(scores)
+    yield "reward/min", min(scores)
+    for score, group in scored:
+        groups[group].append(score)
+    if several := [max(own) == min(own) for own in groups.values() if len(own) > 1]:
+        yield "reward/frac_reward_zero_std", sum(several) / len(several)
 
 
 def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:

@@ -52,9 +52,10 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
     attention, training = causal.config._attn_implementation, model.training
     device = next(model.parameters()).device
     low = compute_dtype not in (None, torch.float32)
-    model.eval()
+    if training:  # a walk over all modules
+        model.eval()
     if attention == PACKED_ATTENTION:
-        causal.set_attn_implementation("sdpa")
+        causal.config._attn_implementation = "sdpa"  # `set_attn_implementation` walks over all modules
     try:
         with (
             torch.autocast(device.type, dtype=compute_dtype, enabled=low),
@@ -63,8 +64,9 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
             yield
     finally:
         if attention == PACKED_ATTENTION:
-            causal.set_attn_implementation(attention)
-        model.train(training)
+            causal.config._attn_implementation = attention
+        if training:
+            model.train()
 
 
 def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:

@@ -144,10 +144,10 @@ class Stripe:
 @dataclass
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
-    optimizer was given, None if it was not called. loss: the loss function, unwrapped. totals: over all ranks, the
-    mini-batch's rows, rows with a token that counts, and such tokens; none if the update was not watched. share: this
-    rank's of the loss, and the sum over the ranks. plain: scores by sample, from the model's own forward right before
-    the step."""
+    optimizer was given, None if it was not called, or the watch is quick. loss: the loss function, unwrapped. totals:
+    over all ranks, the mini-batch's rows, rows with a token that counts, and such tokens; none if the update was not
+    watched. share: this rank's of the loss, and the sum over the ranks. plain: scores by sample, from the model's own
+    forward right before the step."""
 
     role: str
     engine: TrainEngine
@@ -177,12 +177,19 @@ class UpdateWatch:
     which calls another and records it."""
 
     def __init__(
-        self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int, few: Collection[str] = ()
+        self,
+        role: str,
+        engine: TrainEngine,
+        batch: Batch,
+        loss: LossFn,
+        turn: int,
+        few: Collection[str] = (),
+        quick: bool = False,
     ) -> None:
-        """turn: selects the weights that are watched. few: samples whose outputs are recorded, all if empty. Ranks that
-        share the mini-batch call it together."""
+        """turn: selects the weights that are watched. few: samples whose outputs are recorded, all if empty. quick:
+        watch one weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
         self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
-        self._striped, self._handles = list[tuple[str, nn.Parameter]](), list[Any]()
+        self._striped, self._handles, self._quick = list[tuple[str, nn.Parameter]](), list[Any](), quick
         self._group: Collective = getattr(engine, "group", OneRank())
         counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
         scored = torch.zeros(len(batch)).index_add(
@@ -192,7 +199,7 @@ class UpdateWatch:
         self.record.totals = self._group.sum({name: float(total) for name, total in totals.items()})
         if not isinstance(engine, OpenEngine):
             return
-        self._striped += striped(engine.model, turn)
+        self._striped += striped(engine.model, turn, quick)
         trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
         self.record.leftover = [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
         for name, parameter in self._striped:
@@ -250,16 +257,20 @@ class UpdateWatch:
                 self._handles.append(gathered.register_hook(self.record.stripes[name].contribute))
 
     def _before_step(self, model: nn.Module) -> None:
-        gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
-        self.record.norm = math.sqrt(square_sum(gradients))
+        if not self._quick:
+            gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+            self.record.norm = math.sqrt(square_sum(gradients))
         for name, parameter in self._striped:
             if parameter.grad is not None:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
 
 
-def striped(model: nn.Module, turn: int) -> Iterator[tuple[str, nn.Parameter]]:
-    """A few weights: the first, the last, and random others by `turn`."""
+def striped(model: nn.Module, turn: int, one: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """A few weights: the first, the last, and random others by `turn`; or a random one."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel() <= MAX_STRIPED]
+    if one:
+        yield from random.Random(turn).sample(found, min(1, len(found)))
+        return
     ends = {0, len(found) - 1}
     between = [i for i in range(len(found)) if i not in ends]
     drawn = random.Random(turn).sample(between, min(NUM_STRIPES, len(between)))

@@ -130,7 +130,8 @@ class RecordedStep:
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
     reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
     metrics: of the step. partial: only a few groups of the step. plain: scores of samples that the policy was run on
-    again. drawn: such scores by the weights that generated each token, and which tokens have one.
+    again. drawn: such scores by the weights that generated each token, and which tokens have one. fixed_tokens: the
+    reference's log-probs of tokens that are the same in every step, if they are known already.
     """
 
     run: AuditedRun
@@ -148,6 +149,7 @@ class RecordedStep:
     partial: bool = field(default=False, init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
+    fixed_tokens: Tensor | None = field(default=None, init=False)
 
     @property
     def config(self) -> Config:
@@ -331,7 +333,7 @@ def index_of(sample: Sample) -> int:
     return int(str(sample["uid"]).split("-")[1])
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArray[np.intp]:
     """The order of `num` sorted raw Philox words."""
     words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))

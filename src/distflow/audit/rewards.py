@@ -23,7 +23,7 @@ from distflow.rewards.load_functions import FAILS
 from distflow.rewards.score import RewardResult, Score
 
 LIMIT = 1e-4
-MOST, FEW = 16, 4
+MOST, FEW = 16, 2
 TRIES, MOST_TWICE = 6, 4
 _DECIDES_WITHIN_S = 5.0
 """Minimum time to find the cause of a difference, so that a busy machine is not taken for a nondeterministic
@@ -33,7 +33,7 @@ function."""
 @check(
     "reward_results",
     "each reward function was called with the sample's own text and ground truth, and its score is on the sample, and "
-    "the same in a second call",
+    "the same in a second call; its accuracy is that of one of its scores",
     needs="deterministic functions of reward.functions; for those that score a group at a time only their arguments "
     "are checked",
     limit=f"equal, {MOST} samples, as far as the time allows",
@@ -49,6 +49,7 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
         if (record := recorded.record_of(sample)) is not None:
             for name in functions_of(recorded, sample):
                 _own_score(recorded, record, sample, name)
+            _own_accuracy(recorded, record, sample)
     drawn.sort(key=lambda sample: (not sample["valid"], float(sample["token_level_scores"].sum())))
     began = time.monotonic()  # so that a busy machine has time for one call
     for sample in drawn[: FEW if recorded.partial else MOST]:  # the lowest: a failure may be one
@@ -137,6 +138,21 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
     return score if valid else None
+
+
+def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -> None:
+    """`acc`, by which groups are filtered and a sample is right, is that of one of the sample's own scores."""
+    called = [(name, given, own) for name, given, own in record.scored if name in functions_of(recorded, sample)]
+    if not sample["valid"] or sample.get("reward_errors") is not None or not recorded.is_ours("acc"):
+        return
+    text = _arguments(recorded, sample)["solution_str"]
+    scores = [own for _, given, own in called if given.get("solution_str") == text and isinstance(own, Score)]
+    accuracies = [acc if isinstance(acc := own.extra.get("acc"), float) else own.value for own in scores]
+    if accuracies and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in accuracies):
+        raise Wrong(
+            f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but its reward functions gave "
+            f"{', '.join(f'{each:g}' for each in accuracies)}: it is another sample's"
+        )
 
 
 def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:

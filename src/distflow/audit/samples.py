@@ -29,7 +29,7 @@ from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
 from distflow.scheduling.groups import PromptGroup
 
-MOST, MOST_LOOKED = 64, 4
+MOST, MOST_LOOKED = 64, 2
 ROUNDING = 1e-6
 """A mismatch this near to a bound may be on either side of it."""
 
@@ -79,7 +79,7 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         row = _row_of(recorded, prompt_group)
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
-        if row.rejected_ids is None:  # both texts of a pair are tokenised whole
+        if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised whole
             _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:
@@ -291,12 +291,26 @@ def _same(sample: Sample, column: str, found: object, expected: object, source: 
         raise Wrong(f"{what} is {_short(found)}, but should be {_short(expected)} by {source}")
 
 
+def audit_rows(recorded: RecordedStep) -> str | None:
+    """Every group that this worker generated is of the row that its number gives."""
+    if not recorded.is_ours("responses"):
+        return "a user's node generates the responses"
+    for record in recorded.records.values():
+        _place_of(recorded, record.prompt_group)
+    return None
+
+
 def _row_of(recorded: RecordedStep, prompt_group: PromptGroup) -> PromptRow:
+    return recorded.run.spec.rows[_place_of(recorded, prompt_group)]
+
+
+def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
+    """The number of the group's row."""
     _, row = recorded.place_of(prompt_group)
     if prompt_group.row != row:
         group = f"group {prompt_group.group_id}"
         raise Wrong(f"{group} was generated from row {prompt_group.row} of the data, but its number gives row {row}")
-    return recorded.run.spec.rows[row]
+    return row
 
 
 def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:

@@ -186,8 +186,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
                 f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
             )
-        if update.norm is not None and not update.metrics.get("skipped"):
-            _clipped(recorded, update, update.norm)
+        if (update.norm is not None or update.stripes) and not update.metrics.get("skipped"):
+            _clipped(recorded, update)
     if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
         return "an engine that was updated does not expose its model"
     stripes = [stripe for update in recorded.updates for stripe in update.stripes.values()]
@@ -235,13 +235,13 @@ def _cotangent(length: int) -> Tensor:
     return torch.cos(torch.arange(length, dtype=torch.float32) + 1.0)
 
 
-def _clipped(recorded: RecordedStep, update: UpdateRecord, norm: float) -> None:
+def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
     settings = recorded.config.critic if update.role == "critic" else recorded.config.actor_rollout_ref.actor
     reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
     factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
-    if not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
+    if update.norm is not None and not abs(update.norm - reported * factor) <= LIMIT * reported + 1e-9:
         raise Wrong(
-            f"the {update.role}'s optimizer was given a gradient of norm {norm:.4g}, but it was measured as "
+            f"the {update.role}'s optimizer was given a gradient of norm {update.norm:.4g}, but it was measured as "
             f"{reported:.4g} and max_grad_norm is {most}: it should be {reported * factor:.4g}"
         )
     for name, stripe in update.stripes.items():
@@ -274,9 +274,21 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
-    """The learning rate of each update is the schedule's."""
-    list(scheduled(recorded))
+    """The learning rate of each update is the schedule's, and the optimizer has it and the config's other options."""
+    for update, settings, rate, _ in scheduled(recorded):
+        _same_options(update, settings)
+        groups = update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ()
+        is_last = update is recorded.updates_of(update.role)[-1]
+        if odd := [group["lr"] for group in groups if is_last and not abs(group["lr"] - rate) <= LIMIT * rate + 1e-15]:
+            raise Wrong(f"the {update.role}'s optimizer has the learning rate {odd[0]:.4g}, not {rate:.4g}")
     return None
+
+
+def _same_options(update: UpdateRecord, settings: OptimConfig) -> None:
+    for group in update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ():
+        for name in group.keys() & {"betas", "eps", "weight_decay"}:
+            if group[name] != (wanted := getattr(settings, name)):
+                raise Wrong(f"the {update.role}'s optimizer has {name}={group[name]} for some weights, not {wanted}")
 
 
 def total_updates(recorded: RecordedStep, role: str) -> int:
@@ -308,10 +320,7 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
     """Whether there is a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
-    for group in update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ():
-        for name in group.keys() & {"betas", "eps", "weight_decay"}:
-            if group[name] != (wanted := getattr(settings, name)):
-                raise Wrong(f"the {update.role}'s optimizer has {name}={group[name]} for some weights, not {wanted}")
+    _same_options(update, settings)
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.after is None:
             raise Wrong(

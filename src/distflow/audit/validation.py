@@ -2,16 +2,22 @@
 loss of the data's own responses."""
 
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.audit.recorded_calls import GroupRecord
+import torch
+
+from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples
+from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
+from distflow.audit.recorded_calls import GroupRecord, OpenEngine
 from distflow.audit.recorded_data import AuditedRun, Wrong, check, is_builtin
 from distflow.audit.sampled_tokens import TWIN_NATS
 from distflow.config.domain_settings import response_limit
 from distflow.data.prompts import PromptRow
+from distflow.models.sharding import is_spread
 from distflow.rewards.score import Score
 from distflow.rollout.engine import SamplingParams, Stream
 
@@ -89,7 +95,7 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
     "validation",
     "each validation prompt was asked once as the config says, greedily or sampled, by the newest weights, and scored "
     "beside its own ground truth; the reported accuracies are those of the recorded scores; a loss is the mean over "
-    "all tokens of the data's responses",
+    "all tokens of the data's responses, and on one row that of the model's own forward",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )
@@ -119,12 +125,35 @@ def audit_validation(seen: Validated) -> str | None:
             raise Wrong(f"{who} {wrong}")
         if set(row["versions"]) - {seen.version}:
             raise Wrong(f"{who} is of weight version {row['versions']}, and {seen.version} is the newest")
+    if is_loss:
+        _check_loss(seen, sets)
     expected = _metrics(seen.rows)
     for name in sorted(expected.keys() | seen.metrics.keys()):
         reported, counted = seen.metrics.get(name, math.nan), expected.get(name, math.nan)
         if not abs(reported - counted) <= LIMIT:
             raise Wrong(f"{name} is reported as {reported:g}, but {counted:g} by the recorded scores of its samples")
     return None
+
+
+def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> None:
+    """The loss of a drawn row is that of the trained model's own forward."""
+    actor = seen.run.resources.actor
+    if not isinstance(actor, OpenEngine) or is_spread(actor.model):
+        return
+    row = random.Random(seen.version).choice(seen.rows)
+    answer = sets[row["set"]][row["row"]]
+    ids = list(answer.response_ids or ())
+    sample = {"prompt_ids": torch.tensor(answer.prompt_ids), "response_ids": torch.tensor(ids)}
+    if not ids or (len(answer.prompt_ids) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
+        return
+    (log_probs,) = forward_samples(seen.run, actor, [sample], lambda logits, _: log_probs_of(logits, ids, 1.0))
+    spans = answer.turns or ((0, len(ids)),)
+    expected = -float(sum(log_probs[start:end].sum() for start, end in spans))
+    if not abs(row["loss"] - expected) <= (EXACT if seen.run.is_exact else ROUNDED)[0] * max(row["tokens"], 1):
+        raise Wrong(
+            f"row {row['row']} of '{row['set']}' has the loss {row['loss']:.6g}, but {expected:.6g} by the model's own "
+            "forward: it is of other weights, another temperature or other tokens"
+        )
 
 
 def _wrong_tokens(answer: PromptRow, row: Mapping[str, Any]) -> str:

@@ -65,11 +65,10 @@ def audit_versions(recorded: RecordedStep) -> str | None:
     if not isinstance(actor, OpenEngine):
         return "the train engine does not expose its model"
     recomputes, others = recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute", dict[str, _Scored]()
-    with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
-        for sample in audited_samples(recorded):
-            recorded.drawn[sample["uid"]] = _scores(recorded, actor.model, sample, recomputes)
-            if not recorded.run.is_exact and len(set(sample["versions"].tolist())) > 1:
-                others[sample["uid"]] = _scores(recorded, actor.model, sample, not recomputes)
+    for sample in audited_samples(recorded):
+        recorded.drawn[sample["uid"]] = _scores(recorded, actor, sample, recomputes)
+        if not recorded.run.is_exact and len(set(sample["versions"].tolist())) > 1:
+            others[sample["uid"]] = _scores(recorded, actor, sample, not recomputes)
     if not any(bool(known.any()) for _, known in recorded.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
     if not recorded.is_ours("rollout_log_probs") and not any(map(recorded.turns, recorded.samples)):
@@ -110,7 +109,7 @@ def _trained_and_adapted(recorded: RecordedStep) -> None:
         raise Wrong(f"target_modules is all-linear, but {plain[0]} and {len(plain) - 1} more have no adapter")
 
 
-def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample, recomputes: bool) -> _Scored:
+def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recomputes: bool) -> _Scored:
     """Of a sample by the weights of its tokens' versions. recomputes: keys and values after a weight sync."""
     present = recorded.synced_version if recorded.synced_version == recorded.step else None  # else it has moved since
     older = recorded.run.older_weights
@@ -119,15 +118,18 @@ def _scores(recorded: RecordedStep, model: nn.Module, sample: Sample, recomputes
     (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
-    if recomputes:
-        logits = _over_own_keys(recorded.run.turns, model, [*prompt, *response], weights)
-    else:
-        logits = torch.zeros(len(weights), vocabulary_of(model))
-        turns = [(turn.start, turn.end) for turn in recorded.turns(sample)]
-        for start, end in turns or [(0, len(weights))]:  # each begins over keys and values of its first token's weights
-            known[start:end] = known[start:end].cummin(0).values  # and goes on over those of its earlier tokens'
-            ids = [*prompt, *response[:end]]
-            logits[start:end] = _over_older_keys(recorded.run.turns, model, ids, weights[start:end])
+    model, runs = actor.model, recorded.run.turns
+    with torch.no_grad(), plainly(model, compute_dtype=dtype_of(actor)):
+        if recomputes:
+            logits = _over_own_keys(runs, model, [*prompt, *response], weights)
+        else:
+            logits = torch.zeros(len(weights), vocabulary_of(model))
+            turns = [(turn.start, turn.end) for turn in recorded.turns(sample)]
+            # Each begins over keys and values of its first token's weights, and goes on over those of earlier tokens'.
+            for start, end in turns or [(0, len(weights))]:
+                known[start:end] = known[start:end].cummin(0).values
+                ids = [*prompt, *response[:end]]
+                logits[start:end] = _over_older_keys(runs, model, ids, weights[start:end])
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
 
 

@@ -154,13 +154,14 @@ class Batch:
         """The samples at `indices`, in that order."""
         index = torch.as_tensor(indices, dtype=torch.int64).reshape(-1)
         out = Batch(self._lengths[Axis.PROMPT][index], self._lengths[Axis.RESPONSE][index])
+        rows = index.tolist()
+        tokens = {axis: _ranges((of.cumsum(0) - of)[index], of[index]) for axis, of in self._lengths.items()}
         for name, column in self._columns.items():
             field = self._fields[name]
             if isinstance(column, list):
-                picked: Column = [column[i] for i in index.tolist()]
+                picked: Column = [column[i] for i in rows]
             elif field.axis in TOKEN_AXES:
-                lengths = self._lengths[field.axis]
-                picked = column[_ranges((lengths.cumsum(0) - lengths)[index], lengths[index])]
+                picked = column[tokens[field.axis]]
             else:
                 picked = column[index]
             out._columns[name], out._fields[name] = picked, field
