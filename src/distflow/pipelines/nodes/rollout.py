@@ -91,13 +91,14 @@ def compute_reward(config: Config) -> Callable[..., object]:
     where `reward.on_error` says so.
     """
     own = {
-        name: (_min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
+        name: (min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
         for name in {**config.reward.domains, **config.algorithm.domains}
     }
-    return partial(reward_samples, min_valid=_min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
+    return partial(reward_samples, min_valid=min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
 
 
-def _min_valid(algorithm: AlgorithmConfig) -> int:
+def min_valid(algorithm: AlgorithmConfig) -> int:
+    """Samples of a group with a score that the estimator needs."""
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     return 2 if estimator and estimator.needs_group else 0
 
