@@ -142,7 +142,8 @@ class JudgeParts(NamedTuple):
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
     """Whole on each rank, with a tokenizer of its own."""
     with blaming(key):
-        model = _in_dtype(load_model(**source, device=device), parts.dtype)
+        model = load_model(**source, device=device)
+        _cast(model, parts.dtype)
         tokenizer = load_tokenizer(source["path"])
         make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
         make()  # a family that the engine cannot run is found here
@@ -157,10 +158,9 @@ def _make_engine(
     return make(model, tokenizer, version=Version(0, 0), shares_weights=shares, **options)
 
 
-def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for weight in model.requires_grad_(False).parameters():
         weight.data = weight.data.to(dtype)  # not buffers: rotary frequencies in bfloat16 turn wrong at long distances
-    return model
 
 
 def build_rollout(
@@ -182,6 +182,6 @@ def build_rollout(
     if shares:
         model: nn.Module = get("policy")
     else:
-        plain: nn.Module = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
-        model = _in_dtype(plain, dtype)
+        model = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
+        _cast(model, dtype)
     return _make_engine(engine, model, get("tokenizer"), shares, options)

@@ -100,8 +100,10 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
         else:
             scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
             spread = build_engines.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
-            more = {"key": key, "source": source, "spread": spread, "options": {**scorer, "temperatures": {}}}
-            factories[name] = partial(build_engines.build_reward_model, **more)
+            scorer["temperatures"] = {}
+            factories[name] = partial(
+                build_engines.build_reward_model, key=key, source=source, spread=spread, options=scorer
+            )
     return factories
 
 

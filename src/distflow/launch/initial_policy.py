@@ -111,7 +111,7 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     scores = replace(
         config.reward_model,
         model=replace(named, path=_folder(named.path, config, say)),
-        models={name: replace(each, path=_folder(each.path, config, say)) for name, each in models.items()},
+        models={name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models.items()},
     )
     if (model, critic, scores) == (settings.model, config.critic.model, config.reward_model):
         return loaded

@@ -197,8 +197,10 @@ class ScoringModelConfig:
 REWARD_MODEL = "reward_model"
 """The name of the model of `reward_model.model.path`."""
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
-_TAKEN = (REWARD_MODEL, "actor", "critic", "ref", "rollout", "reward_fn", "policy", "tokenizer", "stop_token_ids")
-_TAKEN += ("collective", "mesh", "start_pool")  # all that a worker's factories find by name
+_TAKEN = (
+    *(REWARD_MODEL, "actor", "critic", "ref", "rollout", "reward_fn", "policy", "tokenizer", "stop_token_ids"),
+    *("collective", "mesh", "start_pool"),  # all that a worker's factories find by name
+)
 
 
 def parse_models(value: object) -> dict[str, ScoringModelConfig]:

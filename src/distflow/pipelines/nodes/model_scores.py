@@ -2,6 +2,7 @@
 said to the scores of the reward functions."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -65,25 +66,31 @@ def add_model_scores(config: Config) -> Callable[..., object]:
                 scores[row] += sum(model.weight * parts[row][name] for name, model in models.items())
         found = {"scores": scores, "reward_parts": parts}
         if judged:
-            found |= _with_errors(batch, scores, failed, config) | {"reward_extra": _with_reasons(batch, said)}
+            extra = [dict(each) for each in batch["reward_extra"]]
+            for row, name in product(range(len(batch)), said):
+                extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
+            found |= _with_errors(batch, scores, failed, config) | {"reward_extra": extra}
         found |= dict.fromkeys(SCORE_FIELDS, on_last_token(scores, batch["response_mask"]))
-        kinds = {name: ("errors", "error") if model.judge else ("cut", "cut") for name, model in models.items()}
         counts = {
-            f"reward/{what}/{name}": sum(bool(a.get(key)) for a in said[name]) for name, (what, key) in kinds.items()
+            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(sum(map(_has_fault, said[name])))
+            for name, model in models.items()
         }
-        return NodeOutput(found, {name: float(count) for name, count in counts.items()})
+        return NodeOutput(found, counts)
 
     return add
 
 
+def _has_fault(answer: Answer) -> bool:
+    return bool(answer.get("error") or answer.get("cut"))
+
+
 def _failed(said: Mapping[str, Sequence[Answer]], asked: Sequence[bool]) -> dict[int, str]:
     """By row, of those that `asked` says: why a model gave no score."""
-    reasons = {
-        row: "; ".join(f"{name}: {answers[row]['error']}" for name, answers in said.items() if "error" in answers[row])
-        for row, is_asked in enumerate(asked)
-        if is_asked
-    }
-    return {row: reason for row, reason in reasons.items() if reason}
+    failed = dict[int, str]()
+    for name, answers in said.items():
+        for row in (row for row, answer in enumerate(answers) if asked[row] and "error" in answer):
+            failed[row] = "; ".join(filter(None, [failed.get(row), f"{name}: {answers[row]['error']}"]))
+    return failed
 
 
 def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config: Config) -> None:
@@ -114,11 +121,3 @@ def _with_errors(batch: Batch, scores: Tensor, failed: Mapping[int, str], config
             for row in (row for row in rows if valid[row]):
                 valid[row], errors[row] = False, "a judge scored too few samples of its group"
     return {"valid": valid, "reward_errors": errors}
-
-
-def _with_reasons(batch: Batch, said: Mapping[str, Sequence[Answer]]) -> list[dict[str, object]]:
-    """`reward_extra`, with what each judge said by its name."""
-    return [
-        {**extra, **{name: answers[row]["reason"] for name, answers in said.items() if "reason" in answers[row]}}
-        for row, extra in enumerate(batch["reward_extra"])
-    ]
