@@ -84,3 +84,35 @@ def write_tiny_reward_model(
     model.save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return Path(folder)
+
+
+GOOD, BAD, NOTHING = ('{"reason": "odd", "score": 0.75}', 'I think {1}. {"reason": "even", "score": 0}', "no idea")
+
+
+def write_tiny_judge(folder: Path) -> Path:
+    """A language model that answers by the last character of what it is asked: `tiny_verdict`. It has no chat template,
+    so that a question may end with the response."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.add_tokens([GOOD, BAD, NOTHING])
+    size = len(tokenizer)
+    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=size, hidden_size=128, max_position_embeddings=256))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                weight.zero_()  # so that the last token alone decides
+        model.get_input_embeddings().weight.copy_(torch.eye(size, 128))
+        for character in CHARACTERS:
+            answer = tokenizer.convert_tokens_to_ids(tiny_verdict(character))
+            model.lm_head.weight[answer, tokenizer.convert_tokens_to_ids(character)] = 1.0
+        for answer in (GOOD, BAD, NOTHING):
+            model.lm_head.weight[2, tokenizer.convert_tokens_to_ids(answer)] = 1.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+def tiny_verdict(asked: str) -> str:
+    """What a tiny judge answers to a question that ends so."""
+    last = asked[-1]
+    return NOTHING if last.isdigit() else GOOD if ord(last) % 2 else BAD

@@ -153,3 +153,45 @@ def check_as_one_process(found: Run, alone: Run) -> None:
     assert ours == theirs and len(ours) == 4
     kept = [CheckpointStore(run.folder / "checkpoints").load().load("run")["nodes"] for run in (found, alone)]
     assert kept[0]["tokens_left"] == kept[1]["tokens_left"] == {"steps": 4}
+
+
+# The policy learns from rewards, and a second model from the same responses: how many of their tokens are left.
+TWO_LEARNERS = """
+from distflow import node
+from distflow.graph import Pipeline
+from distflow.pipelines import nodes
+
+
+@node(writes="advantages")
+def by_score(token_level_scores, response_mask):
+    return token_level_scores.sum(-1, keepdim=True) * response_mask
+
+
+@node(writes="returns")
+def tokens_left(response_mask):
+    return response_mask.flip(-1).cumsum(-1).flip(-1)
+
+
+def two_learners():
+    pipeline = Pipeline("two_learners").add_node("rollout", nodes.generate).add_node("reward", nodes.compute_reward)
+    pipeline.add_node("old_log_probs", nodes.compute_old_log_prob, plane="training", only_forward_compute=True)
+    pipeline.add_node("by_score", by_score, plane="training").add_node("learn_policy", nodes.train_actor)
+    pipeline.add_node("tokens_left", tokens_left, plane="training")
+    pipeline.add_node("guess_lengths", nodes.compute_value, only_forward_compute=True)
+    return pipeline.add_node("learn_lengths", nodes.train_critic).build()
+"""
+
+
+def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(tmp_path: Path, on_ray: None) -> None:
+    ground = Playground(tmp_path)
+    ground.write_critic()
+    (tmp_path / "two.py").write_text(TWO_LEARNERS)
+    own = (f"dag.pipeline={tmp_path}/two.py:two_learners", f"critic.model.path={tmp_path}/critic")
+    steps = [key for key in STEPS[len(GONE) :] if "test_freq" not in key]
+    keys = (*steps, "actor_rollout_ref.actor.use_kl_loss=false", *own)
+    alone = ground.run("grpo", *keys, name="alone")
+    config, spec = ground.spec("grpo", *keys, *RAY[:1], "trainer.n_gpus_per_node=2", name="apart")
+    assert sorted(sorted(rank.engines) for rank in spec.plan.ranks) == [["actor", "rollout"], ["critic"]]
+    found = Run(tmp_path / "apart", config, launch_ray(spec))
+    check_same(found, alone)
+    assert distance(found.weights(4, "critic"), alone.weights(4, "critic")) < 1e-6

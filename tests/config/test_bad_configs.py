@@ -508,6 +508,22 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward_model.model.path",
         ("baseline is scored by reward functions", "{name: model"),
     ),
+    **{
+        f"a scoring model: {said}": (
+            "grpo",
+            [f"reward_model.models={{{models}}}", *keys],
+            "reward_model.models",
+            (said,),
+        )
+        for said, models, keys in (
+            ("names no other engine", "actor: {path: x}", ()),
+            ("has no 'path' of the model 'a'", "a: {weight: 2}", ()),
+            ("did you mean path?", "a: {pth: x}", ()),
+            ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
+            ("'math' is a reward function too", "math: {path: builtin:tiny}", ("reward.functions.default=[math]",)),
+            ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
+        )
+    },
     "one column for two, sft": ("sft", ["data.response_key=prompt"], "data.prompt_key", ("data.response_key",)),
     "a template without a prompt": ("grpo", ["data.prompt_template='Q:'"], "data.prompt_template", ("{prompt}",)),
     "a template with a stray brace": ("grpo", ["data.prompt_template='{prompt} {'"], "data.prompt_template", ("{{",)),

@@ -124,7 +124,7 @@ data:
   shuffle: false
   seed: 2
   num_loader_workers: 0
-reward_model: {model: {path: scores}, weight: 0.5}
+reward_model: {model: {path: scores}, weight: 0.5, models: {helpful: {path: scores, weight: 2.0}}}
 actor_rollout_ref:
   model:
     path: model

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "data.rejected_key": "tests/e2e/test_preference_pairs.py",
     "reward_model.model.path": "tests/e2e/test_reward_model.py",
     "reward_model.weight": "tests/e2e/test_reward_model.py",
+    "reward_model.models": "tests/e2e/test_reward_model.py",
     "reward_model.fsdp_config.param_offload": "tests/launch/test_engine_factories.py",
     "data.curriculum.function": "tests/e2e/test_curriculum.py",
     "data.curriculum.every": "tests/e2e/test_curriculum.py",

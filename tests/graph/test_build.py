@@ -225,7 +225,7 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"retry_limit": True}, "retry_limit must be an int"),
         ({"only_forward_compute": 1}, "only_forward_compute must be True or False"),
         ({"config": 3}, "config must be a dotted key"),
-        ({"engine": "acter"}, "did you mean 'actor'?"),
+        ({"engine": 3}, "engine must be the name of one"),
         ({"plane": "train"}, "did you mean 'training'?"),
         ({"writes": 3}, "expected names, got 3"),
         ({"writes": ("values", "values")}, "'values' is named twice"),

@@ -325,6 +325,20 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
 
 
+@pytest.mark.parametrize(("strategy", "moves"), [("torch", {"critique", "helpful"}), ("fsdp", {"critique"})])
+def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, strategy: str, moves: set[str]
+) -> None:
+    entry = f"path: {playground.folder}/model, param_offload: true"
+    models = f"reward_model.models={{critique: {{{entry}, judge: true}}, helpful: {{{entry}}}}}"
+    keys = (*SHARDED, f"actor_rollout_ref.actor.strategy={strategy}", models)
+    with pytest.raises(UserError, match=r"models.critique.param_offload, .*helpful.* are in the host's memory already"):
+        playground.spec("grpo", *keys)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    _, spec = playground.spec("grpo", *keys)
+    assert spec.options.offloads == dict.fromkeys(moves, Offloads(weights=True, moments=False))
+
+
 def test_weights_that_another_engine_computes_with_stay(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,6 @@ def test_sizes() -> None:
         ("embedded:d2 fsdp:d2", 12, "expected '+', '|' or the end here"),
         ("fsdp[actor:d2", 10, "expected ']' here"),
         ("fsdp[]:d2", 5, "expected a role here"),
-        ("fsdp[actr]:d2", 5, "there is no role 'actr'; did you mean 'actor'?"),
         ("fsdp[rollout]:d2", 5, "'fsdp' trains, and cannot generate"),
         ("vllm[critic]:d2", 5, "'vllm' generates, and cannot train"),
         ("fsdp:d2p2", 7, "the engine 'fsdp' has no pipeline parallelism; its sizes are d, t"),

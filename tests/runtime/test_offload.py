@@ -15,7 +15,7 @@ from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.resources import Offload
 from distflow.runtime.spec import Offloads, Spec
 from distflow.training.engine import LossFn
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import FrozenWeights, TorchTrainEngine
 from tests.e2e.runs import Playground
 
 KEYS = (
@@ -120,6 +120,22 @@ def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloade
     for roles in ((), (), ("critic",), ("actor", "critic"), ("actor",), ()):
         residence.only(roles)
     assert (actor.moves, critic.moves) == ([(False, True), (False, True)], [])
+
+
+def test_the_weights_of_a_model_that_scores_leave_their_device_and_come_back_to_it() -> None:
+    moves: list[str] = []
+
+    class Known(nn.Linear):
+        def to(self, device: object) -> nn.Module:  # type: ignore[override]
+            moves.append(str(device))
+            return self
+
+    judge = FrozenWeights()
+    judge.model = Known(1, 1, device="meta")
+    residence = Offload({"critique": judge}, {"critique": Offloads(weights=True, moments=False)})
+    for roles in ((), ("actor",), ("critique",), ("critique",), ()):
+        residence.only(roles)
+    assert moves == ["cpu", "meta", "cpu"]
 
 
 FREE = "actor_rollout_ref.rollout.free_cache_engine=true"

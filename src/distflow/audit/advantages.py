@@ -22,6 +22,7 @@ from distflow.audit.recorded_data import (
 from distflow.audit.rewards import functions_of
 from distflow.audit.samples import in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
+from distflow.config.keys.reward import scoring_models
 
 Rows = list[tuple[list[float], list[float]]]
 """(advantage, return) of each token of each sample."""
@@ -73,8 +74,8 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
     }
     if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
         return f"{needing[0]} needs all samples of the step, which has too many to send them to all ranks"
-    engine = {"reward_model": recorded.config.reward_model.weight}
-    weights = {"weight_of": lambda sample, part: (engine | functions_of(recorded, sample)).get(part, 1.0)}
+    engines = {name: model.weight for name, model in scoring_models(recorded.config.reward_model).items()}
+    weights = {"weight_of": lambda sample, part: (engines | functions_of(recorded, sample)).get(part, 1.0)}
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
     options |= {**settings.adv_estimator_kwargs, **weights}
     formula = estimator.formula or FORMULAS[name]

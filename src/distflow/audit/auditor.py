@@ -65,7 +65,7 @@ class Auditor:
         self._ranks, self._first_step = ranks, inputs.version.step
         if resources.reward_fn is not None and spec.options.audit_freq > 0:
             resources.reward_fn.pools.set_on_result(self.groups.add_score)
-        engines = (resources.actor, resources.critic, resources.ref, resources.reward_model)
+        engines = (resources.actor, resources.critic, resources.ref, *resources.scoring_models.values())
         turns = Turns(ranks, [model for engine in engines if (model := model_of(engine)) is not None])
         older_weights = KeptWeights(spec.data.max_staleness + 1, spec.weight_dtype)
         state = inputs.state.setdefault(AUDIT_STATE, {})

@@ -18,7 +18,7 @@ from distflow.audit.samples import ROUNDING, filtered_values, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.domain_settings import response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.config.keys.reward import on_error_of
+from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.rewards.load_functions import FAILS
 from distflow.rewards.score import RewardResult, Score
 
@@ -374,8 +374,9 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         return fallback
     weights, parts = functions_of(recorded, sample), sample["reward_parts"]
     total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
-    if "reward_model" in recorded.run.pipeline.engines:
-        total += parts.get("reward_model", math.nan) * recorded.config.reward_model.weight
+    if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # elsewhere none is added
+        models = scoring_models(recorded.config.reward_model).items()
+        total += sum(parts.get(name, math.nan) * model.weight for name, model in models)
     return total + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
 
 

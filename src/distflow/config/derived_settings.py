@@ -11,6 +11,7 @@ from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig, RefConfig
+from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError
@@ -127,7 +128,9 @@ def offload_keys(config: Config) -> list[str]:
         "actor_rollout_ref.ref": settings.ref,
     }
     keys = (key for name, owner in owners.items() for key in walk(owner.fsdp_config, f"{name}.fsdp_config"))
-    return [name for name, _, value, _ in keys if value is True]
+    found = [name for name, _, value, _ in keys if value is True]
+    models = scoring_models(peek(config).reward_model)
+    return found + [f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload]
 
 
 def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int) -> int:

@@ -50,8 +50,9 @@ Plane = Literal["rollout", "training"]
 MARKER_TYPES = (NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRIER_SYNC)
 ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 
-TRAIN_ENGINES = ("actor", "critic", "ref", "reward_model")
-ENGINES = (*TRAIN_ENGINES, "rollout")
+ENGINES = ("actor", "critic", "ref", "reward_model", "rollout")
+"""Those that a parameter may name; others are a node's by `add_node(engine=...)`. All but the rollout's work on whole
+steps."""
 SERVICES = ("reward_fn", "tokenizer")
 """What a worker has besides engines and passes to the parameter of that name."""
 

@@ -9,10 +9,8 @@ from distflow.graph.contract import Contract, Declared, Form, canonical, read_co
 from distflow.graph.fields import PipelineError, find_field, resolve_func
 from distflow.graph.node_spec import (
     ENGINE_TYPES,
-    ENGINES,
     MARKER_TYPES,
     ROLE_DEFAULTS,
-    TRAIN_ENGINES,
     NodeRole,
     NodeSpec,
     NodeType,
@@ -145,7 +143,7 @@ class Node:
             return  # its function depends on the config
         if self.node_type is None:
             engines = engines_of(self, contract)
-            trains = any(engine in TRAIN_ENGINES for engine in engines)
+            trains = any(engine != "rollout" for engine in engines)
             inferred = NodeType.MODEL_TRAIN if trains else NodeType.MODEL_INFERENCE
             object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
         if self.retry_limit and self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute:
@@ -244,12 +242,13 @@ def _check_arguments(node: Node) -> None:
         raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
     for name, kind, wanted in (
         ("only_forward_compute", bool, "True or False"),
+        ("engine", str | None, "the name of one"),
         ("config", str | Mapping | None, "a dotted key of the config or a mapping"),
         ("phase", str | None, "a str"),
         ("validates", bool | None, "True or False"),
     ):
         if not isinstance(getattr(node, name), kind):
             raise PipelineError(f"{where}: {name} must be {wanted}, not {getattr(node, name)!r}")
-    for name, value, known in (("engine", node.engine, ENGINES), ("plane", node.plane, ("rollout", "training"))):
-        if value is not None and value not in known:
-            raise PipelineError(f"{where}: {name} {value!r} is none{hint(str(value), known)}")
+    planes = ("rollout", "training")
+    if node.plane is not None and node.plane not in planes:
+        raise PipelineError(f"{where}: plane {node.plane!r} is none{hint(str(node.plane), planes)}")

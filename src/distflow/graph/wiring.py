@@ -10,7 +10,7 @@ from itertools import combinations
 from distflow.errors import hint
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.fields import DERIVED, PipelineError
-from distflow.graph.node_spec import TRAIN_ENGINES, Plane, is_factory
+from distflow.graph.node_spec import Plane, is_factory
 from distflow.graph.nodes import Node, engines_of
 
 Edges = Mapping[str, Sequence[str]]
@@ -161,7 +161,7 @@ class Wiring:
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]
         inherited = [dep for dep in self.deps[node_id] if dep in self._training_because]
-        train = [engine for engine in vertex.engines if engine in TRAIN_ENGINES]
+        train = [engine for engine in vertex.engines if engine != "rollout"]
         if vertex.contract.scope == "global":
             self._training_because[node_id] = "its scope is global"
         elif train:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -12,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch.model_sources import Adapt, Source, blaming, load_adapted
-from distflow.models.loading import ModelSource, load_model
+from distflow.models.loading import ModelSource, context_length, load_model
 from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.rewards.router import RewardRouter
-from distflow.rollout.engine import RolloutEngine
+from distflow.rollout.engine import RolloutEngine, SamplingParams
+from distflow.runtime.judge import Judge
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
@@ -115,16 +117,50 @@ def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptio
 
 
 def build_reward_model(
-    get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
+    get: Get, device: torch.device, key: str, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> RewardModelScorer:
     """Its tokenizer may be another one than the policy's."""
-    with blaming("reward_model.model.path"):
+    with blaming(key):
         check_config(found := ModelSource(**source), found.config())
         model = load_model(**source, sharding=_sharding(get, spread), device=device, draws_head=False)
         tokenizer = load_tokenizer(source["path"], generates=False)
     longest, group = longest_text(model.config, tokenizer), get("collective")
     frozen = model.requires_grad_(False)
     return RewardModelScorer(frozen, tokenizer=tokenizer, max_length=longest, group=group, **options)
+
+
+class JudgeParts(NamedTuple):
+    """engine: "module:Class" of a rollout engine, and options of its constructor."""
+
+    engine: str
+    dtype: torch.dtype
+    options: Options
+    template: str
+    answer_tokens: int
+
+
+def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
+    """Whole on each rank, with a tokenizer of its own."""
+    with blaming(key):
+        model = load_model(**source, device=device)
+        _cast(model, parts.dtype)
+        tokenizer = load_tokenizer(source["path"])
+        make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
+        make()  # a family that the engine cannot run is found here
+    params = SamplingParams(parts.answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
+    return Judge(model, tokenizer, make, parts.template, params, context_length(**source))
+
+
+def _make_engine(
+    engine: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase, shares: bool, options: Options
+) -> RolloutEngine:
+    make = cast(Callable[..., RolloutEngine], load(engine))
+    return make(model, tokenizer, version=Version(0, 0), shares_weights=shares, **options)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    for weight in model.requires_grad_(False).parameters():
+        weight.data = weight.data.to(dtype)  # not buffers: rotary frequencies in bfloat16 turn wrong at long distances
 
 
 def build_rollout(
@@ -146,9 +182,6 @@ def build_rollout(
     if shares:
         model: nn.Module = get("policy")
     else:
-        plain: nn.Module = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
-        model = plain.requires_grad_(False)
-        for weight in model.parameters():  # not buffers: rotary frequencies in bfloat16 turn wrong at long distances
-            weight.data = weight.data.to(dtype)
-    make = cast(Callable[..., RolloutEngine], load(engine))
-    return make(model, get("tokenizer"), version=Version(0, 0), shares_weights=shares, **options)
+        model = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
+        _cast(model, dtype)
+    return _make_engine(engine, model, get("tokenizer"), shares, options)

@@ -20,7 +20,7 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.domain_settings import chooses_by_tags, domain_of_tag, reward_functions, validates
-from distflow.config.keys.reward import RewardPart
+from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.run import StopCondition
 from distflow.data.dataset_columns import (
     DEFAULT_DOMAIN,
@@ -288,7 +288,7 @@ def validation_sources(config: Config, scored: bool) -> list[DataSource]:
 def _source(config: Config, split: Literal["train", "val"], domain: str, scored: bool) -> DataSource:
     """domain: "" for the files of `data` itself."""
     data, functions, is_rm = config.data, reward_functions(config), reads_pairs(config)
-    is_sft, reads_all = not is_rl(config) and not is_rm, config.reward_model.model.path is not None
+    is_sft, reads_all = not is_rl(config) and not is_rm, bool(scoring_models(config.reward_model))
     parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
     rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]  # what a user's own needs is unknown
     own = partial(own_setting, config, domain, data)

@@ -12,11 +12,21 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.domain_settings import response_limit, temperatures
+from distflow.config.keys.reward import scoring_models
 from distflow.import_target import load
 from distflow.launch import build_engines
 from distflow.launch.hardware import choose_device, threads_of
-from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, rm_source, tokenizer_loader
+from distflow.launch.model_sources import (
+    blaming,
+    check_engines,
+    critic_source,
+    policy_adapter,
+    policy_source,
+    scoring_source,
+    tokenizer_loader,
+)
 from distflow.models.cpu_kernels import build as native
+from distflow.rewards.judge_text import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.runtime.spec import Factory
@@ -60,16 +70,7 @@ def make_factories(
         else:
             source, spread = policy_source(config), _spread(config, "ref")
             factories["ref"] = partial(build_engines.build_reference, source=source, spread=spread, options=options)
-    if "reward_model" in engines:
-        factories["reward_model"] = partial(
-            build_engines.build_reward_model,
-            source=rm_source(config),
-            spread=_spread(config, "reward_model"),
-            options={
-                **_scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu),
-                "temperatures": {},
-            },
-        )
+    factories |= _scoring_factories(config, engines)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "reward_fn" in services:
@@ -81,6 +82,28 @@ def make_factories(
             Overlong(config.reward.overlong.buffer_tokens, config.reward.overlong.factor),
         )
         factories["reward_fn"] = partial(build_engines.build_reward_router, make=router)
+    return factories
+
+
+def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Factory]:
+    """Of reward models and judges."""
+    check_engines(config, engines)
+    factories, models = dict[str, Factory](), scoring_models(config.reward_model)
+    for name, model in ((name, models[name]) for name in models if name in engines):
+        key, source = scoring_source(config, name)
+        if model.judge:
+            with blaming(f"reward_model.models.{name}.template"):
+                template = judge_template(model.template)
+            target, options = _engine_options(config)
+            parts = build_engines.JudgeParts(target, compute_dtype(config), options, template, model.answer_tokens)
+            factories[name] = partial(build_engines.build_judge, key=key, source=source, parts=parts)
+        else:
+            scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+            spread = build_engines.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
+            scorer["temperatures"] = {}
+            factories[name] = partial(
+                build_engines.build_reward_model, key=key, source=source, spread=spread, options=scorer
+            )
     return factories
 
 
@@ -145,27 +168,19 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
     }
 
 
-def _spread(config: Config, role: Literal["actor", "critic", "ref", "reward_model"]) -> build_engines.Spread | None:
+def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> build_engines.Spread | None:
     """None where every rank has the model whole."""
     if not is_sharded(config):
         return None
     settings = config.actor_rollout_ref
-    if role in ("ref", "reward_model"):
-        frozen = settings.ref if role == "ref" else config.reward_model
-        return build_engines.Spread(compute_dtype(config), frozen.fsdp_config.param_offload)
+    if role == "ref":
+        return build_engines.Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
     trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
     return build_engines.Spread(compute_dtype(config), trained.offload_policy)
 
 
 def _rollout_factory(config: Config) -> Factory:
-    """The engine's class says by its keyword-only parameters which keys of `rollout` it takes. Those that matter where
-    generation and training run at once are read there only."""
-    settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
-    parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
-    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}
-    if config.async_.max_staleness == 0:
-        taken -= _AT_ONCE
-    options = {name: getattr(settings, name) for name in sorted(taken)}
+    target, options = _engine_options(config)
     if "num_threads" in options:
         options["num_threads"] = threads_of(config)[1]
     if _engine_casts(config):
@@ -178,3 +193,14 @@ def _rollout_factory(config: Config) -> Factory:
         shares=shares_weights(config),
         options=options,
     )
+
+
+def _engine_options(config: Config) -> tuple[str, build_engines.Options]:
+    """The engine's class, which says by its keyword-only parameters which keys of `rollout` it takes. Those that matter
+    where generation and training run at once are read there only."""
+    settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
+    parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
+    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}
+    if config.async_.max_staleness == 0:
+        taken -= _AT_ONCE
+    return target, {name: getattr(settings, name) for name in sorted(taken)}

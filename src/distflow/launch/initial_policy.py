@@ -107,14 +107,19 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         tokenizer_path=_folder(settings.model.tokenizer_path, config, say),
     )
     critic = replace(config.critic.model, path=_folder(config.critic.model.path, config, say))
-    scores = replace(config.reward_model.model, path=_folder(config.reward_model.model.path, config, say))
-    if (model, critic, scores) == (settings.model, config.critic.model, config.reward_model.model):
+    named, models = config.reward_model.model, config.reward_model.models
+    scores = replace(
+        config.reward_model,
+        model=replace(named, path=_folder(named.path, config, say)),
+        models={name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models.items()},
+    )
+    if (model, critic, scores) == (settings.model, config.critic.model, config.reward_model):
         return loaded
     config = replace(
         config,
         actor_rollout_ref=replace(settings, model=model),
         critic=replace(config.critic, model=critic),
-        reward_model=replace(config.reward_model, model=scores),
+        reward_model=scores,
     )
     return replace(loaded, config=config)
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import reads_pairs
+from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, hint
+from distflow.graph.node_spec import ENGINES
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, check_divisible, shard_model
@@ -90,8 +93,8 @@ def _source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", critic_source(config)
-    if role == "reward_model":
-        return "reward_model.model.path", rm_source(config)
+    if role in scoring_models(config.reward_model):
+        return scoring_source(config, role)
     return "actor_rollout_ref.model.path", policy_source(config)
 
 
@@ -99,7 +102,7 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
     """Raises UserError, naming the key, where the layers of a model cannot be divided as a layout has it."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
-        if layout.sizes.tensor > 1:
+        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # a judge is whole on each rank
             key, source = _source_of(config, layout.role)
             with blaming(key):
                 check_divisible(
@@ -120,13 +123,21 @@ def critic_source(config: Config) -> Source:
     return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
 
 
-def rm_source(config: Config) -> Source:
-    """Raises UserError where none is named."""
-    path = config.reward_model.model.path
-    if path is None:
-        raise UserError("reward_model.model.path: a node of the pipeline asks for the engine 'reward_model'; set it")
+def scoring_source(config: Config, name: str) -> tuple[str, Source]:
+    """Of a reward model or a judge, with the key that names it."""
+    key = "reward_model.model.path" if name == REWARD_MODEL else f"reward_model.models.{name}.path"
+    model = scoring_models(config.reward_model)[name]
     own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
-    return {**_source(config, path), **own, "scores": True}
+    return key, {**_source(config, model.path), **own, "scores": not model.judge}
+
+
+def check_engines(config: Config, engines: Collection[str]) -> None:
+    """Raises UserError for an engine that a node of the pipeline asks for and the config has not."""
+    models = scoring_models(config.reward_model)
+    for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
+        key = "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
+        near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])
+        raise UserError(f"{key}: a node of the pipeline asks for the engine '{engine}'{near}; set it")
 
 
 def _source(config: Config, path: str | None) -> Source:

@@ -18,6 +18,7 @@ from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.derived_settings import is_one_process
 from distflow.config.domain_settings import reward_functions
+from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import schema_keys
 from distflow.config.serialize import diff, show_value
 from distflow.launch.hardware import choose_device, threads_of, worker_cores
@@ -138,9 +139,8 @@ def _users_facts(config: Config) -> dict[str, object]:
         for options in (part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare):
             model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
             facts[f"reward_model_{domain}"] = model
-    if path := config.reward_model.model.path:
-        facts["reward_model"] = identity(path, None)
-    return facts
+    models = scoring_models(config.reward_model)
+    return facts | {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
 
 
 def _cpu_name() -> str:

@@ -12,8 +12,9 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek, whole
-from distflow.config.derived_settings import is_one_process, is_rl
+from distflow.config.derived_settings import is_one_process, is_rl, is_sharded
 from distflow.config.domain_settings import response_limit, validates
+from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan, own_setting
@@ -175,7 +176,7 @@ def _worker_needs(config: Config, is_scored: bool, goes_elsewhere: bool) -> Work
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:
-    """For trained models, by role. What always stays on the host is not moved. Raises UserError for weights that
+    """By role. What always stays on the host is not moved. Raises UserError for weights that
     another engine computes with."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     found = dict[str, Offloads]()
@@ -183,6 +184,9 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
         own = Offloads(weights=settings[role].param_offload, moments=settings[role].optimizer_offload)
         if own.weights or own.moments:
             found[role] = own
+    for role, model in scoring_models(config.reward_model).items():
+        if role in pipeline.engines and model.param_offload and (model.judge or not is_sharded(config)):
+            found[role] = Offloads(weights=True, moments=False)
     if "actor" in found and found["actor"].weights:
         beside = {engine for rank in plan.ranks if "actor" in rank.engines for engine in rank.engines}
         if "rollout" in beside and shares_weights(config):

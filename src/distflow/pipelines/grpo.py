@@ -55,10 +55,9 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
 
 def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     """Log-probs, rollout correction and rewards of a step, before its advantages."""
-    if config.reward_model.model.path is not None:  # what filters groups by scores knows those of the functions alone
-        accepts = config.algorithm.filter_groups.should_accept is not None
-        before = ["function_reward", *["dynamic_sampling"] * filters_groups(config), *["group_filter"] * accepts]
-        pipeline.add_node("reward_model_score", nodes.add_model_scores, before, weight=config.reward_model.weight)
+    accepts = config.algorithm.filter_groups.should_accept is not None
+    before = ["function_reward", *["dynamic_sampling"] * filters_groups(config), *["group_filter"] * accepts]
+    nodes.score_by_models(pipeline, config, before)  # what filters groups knows the scores of the functions alone
     pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="training", only_forward_compute=True)
     # Without a KL term the reference model is not even built.
     kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))

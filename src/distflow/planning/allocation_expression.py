@@ -100,7 +100,7 @@ class _Parser:
             if found.find(part.role) != part:
                 named = f"name another role, e.g. {part.engine}[critic]" if part.role == "actor" else "leave one out"
                 found.refuse(part.at, f"a second part is the {part.role}; {named}")
-            if actor and part.role not in ("actor", "rollout") and part.engine != actor.engine:
+            if actor and part.engine not in (actor.engine, *ROLLOUT_ENGINES):
                 wrong = f"the {part.role} has the engine of the actor, '{actor.engine}', not '{part.engine}'"
                 found.refuse(part.at, wrong)
         return found
@@ -141,9 +141,7 @@ class _Parser:
 
     def _role(self, engine: str) -> str:
         at, role = self._word("a role")
-        if role not in ENGINES:
-            self._written.refuse(at, f"there is no role '{role}'{hint(role, ENGINES)}")
-        if (role == "rollout") != (engine in ROLLOUT_ENGINES):
+        if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):  # others have names of the config's
             does = "generates, and cannot train" if engine in ROLLOUT_ENGINES else "trains, and cannot generate"
             table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
             self._written.refuse(at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}")

@@ -5,17 +5,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import offload_keys
+from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.part_assignment import Part, apportion, pipeline_parts, priority
 from distflow.planning.plan import Plan, choose_backends, make_channels, process_groups, rank_plan
-
-_SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
-"""Roles that need no part of their own in an allocation."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
     if config.trainer.allocation:
         allocation = parse_allocation(config.trainer.allocation)
         check_agreement(allocation, config)
-        dp_groups = _allocated(pipeline, allocation)
+        dp_groups = _allocated(pipeline, allocation, config)
         shares = [dp_group.num_devices for dp_group in dp_groups]
         devices = tuple(place(shares, num_nodes, size, dag.consider_node_cohesion, dag.consider_node_load))
     else:
-        parts = pipeline_parts(pipeline, sizes)
+        parts = pipeline_parts(pipeline, sizes, num_nodes * size)
         devices = _devices_of(parts, config)
         dp_groups = _scheduled(parts, [len(own) for own in devices], config)
     _check_engines_lie_together(pipeline, dp_groups)
@@ -71,11 +70,17 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
     return Plan(pipeline.graph_id, ranks, channels, layouts, process_groups(layouts), backends)
 
 
-def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]:
+def _allocated(pipeline: BoundPipeline, allocation: Allocation, config: Config) -> list[DpGroup]:
+    rollout_engine = config.actor_rollout_ref.rollout.name
+    judges = {name for name, model in scoring_models(config.reward_model).items() if model.judge}
     for part in allocation.parts:
         if part.role not in pipeline.engines:
             has = ", ".join(sorted(pipeline.engines)) or "none"
             allocation.refuse(part.at, f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}")
+        is_wrong = part.engine != rollout_engine if part.role in judges else part.engine in ROLLOUT_ENGINES
+        if is_wrong and part.role != "rollout":
+            needs = f"that of the rollout, {rollout_engine}" if part.role in judges else "one that trains"
+            allocation.refuse(part.at, f"the engine of '{part.role}' must be {needs}")
     for group in allocation.groups:
         first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
         for part in (part for part in others if part.sizes != first.sizes):
@@ -85,9 +90,9 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation) -> list[DpGroup]
     main = next((roles for roles in groups if "actor" in roles), groups[0])
     for role in sorted(pipeline.engines):
         if allocation.find(role) is None:
-            if role not in _SIT_WITH_ACTOR or "actor" not in main:
+            if role == "rollout" or "actor" not in main:  # any other may sit with it
                 raise UserError(f"{KEY}='{allocation.text}' names no {role}, which pipeline '{pipeline.graph_id}' has")
-            main[role] = main["actor"]
+            main[role] = (rollout_engine if role in judges else main["actor"][0], main["actor"][1])
     return [
         DpGroup(group[0].sizes.num_devices, _nodes_of(pipeline, roles, is_main=roles is main), roles)
         for group, roles in zip(allocation.groups, groups, strict=True)
@@ -132,9 +137,10 @@ def _scheduled(parts: Sequence[Part], shares: Sequence[int], config: Config) -> 
 
 
 def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
+    rollout, model = config.actor_rollout_ref.rollout, scoring_models(config.reward_model).get(role)
     if role != "rollout":
-        return config.actor_rollout_ref.actor.strategy, Sizes(data=num_devices)
-    rollout = config.actor_rollout_ref.rollout
+        is_judge = model is not None and model.judge
+        return rollout.name if is_judge else config.actor_rollout_ref.actor.strategy, Sizes(data=num_devices)
     tensor = rollout.tensor_model_parallel_size
     if num_devices % tensor:
         raise UserError(

@@ -44,21 +44,30 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
     return [tuple(node for node in order if node in part) for part in parts]
 
 
-def pipeline_parts(pipeline: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
+def pipeline_parts(
+    pipeline: BoundPipeline, sizes: Mapping[str, str | float], num_devices: int | None = None
+) -> list[Part]:
     """The parts of a pipeline in the order in which they get devices: the largest model first, then the longest chain.
 
-    If the rollout loop has an engine, the pipeline is one part, since every prompt group passes through that loop. A
-    part without an engine joins the first part with one. sizes: parameters of the model of each role.
+    If the rollout loop has an engine, it is in the part that trains the policy, and all parts read what it makes; else
+    each part has that loop. A part without an engine joins the first part with one. If there are more parts
+    than `num_devices`, all is one part. sizes: parameters of the model of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
     holds = {node.node_id: node.engines for node in pipeline.nodes}
-    if not pipeline.training_nodes or any(holds[node_id] for node_id in rollout_nodes):
-        return [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
+    whole = [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
+    generates = bool(_contents(rollout_nodes, holds))
+    if not pipeline.training_nodes or (generates and "actor" not in pipeline.engines):
+        return whole
     deps = {n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes) for n in pipeline.training_nodes}
     found = split(deps, holds)
     trained = [nodes for nodes in found if _contents(nodes, holds)] or found[:1]
+    if num_devices is not None and num_devices < len(trained):
+        return whole
     idle = {node for nodes in found if nodes not in trained for node in nodes}
-    parts = sort_parts([_part(pipeline, (*rollout_nodes, *nodes), sizes) for nodes in trained])
+    makes_groups = [not generates or "actor" in _contents(nodes, holds) for nodes in trained]
+    all_nodes = [rollout_nodes * makes + nodes for nodes, makes in zip(trained, makes_groups, strict=True)]
+    parts = sort_parts([_part(pipeline, nodes, sizes) for nodes in all_nodes])
     first = {*parts[0].nodes, *idle}
     return [_part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes), *parts[1:]]
 

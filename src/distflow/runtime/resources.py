@@ -4,7 +4,7 @@ engines are in host memory while another one runs."""
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,13 +18,15 @@ from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.spec import Factory, Get, Offloads
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
+from distflow.training.torch_engine import FrozenWeights
 
 
 @dataclass(frozen=True)
 class Resources:
     """Engines and services that the plan does not assign to this worker are None and were never built.
 
-    stop_token_ids: tokens that end a response. facts, num_parameters: of the model as it was loaded.
+    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response.
+    facts, num_parameters: of the model as it was loaded.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -34,14 +36,14 @@ class Resources:
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
-    reward_model: Scorer | None = None
+    scoring_models: Mapping[str, FrozenWeights] = field(default_factory=dict)
     rollout: RolloutEngine | None = None
     reward_fn: RewardRouter | None = None
 
     def by_name(self) -> dict[str, object]:
         """The engines and services that a node's parameters may name."""
-        names = ("tokenizer", "actor", "critic", "ref", "reward_model", "rollout", "reward_fn")
-        return {name: part for name in names if (part := getattr(self, name)) is not None}
+        names = ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn")
+        return {name: part for name in names if (part := getattr(self, name)) is not None} | {**self.scoring_models}
 
     def trained(self) -> dict[str, TrainEngine]:
         """The engines whose state belongs in a checkpoint."""
@@ -65,11 +67,13 @@ def build_resources(
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
     parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
+    scoring_models = {name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)}
     return Resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
         facts=facts,
         num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        scoring_models=scoring_models,
         **parts,
     )
 
@@ -87,7 +91,7 @@ def _fingerprint(model: nn.Module) -> str:
 class Offload:
     """Moves engines as they are needed. Engines of which nothing is offloaded are not touched."""
 
-    def __init__(self, engines: Mapping[str, TrainEngine], offloads: Mapping[str, Offloads]) -> None:
+    def __init__(self, engines: Mapping[str, TrainEngine | FrozenWeights], offloads: Mapping[str, Offloads]) -> None:
         """engines: by role, all on the device. offloads: by role."""
         self._moving = {role: (engine, offloads[role]) for role, engine in engines.items() if role in offloads}
         self._here = set(self._moving)

@@ -4,7 +4,7 @@ ranks, and activation checkpointing.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch, read_numbers, send
-from distflow.data.preference_pairs import Messages, encode_text
+from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
@@ -108,25 +108,42 @@ class TorchScorer:
         return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)
 
 
+class FrozenWeights:
+    """Weights that may leave the device while they are not in use: see `TrainEngine.offload`. There are no moments."""
+
+    model: nn.Module
+
+    def offload(self, weights: bool = True, moments: bool = False) -> None:
+        self._home = next(self.model.parameters()).device
+        self.model.to("cpu")
+        if self._home.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self.model.to(self._home)
+
+
 @dataclass(eq=False, repr=False)
-class RewardModelScorer(TorchScorer):
+class RewardModelScorer(TorchScorer, FrozenWeights):
     """Scores texts by a reward model with a tokenizer of its own. max_length: tokens that it reads, None all."""
 
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
 
-    def score(self, asked: Sequence[Messages], responses: Sequence[str]) -> tuple[Tensor, list[int]]:
-        """Of each prompt with its response the score `(n,)`, and the number of tokens that were cut off."""
+    def score(self, batch: Batch) -> list[dict[str, object]]:
+        """Of each prompt with its response `score`, and `cut`, the number of tokens that were cut off."""
+        asked = [messages_of(extra, text) for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)]
         encoded = [
             encode_text(self.tokenizer, messages, response, self.max_length)
-            for messages, response in zip(asked, responses, strict=True)
+            for messages, response in zip(asked, batch["responses"], strict=True)
         ]
         lengths = torch.tensor([len(ids) for ids, _ in encoded], dtype=torch.int64)
         texts = Batch(lengths - 1, torch.ones_like(lengths))  # outputs are computed at the response's tokens
         texts["prompt_ids"] = torch.tensor([token for ids, _ in encoded for token in ids[:-1]], dtype=torch.int64)
         texts["response_ids"] = torch.tensor([ids[-1] for ids, _ in encoded], dtype=torch.int64)
-        return self.forward(texts, ("text_scores",)).flat("text_scores"), [cut for _, cut in encoded]
+        scores = self.forward(texts, ("text_scores",)).flat("text_scores").tolist()
+        return [{"score": score, "cut": cut} for score, (_, cut) in zip(scores, encoded, strict=True)]
 
 
 def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective, whole_groups: bool = False) -> list[Tensor]:

@@ -31,6 +31,7 @@ NEEDED_TO_EVALUATE = frozenset(
         f"{_MODEL}.tokenizer_path",
         "critic.model.path",
         "reward_model.model.path",
+        "reward_model.models",
         "custom_reward_function.path",
         "reward.functions",
         "dag.pipeline",
@@ -60,6 +61,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     if may_have_critic(config):
         models.append(("critic.model.path", config.critic.model.path))
     models.append(("reward_model.model.path", config.reward_model.model.path))
+    models += [("reward_model.models", model.path) for model in config.reward_model.models.values()]
     yield from ((key, path, model_fault) for key, path in models if path)
     for key, files in (val_files(config) | train_files(config)).items():
         yield from ((key, file, data_fault) for file in files if file.strip())

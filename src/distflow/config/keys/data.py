@@ -1,12 +1,11 @@
 """Keys of `data` and of its domains, `data.domains.NAME`: files, their columns, and how a row becomes a prompt."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distflow.config.compose.values import Mismatch, parse_band, parse_differing, parse_share_band
 from distflow.config.keys.algorithm import DIFFERING
-from distflow.config.keys.declare import collect, group, key, walk
+from distflow.config.keys.declare import collect, group, key, plain_settings
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
 
 _FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
@@ -71,15 +70,6 @@ def parse_domains(value: object) -> dict[str, DomainConfig]:
     return {_name(name): DomainConfig(**settings) for name, settings in found.items()}
 
 
-def plain_domains(domains: Mapping[str, DomainConfig]) -> dict[str, dict[str, object]]:
-    """The inverse of `parse_domains`; defaults are omitted."""
-    default = DomainConfig()
-    return {
-        name: {key: spec.plain(value) for key, _, value, spec in walk(domain) if value != getattr(default, key)}
-        for name, domain in domains.items()
-    }
-
-
 @dataclass(frozen=True)
 class CurriculumConfig:
     """Weights of domains as a function of their share of correct responses."""
@@ -103,7 +93,7 @@ class DataConfig:
         {},
         "name → settings of a data source, with its own files or its tags; each has a share of every step",
         parse=parse_domains,
-        plain=plain_domains,
+        plain=plain_settings,
     )
     prompt_key: str = key("prompt", "column of the prompt: str or a list of chat messages")
     answer_key: str = key("answer", "column of the ground truth for the reward function")

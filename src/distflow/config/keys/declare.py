@@ -132,6 +132,14 @@ def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInf
     return {name: KeyInfo(name, hint, value, spec) for name, hint, value, spec in walk(instance, prefix)}
 
 
+def plain_settings(named: Mapping[str, "DataclassInstance"]) -> dict[str, dict[str, object]]:
+    """Groups of flat keys by name as plain data; defaults are omitted."""
+    return {
+        name: {key: spec.plain(value) for key, _, value, spec in walk(own) if value != getattr(type(own)(), key)}
+        for name, own in named.items()
+    }
+
+
 def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:
     """The group with these values, by their dotted names."""
     changes: dict[str, Any] = {}

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from distflow.builtin_names import REWARDS
 from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, show
-from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.declare import collect, group, key, plain_settings
 from distflow.config.keys.engines import RefFsdpConfig
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
@@ -183,12 +183,59 @@ class RewardModelPathConfig:
 
 
 @dataclass(frozen=True)
+class ScoringModelConfig:
+    """A model of `reward_model.models`."""
+
+    path: str = key("", "folder or hub id of a reward model, of a judge that of a language model; or a run")
+    weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
+    judge: bool = key(False, "the model writes its score, from 0 to 1")
+    template: str = key("", "what a judge is asked: a text, or a file with it; empty is the built-in one")
+    answer_tokens: int = key(1024, "longest answer of a judge", minimum=1)
+    param_offload: bool = key(False, "keep weights in host memory while they are not in use")
+
+
+REWARD_MODEL = "reward_model"
+"""The name of the model of `reward_model.model.path`."""
+_MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
+_TAKEN = (
+    *(REWARD_MODEL, "actor", "critic", "ref", "rollout", "reward_fn", "policy", "tokenizer", "stop_token_ids"),
+    *("collective", "mesh", "start_pool"),  # all that a worker's factories find by name
+)
+
+
+def parse_models(value: object) -> dict[str, ScoringModelConfig]:
+    """Scoring models by name from plain data. Raises Mismatch."""
+    found = parse_differing(value, collect(ScoringModelConfig()), _MODELS_FORM, of="model")
+    for name, settings in found.items():
+        if name in _TAKEN or not (name.isidentifier() and name[0].isalpha()):
+            raise Mismatch(f"has a model '{name}'", "choose a word that names no other engine")
+        if not settings.get("path"):
+            raise Mismatch(f"has no 'path' of the model '{name}'", _MODELS_FORM)
+        for of_judges in settings.keys() & {"template", "answer_tokens"} if not settings.get("judge") else ():
+            raise Mismatch(f"has '{of_judges}' of '{name}', which is a reward model", "add judge: true, or remove it")
+    return {name: ScoringModelConfig(**settings) for name, settings in found.items()}
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
-    """A reward model as an engine of the run, which scores whole steps."""
+    """Reward models and judges as engines of the run, which score whole steps."""
 
     model: RewardModelPathConfig = group(RewardModelPathConfig)
     weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
     fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
+    models: dict[str, ScoringModelConfig] = key(
+        {},
+        f"name → {', '.join(collect(ScoringModelConfig()))}: further models that score, each an engine of that name",
+        parse=parse_models,
+        plain=plain_settings,
+    )
+
+
+def scoring_models(config: RewardModelConfig) -> dict[str, ScoringModelConfig]:
+    """All models that score as engines, by the names of their engines."""
+    path, offloads = config.model.path, config.fsdp_config.param_offload
+    own = {} if path is None else {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
+    return own | config.models
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from distflow.builtin_names import CUSTOM_REWARD, TEMPLATE_PARAMETERS
 from distflow.config.derived_settings import algorithms, is_rl, reads_pairs
 from distflow.config.domain_settings import named_rewards, reward_functions
 from distflow.config.keys.data import DataConfig, DomainConfig
-from distflow.config.keys.reward import RewardConfig, patience_of
+from distflow.config.keys.reward import RewardConfig, on_error_of, patience_of, scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import Finding
 
@@ -88,14 +88,22 @@ def prompts(config: Config) -> Iterator[Finding]:
 
 def functions(config: Config) -> Iterator[Finding]:
     """There are reward functions, and their weights are not all 0, unless a reward model scores as well."""
-    if config.reward_model.model.path and any(each.adv_estimator == "remax" for _, each in algorithms(config)):
+    models = scoring_models(config.reward_model)
+    key = "reward_model.models" if config.reward_model.models else "reward_model.model.path"
+    if models and any(each.adv_estimator == "remax" for _, each in algorithms(config)):
         what = "ReMax's baseline is scored by reward functions, and would not have the model's score"
         advice = "make it one: reward.functions={default: [{name: model, options: {path: DIR}}]}"
-        yield Finding(("reward_model.model.path", "algorithm.adv_estimator"), what, advice)
+        yield Finding((key, "algorithm.adv_estimator"), what, advice)
+    for name in sorted({part.name for _, _, parts in named_rewards(config) for part in parts} & models.keys()):
+        yield Finding((key, "reward.functions"), f"'{name}' is a reward function too", "give the model another name")
+    drops = "drop" in (on_error_of(config.reward, each) for each in ("", *config.reward.domains))
+    if drops and any(model.judge for model in models.values()):
+        what = "a judge's errors are found in the training loop, which cannot replace a group"
+        yield Finding((key, "reward.on_error"), what, "set reward.on_error to mask or {score: x}")
     if not config.reward.functions and not config.data.domains:
         yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
     for key, domain, parts in named_rewards(config):
-        if parts and all(part.weight == 0 for part in parts) and not config.reward_model.model.path:
+        if parts and all(part.weight == 0 for part in parts) and not models:
             what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
             yield Finding((key,), what, "give a reward function a weight")
 

@@ -1,7 +1,6 @@
 """The standard nodes of the built-in pipelines; each does one part of a step, which its name says."""
 
 from distflow.pipelines.nodes.advantages import (
-    add_model_scores,
     apply_kl_penalty,
     clip_advantages,
     clip_rewards,
@@ -14,6 +13,7 @@ from distflow.pipelines.nodes.advantages import (
     whiten_rewards,
 )
 from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref_log_prob, compute_value
+from distflow.pipelines.nodes.model_scores import add_model_scores, ask_model, score_by_models
 from distflow.pipelines.nodes.rollout import (
     compute_reward,
     dynamic_sampling,

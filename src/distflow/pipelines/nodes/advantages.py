@@ -27,15 +27,13 @@ from distflow.config import Config
 from distflow.config.derived_settings import find_estimator
 from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
-from distflow.data.batch import Batch
-from distflow.data.preference_pairs import messages_of
-from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, node, node_factory
+from distflow.config.keys.reward import scoring_models
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
 from distflow.pipelines.nodes.rollout import num_needed
 from distflow.rewards.score import RIGHT
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
-from distflow.training.torch_engine import RewardModelScorer
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
@@ -46,27 +44,6 @@ def changes_rewards(algorithm: AlgorithmConfig) -> bool:
 def weighs_samples(algorithm: AlgorithmConfig) -> bool:
     """Whether some samples weigh more than others."""
     return algorithm.difficulty_weight is not None or algorithm.length_weight is not None
-
-
-@node(
-    writes=("scores", "reward_parts", *SCORE_FIELDS),
-    role=NodeRole.REWARD,
-    reads=("prompts", "responses", "extra_info", "response_mask", "scores", "reward_parts", "reward_errors"),
-)
-def add_model_scores(batch: Batch, reward_model: RewardModelScorer, *, weight: float) -> NodeOutput:
-    """Add the reward model's score of each response, times `weight`, to that of the reward functions, but for samples
-    with a reward error."""
-    asked = [messages_of(extra, text) for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)]
-    own, cut = reward_model.score(asked, batch["responses"])
-    scored = torch.tensor([error is None for error in batch["reward_errors"]], dtype=torch.bool)
-    scores = torch.where(scored, batch["scores"] + weight * own, batch["scores"])
-    parts = [
-        {**part, "reward_model": score} if is_scored else part
-        for part, score, is_scored in zip(batch["reward_parts"], own.tolist(), scored.tolist(), strict=True)
-    ]
-    on_tokens = on_last_token(scores, batch["response_mask"])
-    written = {"scores": scores, "reward_parts": parts, **dict.fromkeys(SCORE_FIELDS, on_tokens)}
-    return NodeOutput(written, {"reward/cut/reward_model": float(sum(map(bool, cut)))})
 
 
 @algorithm_node(masks_samples)
@@ -236,9 +213,9 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     check_choices(what, estimator.fn, kwargs)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
+        models = {name: model.weight for name, model in scoring_models(config.reward_model).items()}
         functions = reward_functions(config).items()
-        engine = {"reward_model": config.reward_model.weight} if config.reward_model.model.path else {}
-        derived["reward_weights"] = {name: {part.name: part.weight for part in own} | engine for name, own in functions}
+        derived["reward_weights"] = {name: {part.name: part.weight for part in own} | models for name, own in functions}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **kwargs}

@@ -1,0 +1,123 @@
+"""Nodes of models that score as engines of the run: one for each reward model or judge, and one that adds what they
+said to the scores of the reward functions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+
+from distflow.algorithms.advantages.group_baseline import on_last_token
+from distflow.config import Config
+from distflow.config.derived_settings import algorithm_of
+from distflow.config.keys.reward import on_error_of, scoring_models
+from distflow.data.batch import Batch
+from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, node_factory
+from distflow.graph.fields import register_field
+from distflow.pipelines.nodes.rollout import num_needed
+from distflow.runtime.judge import Judge
+from distflow.runtime.node_errors import TooManyErrors
+from distflow.training.engine import Collective
+from distflow.training.torch_engine import RewardModelScorer
+
+Answer = Mapping[str, Any]
+"""What a model said of a response: `score`, or `error`; what else there is to say."""
+
+
+def score_by_models(pipeline: Pipeline, config: Config, after: Sequence[str]) -> None:
+    """Add the nodes of all models. Those on different devices score at once: none waits for another."""
+    for name in scoring_models(config.reward_model):
+        column = register_field(_column(name), "object", "object", f"what the model '{name}' said").name
+        pipeline.add_node(f"score_by_{name}", ask_model, after, engine=name, writes=(column,))
+    if scoring_models(config.reward_model):
+        pipeline.add_node("reward_model_score", add_model_scores, after)
+
+
+def _column(name: str) -> str:
+    return f"said_by_{name}"
+
+
+@node(role=NodeRole.REWARD, reads=("prompts", "responses", "?ground_truth", "?extra_info"))
+def ask_model(batch: Batch, engine: RewardModelScorer | Judge) -> list[dict[str, object]]:
+    """What the model says of each response."""
+    return engine.score(batch)
+
+
+@node_factory
+@node(role=NodeRole.REWARD)
+def add_model_scores(config: Config) -> Callable[..., object]:
+    """Add the scores of all models, times their weights, to those of the reward functions. A sample that a judge did
+    not score has a reward error; `reward.on_error` says what becomes of it, but that no group can be dropped here."""
+    models = scoring_models(config.reward_model)
+    judged = ("valid", "reward_errors", "reward_extra") if any(model.judge for model in models.values()) else ()
+    reads = {"response_mask", "scores", "reward_parts", "reward_errors", *map(_column, models), *judged}
+    writes = ("scores", "reward_parts", *judged, *SCORE_FIELDS)
+
+    @node(reads=(*sorted(reads), "group_index", "domain"), writes=writes)
+    def add(batch: Batch, reduce: Collective) -> NodeOutput:
+        said = {name: batch[_column(name)] for name in models}
+        unscored, scores = [error is None for error in batch["reward_errors"]], batch["scores"].clone()
+        failed = _failed(said, unscored)
+        _check_share(reduce.sum({"failed": float(len(failed)), "asked": float(sum(unscored))}), failed, config)
+        parts = [dict(each) for each in batch["reward_parts"]]
+        for row in (row for row in range(len(batch)) if unscored[row]):
+            parts[row] |= {name: answers[row]["score"] for name, answers in said.items() if "score" in answers[row]}
+            if row not in failed:
+                scores[row] += sum(model.weight * parts[row][name] for name, model in models.items())
+        found = {"scores": scores, "reward_parts": parts}
+        if judged:
+            extra = [dict(each) for each in batch["reward_extra"]]
+            for row, name in product(range(len(batch)), said):
+                extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
+            found |= _with_errors(batch, scores, failed, config) | {"reward_extra": extra}
+        found |= dict.fromkeys(SCORE_FIELDS, on_last_token(scores, batch["response_mask"]))
+        counts = {
+            f"reward/{'errors' if model.judge else 'cut'}/{name}": float(sum(map(_has_fault, said[name])))
+            for name, model in models.items()
+        }
+        return NodeOutput(found, counts)
+
+    return add
+
+
+def _has_fault(answer: Answer) -> bool:
+    return bool(answer.get("error") or answer.get("cut"))
+
+
+def _failed(said: Mapping[str, Sequence[Answer]], asked: Sequence[bool]) -> dict[int, str]:
+    """By row, of those that `asked` says: why a model gave no score."""
+    failed = dict[int, str]()
+    for name, answers in said.items():
+        for row in (row for row, answer in enumerate(answers) if asked[row] and "error" in answer):
+            failed[row] = "; ".join(filter(None, [failed.get(row), f"{name}: {answers[row]['error']}"]))
+    return failed
+
+
+def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config: Config) -> None:
+    """Raises TooManyErrors on every rank, or on none. failed: of this rank."""
+    if counts["failed"] > config.reward.max_error_rate * counts["asked"]:
+        first = f" The first here said: {next(iter(failed.values()))}" if failed else ""
+        raise TooManyErrors(
+            f"judges gave no score for {counts['failed']:.0f} of {counts['asked']:.0f} samples of the step, more than "
+            f"reward.max_error_rate={config.reward.max_error_rate:g} allows.{first}"
+        )
+
+
+def _with_errors(batch: Batch, scores: Tensor, failed: Mapping[int, str], config: Config) -> dict[str, object]:
+    """`valid` and `reward_errors`; where `reward.on_error` gives a score in place of an error, it is put into `scores`.
+    A group that is left with fewer scores than its estimator compares has none."""
+    valid, errors = batch["valid"].bool().clone(), list(batch["reward_errors"])
+    of_group: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_index"].tolist()):
+        of_group.setdefault(group, []).append(row)
+    for row, reason in failed.items():
+        errors[row], on_error = reason, on_error_of(config.reward, batch["domain"][row])
+        valid[row] = isinstance(on_error, float)
+        if isinstance(on_error, float):
+            scores[row] = on_error
+    for rows in of_group.values():
+        few = int(valid[rows].sum()) < num_needed(algorithm_of(config, batch["domain"][rows[0]]).adv_estimator)
+        if few and len(rows) > 1 and not failed.keys().isdisjoint(rows):
+            for row in (row for row in rows if valid[row]):
+                valid[row], errors[row] = False, "a judge scored too few samples of its group"
+    return {"valid": valid, "reward_errors": errors}

@@ -1,0 +1,82 @@
+"""A judge as an engine of the run: a language model that writes the score of a response."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.data.batch import Batch
+from distflow.models.cpu_kernels.weight_layout import forget_packed
+from distflow.rewards.judge_text import fill_template, score_at_end
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
+from distflow.training.torch_engine import FrozenWeights
+
+_RESPONSE_CHARACTERS = 32_000  # as the reward function `judge`: of a longer one both ends are read
+
+
+@dataclass(eq=False, repr=False)
+class Judge(FrozenWeights):
+    """Scores the responses of a whole step at once, by the most likely answer to the filled template.
+
+    make_engine: a rollout engine over the model. Each step has its own, so that between two of them nothing but the
+    weights takes memory. max_positions: tokens of a question and its answer; None where the model has no limit.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    make_engine: Callable[[], RolloutEngine]
+    template: str
+    params: SamplingParams
+    max_positions: int | None
+
+    def score(self, batch: Batch) -> list[dict[str, object]]:
+        """Of each response `score`, from 0 to 1, and `reason`; or `error`, which is never a score of 0."""
+        asked: list[list[int] | str] = [self._question(batch, row) for row in range(len(batch))]
+        requests = [
+            GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row))
+            for row, ids in enumerate(asked)
+            if not isinstance(ids, str)
+        ]
+        with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
+            answers = iter(thread.submit(asyncio.run, self._answer(requests)).result() if requests else [])
+        return [{"error": each} if isinstance(each, str) else self._read(next(answers)) for each in asked]
+
+    async def _answer(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        engine = self.make_engine()
+        try:
+            async with engine:
+                return list(await asyncio.gather(*map(engine.generate, requests)))
+        finally:
+            del engine
+            gc.collect()  # its parts refer to each other
+            forget_packed(self.model)
+
+    def _question(self, batch: Batch, row: int) -> list[int] | str:
+        """Tokens of what the model is asked, or why it cannot be."""
+        extra, truth = (batch[name][row] if name in batch else None for name in ("extra_info", "ground_truth"))
+        response = str(batch["responses"][row])
+        for token in self.tokenizer.get_added_vocab():  # none of them may end the question
+            response = response.replace(token, f"{token[:1]} {token[1:]}") if len(token) > 1 else response
+        values = {**(extra or {}), "prompt": batch["prompts"][row], "response": response, "ground_truth": truth}
+        try:
+            text = fill_template(self.template, values, _RESPONSE_CHARACTERS)
+        except ValueError as error:
+            return str(error)
+        tokenizer: Any = self.tokenizer  # its methods have too many types
+        if self.tokenizer.chat_template:
+            message = {"role": "user", "content": text}
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=not self.tokenizer.chat_template, verbose=False)["input_ids"]
+        longest = (self.max_positions or len(ids) + self.params.max_tokens) - self.params.max_tokens
+        return ids if len(ids) <= longest else f"the judge reads {longest} tokens, and was to read {len(ids)}"
+
+    def _read(self, result: GenerateResult) -> dict[str, object]:
+        try:
+            return score_at_end(str(self.tokenizer.decode(result.generations[0].token_ids, skip_special_tokens=True)))
+        except ValueError as error:
+            return {"error": str(error)}

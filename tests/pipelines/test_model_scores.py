@@ -1,0 +1,65 @@
+"""What the answers of reward models and judges make of a step's scores."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.config import load_config
+from distflow.data.batch import Batch
+from distflow.graph import NodeOutput
+from distflow.pipelines.nodes import add_model_scores
+from distflow.runtime.node_errors import TooManyErrors
+from distflow.training.engine import OneRank
+from tests.checks.batches import sampled_batch
+
+MODELS = "reward_model.models={critique: {path: builtin:tiny, judge: true, weight: 2}, helpful: {path: builtin:tiny}}"
+
+
+def add(*critique: float | str, keys: tuple[str, ...] = (), before: str | None = None) -> dict[str, Any]:
+    """The columns after a step of two groups of two, whose functions gave 1, and whose other model gave 10."""
+    needed = ("actor_rollout_ref.model.path=builtin:tiny", "data.train_files=builtin:arithmetic-rl")
+    config = load_config("grpo", [*needed, MODELS, *keys]).config
+    batch: Batch = sampled_batch()
+    batch["scores"], batch["valid"] = torch.ones(4), torch.tensor([before is None, True, True, True])
+    batch["reward_errors"], batch["reward_parts"] = [before, None, None, None], [{"math": 1.0} for _ in range(4)]
+    batch["reward_extra"] = [{"seen": i} for i in range(4)]
+    answers = [{"error": said} if isinstance(said, str) else {"score": said, "reason": "so"} for said in critique]
+    batch["said_by_critique"], batch["said_by_helpful"] = answers, [{"score": 10.0, "cut": 0}] * 4
+    output = add_model_scores(config)(batch, reduce=OneRank())
+    assert isinstance(output, NodeOutput) and isinstance(output.batch, dict)
+    return {**output.batch, "metrics": output.metrics}
+
+
+def test_a_score_is_the_weighted_sum_of_all_models() -> None:
+    found = add(0.5, 0.25, 1.0, 0.0)
+    assert found["scores"].tolist() == [12.0, 11.5, 13.0, 11.0] and found["valid"].all()
+    assert found["reward_parts"][1] == {"math": 1.0, "critique": 0.25, "helpful": 10.0}
+    assert found["reward_extra"][2] == {"seen": 2, "critique": "so"}
+    assert found["metrics"] == {"reward/errors/critique": 0.0, "reward/cut/helpful": 0.0}
+    assert found["token_level_scores"].sum(-1).tolist() == found["scores"].tolist()
+
+
+def test_a_group_with_too_few_scores_has_none() -> None:
+    found = add(0.5, "silent", 1.0, 0.0)
+    assert found["valid"].tolist() == [False, False, True, True]
+    assert found["reward_errors"] == ["a judge scored too few samples of its group", "critique: silent", None, None]
+    assert found["metrics"]["reward/errors/critique"] == 1.0
+
+
+def test_on_error_may_give_a_score_in_place_of_the_whole_sum() -> None:
+    found = add(0.5, "silent", 1.0, 0.0, keys=("reward.on_error={score: -3}",))
+    assert found["valid"].all() and found["scores"].tolist() == [12.0, -3.0, 13.0, 11.0]
+    assert found["reward_errors"] == [None, "critique: silent", None, None]
+
+
+def test_a_reward_error_stays_whatever_the_models_say() -> None:
+    found = add(0.5, 0.5, 1.0, 0.0, before="math: timed out")
+    assert found["valid"].tolist() == [False, True, True, True] and found["scores"].tolist()[:2] == [1.0, 12.0]
+    assert found["reward_errors"][0] == "math: timed out" and found["reward_parts"][0] == {"math": 1.0}
+
+
+def test_too_many_errors_end_the_run() -> None:
+    with pytest.raises(TooManyErrors, match=r"no score for 3 of 4 samples .*The first here said: critique: silent"):
+        add("silent", "silent", "mute", 1.0)
+    assert add("silent", "silent", "mute", 1.0, keys=("reward.max_error_rate=1",))["valid"].tolist() == [False] * 4
