@@ -14,7 +14,7 @@ from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
 from distflow.config.domain_settings import response_limit, temperatures
 from distflow.import_target import load
 from distflow.launch import build_engines
-from distflow.launch.hardware import choose_device, threads_of
+from distflow.launch.hardware import choose_device, choose_dtype, threads_of
 from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, rm_source, tokenizer_loader
 from distflow.models.cpu_kernels import build as native
 from distflow.rewards.pool.domain_pools import RewardSettings
@@ -86,7 +86,7 @@ def make_factories(
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype that models compute in; trained weights are always float32."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.actor_rollout_ref.model.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[choose_dtype(config)]
 
 
 def engine_dtype(config: Config) -> torch.dtype:
