@@ -321,6 +321,11 @@ PIPELINES: dict[str, BuiltinPipeline] = {
     ),
 }
 
+MODELS: dict[str, Entry] = {
+    "tiny-arithmetic": Entry("a llama of 0.8 M parameters with a character tokenizer for sums"),
+}
+"""What `builtin:NAME` means as a model's path. None has weights."""
+
 CURRICULA: dict[str, Entry] = {
     "learnability": Entry(
         "by the mean of p · (1 - p) over a domain's prompts, p being the share of right answers to one",

@@ -93,3 +93,14 @@ def test_labels_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--response-key" in capsys.readouterr().err
     assert main(["reward", "check", "length", *data[:5], "prompt"]) == 2
     assert "(--label-key) is neither true nor false" in capsys.readouterr().err
+
+
+def test_the_readmes_own_reward_has_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("problems.jsonl").write_text(text.partition("cat > problems.jsonl <<'END'\n")[2].partition("END\n")[0])
+    Path("my_reward.py").write_text(text.partition("# my_reward.py\n")[2].partition("```")[0])
+    status = main(["reward", "check", "my_reward.py", "--data", "problems.jsonl"])
+    assert status == 0, capsys.readouterr().out

@@ -29,7 +29,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a band that is none": ("grpo", ["data.skip_outside=[0.5,0.5]"], "data.skip_outside", ("no range within 0..1",)),
     "a band above 1": ("grpo", ["data.skip_outside=[0,8]"], "data.skip_outside", ("no range within 0..1",)),
     "a band without a number": ("grpo", ["data.pass_rate=[0.5,0.1]"], "data.pass_rate", ("holds no number",)),
-    "no model": ("sft", [f"~{MODEL}.path"], f"{MODEL}.path", ("no model", "builtin:NAME")),
+    "no model": ("sft", [f"~{MODEL}.path"], f"{MODEL}.path", ("no model", "builtin:tiny-arithmetic", "init=random")),
     "an empty model path": ("sft", [f"{MODEL}.path=''"], f"{MODEL}.path", ("no model",)),
     # unknown keys
     "a key misspelt": ("grpo", ["data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),

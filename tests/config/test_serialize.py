@@ -343,7 +343,7 @@ def test_defaults_are_those_that_were_settled():
         "data.shuffle": True,
         "data.seed": 1,
         "data.enable_thinking": False,
-        "actor_rollout_ref.model.dtype": "bfloat16",
+        "actor_rollout_ref.model.dtype": "auto",
         "actor_rollout_ref.model.trust_remote_code": False,
         "actor_rollout_ref.actor.strategy": "torch",
         "actor_rollout_ref.actor.clip_ratio": 0.2,

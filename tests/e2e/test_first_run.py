@@ -36,6 +36,7 @@ def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(
     told = [line for line in lines if line.startswith("made to fit: ")]
     assert [line.split()[3].partition("=")[0] for line in told] == [
         "reward.functions",
+        "actor_rollout_ref.model.dtype",
         "data.max_prompt_length",
         "data.max_response_length",
         "data.train_batch_size",

@@ -113,7 +113,7 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
     ],
 )
 def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(part: str, key: str) -> None:
-    keys = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray", f"{key}=true")
+    keys = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray", f"{key}=true", f"{MODEL}.dtype=bfloat16")
     engines = ("critic", "ref", "reward_model")
     factories = make_factories(config("ppo", *keys, "reward_model.model.path=scores"), ("actor", *engines), (), 1)
     spread = {name: factories[name].keywords["spread"] for name in ("policy", *engines)}  # type: ignore[attr-defined]  # partials

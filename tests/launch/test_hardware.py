@@ -1,10 +1,31 @@
-"""Memory that was freed costs no page fault when it is wanted again."""
+"""The dtype follows the device; memory that was freed costs no page fault when it is wanted again."""
 
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from distflow.config import load_config
+from distflow.launch.hardware import follow_device
+
+DTYPE = "actor_rollout_ref.model.dtype"
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "sft", "rm", "async_grpo"])
+def test_the_dtype_is_that_of_the_device_unless_it_is_chosen(preset: str) -> None:
+    """A Slurm job has GPUs, whatever this machine has."""
+    for keys, dtype in (
+        (("trainer.device=cpu",), "float32"),
+        (("trainer.launcher=slurm",), "bfloat16"),
+        (("trainer.launcher=slurm", "trainer.device=cpu"), "float32"),
+    ):
+        found = follow_device(load_config(preset, keys, complete=False))
+        assert found.config.actor_rollout_ref.model.dtype == dtype
+        assert f"{DTYPE}='{dtype}' instead of 'auto': the run is on a " in str(found.fitted[-1])
+        chosen = load_config(preset, [*keys, f"{DTYPE}=bfloat16"], complete=False)
+        assert follow_device(chosen) is chosen
+
 
 TWICE = """
 import resource

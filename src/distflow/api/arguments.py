@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from distflow.config import Config, Loaded, pipeline_name
-from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.declare import dotted
 from distflow.config.keys.schema import schema_keys
@@ -22,7 +22,6 @@ Reward: TypeAlias = Callable[..., object]
 # What the config names while it is checked, before anything is written.
 _ROWS_TO_COME = "builtin:arithmetic-rl"
 _REWARD_TO_COME = "distflow.rewards.math.reward"
-_HERE = "given in Python"
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
 
 
@@ -141,8 +140,8 @@ class PythonInputs:
             config = replace(config, custom_reward_function=custom)
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
         # Overrides were read as lines of a command line, but there is none.
-        origins = {key: _HERE if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
-        origins |= dict.fromkeys(keys, _HERE)
+        origins = {key: IN_PYTHON if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
+        origins |= dict.fromkeys(keys, IN_PYTHON)
         return replace(loaded, config=config, origins=origins)
 
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:

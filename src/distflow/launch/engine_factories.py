@@ -15,7 +15,7 @@ from distflow.config.domain_settings import response_limit, temperatures
 from distflow.config.keys.reward import scoring_models
 from distflow.import_target import load
 from distflow.launch import build_engines
-from distflow.launch.hardware import choose_device, threads_of
+from distflow.launch.hardware import choose_device, choose_dtype, threads_of
 from distflow.launch.model_sources import (
     blaming,
     check_engines,
@@ -109,7 +109,7 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype that models compute in; trained weights are always float32."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.actor_rollout_ref.model.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[choose_dtype(config)]
 
 
 def engine_dtype(config: Config) -> torch.dtype:

@@ -57,6 +57,21 @@ def choose_device(config: Config) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 
+def choose_dtype(config: Config) -> str:
+    """The dtype that `model.dtype` means on the run's device: most CPUs are slow in bfloat16."""
+    wanted = config.actor_rollout_ref.model.dtype
+    return wanted if wanted != "auto" else "float32" if choose_device(config).type == "cpu" else "bfloat16"
+
+
+def follow_device(loaded: Loaded) -> Loaded:
+    """The config with that dtype in place of `auto`."""
+    dtype, device = choose_dtype(loaded.config), choose_device(loaded.config).type
+    if dtype == loaded.config.actor_rollout_ref.model.dtype:
+        return loaded
+    why = f"the run is on a {'CPU' if device == 'cpu' else 'GPU'}"
+    return with_changes(loaded, [("actor_rollout_ref.model.dtype", dtype, why)])
+
+
 def refuse_offload_here(config: Config, device: torch.device) -> None:
     """Raises UserError for a key that offloads to the host's memory where the device is the host."""
     if device.type == "cpu" and (keys := offload_keys(config)):

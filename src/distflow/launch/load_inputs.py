@@ -17,7 +17,7 @@ from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
-from distflow.launch.hardware import make_process_ready
+from distflow.launch.hardware import follow_device, make_process_ready
 from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
@@ -134,9 +134,10 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """Check the parts that the config chooses by name, and set `dag.generates` to false for a user's pipeline that
-    generates nothing. Raises UserError for a part that cannot work, ConfigError where other keys contradict the
-    pipeline."""
+    """Check the parts that the config chooses by name, set `model.dtype` for the device, and `dag.generates` to false
+    for a user's pipeline that generates nothing. Raises UserError for a part that cannot work, ConfigError where other
+    keys contradict the pipeline."""
+    loaded = follow_device(loaded)
     config = loaded.config
     make_process_ready(config)  # before a user's module can start threads
     import_user_modules(config)

@@ -12,7 +12,7 @@ from distflow.errors import hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.hardware import threads_of
+from distflow.launch.hardware import choose_device, threads_of
 from distflow.launch.load_inputs import Data, Reading
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.planning.threads import own_cores
@@ -62,6 +62,8 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             f"note: trainer.num_threads={trainer}{beside}, and this process has {cores} cores: threads will "
             "wait for one another"
         )
+    if choose_device(config).type == "cpu" and config.actor_rollout_ref.model.dtype == "bfloat16":
+        yield "note: most CPUs are much slower in bfloat16: actor_rollout_ref.model.dtype=auto is float32 here"
     staleness = config.async_.max_staleness if is_rl(config) else 0
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"

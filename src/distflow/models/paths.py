@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distflow.builtin_names import MODELS
 from distflow.config.compose.check_paths import model_fault
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import read_object, unreadable
@@ -36,9 +37,8 @@ def resolve_path(path: str | Path) -> str:
     text = str(path)
     if text.startswith(BUILTIN_PREFIX):
         name = text.removeprefix(BUILTIN_PREFIX)
-        known = sorted(file.parent.name for file in BUILTIN_FOLDER.glob("*/config.json"))
-        if name not in known:
-            raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(known) or 'none'}")
+        if name not in MODELS:
+            raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(MODELS)}")
         return str(BUILTIN_FOLDER / name)
     if text.startswith(PACKAGE_PREFIX):
         name = text.removeprefix(PACKAGE_PREFIX)  # of an installed Python package, which is not imported

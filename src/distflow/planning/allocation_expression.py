@@ -206,7 +206,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
     require_engines(allocation)
     said = [*_devices(allocation, loaded), *_engines(allocation, loaded.config)]
     changes = [
-        (key, value, f"{KEY} says so") for key, there, value in said if there != value and is_free(key, loaded.origins)
+        (key, value, f"{KEY} says so") for key, there, value in said if there != value and is_free(loaded.origins, key)
     ]
     return with_changes(loaded, changes)
 
@@ -240,7 +240,7 @@ def _devices(allocation: Allocation, loaded: Loaded) -> Iterator[tuple[str, obje
     """Machines and devices of each; a number that was set stays if it divides the devices."""
     nodes, devices = loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node
     total = allocation.num_devices
-    if is_free(_DEVICES, loaded.origins) and total % nodes == 0:
+    if is_free(loaded.origins, _DEVICES) and total % nodes == 0:
         yield _DEVICES, devices, total // nodes
-    elif is_free(_NODES, loaded.origins) and total % devices == 0:
+    elif is_free(loaded.origins, _NODES) and total % devices == 0:
         yield _NODES, nodes, total // devices

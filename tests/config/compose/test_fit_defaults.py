@@ -1,10 +1,15 @@
 """Defaults that cannot work become smaller, and say so; what somebody chose is refused with its fix."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from distflow.config import Config, ConfigError, Loaded, RunLimits, fit_to, flatten, load_config, to_yaml
+from distflow.config.compose.fit_defaults import fit
+from distflow.config.compose.origins import COMMAND_LINE, preset_names
+from distflow.config.keys.schema import with_values
+from distflow.config.rules.check import find_problems, find_size_problems
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
@@ -36,6 +41,7 @@ FITS = [
     ("dapo", [f"{RESPONSE}=1024"], None, None, {ZONE: 256}),
     ("dapo", [], None, 1536, {PROMPT: 512, RESPONSE: 1024, ZONE: 256}),
     ("sft", [], None, 512, {PROMPT: 170, RESPONSE: 342}),
+    ("dapo", [f"{RESPONSE}=1"], None, None, {ZONE: 0}),
 ]
 
 
@@ -84,6 +90,43 @@ def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> No
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ntrainer: {total_training_steps: 5}\n")
     with pytest.raises(ConfigError, match="rises for 50 of 10 optimizer steps"):
         load(str(tmp_path / "mine.yaml"))
+
+
+def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> None:
+    """A smoke test of a real config: few steps, a small batch."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "defaults: [grpo, _self_]\ndata: {train_batch_size: 64}\nreward: {overlong: {buffer_tokens: 512}}\n"
+        "actor_rollout_ref: {actor: {ppo_mini_batch_size: 32, optim: {lr_warmup_steps: 5}}}\n"
+    )
+    lines = {"trainer.total_training_steps=2": {WARM_UP: 0}, f"{BATCH}=8": {MINI: 8}, f"{RESPONSE}=100": {ZONE: 25}}
+    for line, becomes in lines.items():
+        assert fitted(load(str(file), line)) == becomes
+    assert fitted(load(str(file), "data.train_max_samples=6")) == {BATCH: 6, MINI: 6}
+    with pytest.raises(ConfigError, match="rises for 5 of 2 optimizer steps"):
+        load(str(file), f"{WARM_UP}=5", f"{BATCH}=32", "trainer.total_training_steps=2")
+
+
+@pytest.mark.slow
+def test_no_default_is_refused_for_a_size_that_somebody_chose() -> None:
+    """Any two sizes on any preset: what is refused names a key of theirs."""
+    sizes = {BATCH: 6, MINI: 5, RESPONSE: 1, "trainer.total_training_steps": 1, "trainer.critic_warmup": 3,
+             "critic.ppo_mini_batch_size": 7, "data.train_max_samples": 2, WARM_UP: 4, ZONE: 9,
+             "trainer.total_epochs": 1, "actor_rollout_ref.rollout.n": 2, "async.max_staleness": 1}  # fmt: skip
+    data = {"data.train_files": ("t.jsonl",), f"{MODEL}.path": "m"}
+    for preset in preset_names():
+        base = load_config(preset, complete=False)
+        for chosen in combinations(sizes, 2):
+            origins = {**base.origins, **dict.fromkeys(chosen, COMMAND_LINE)}
+            given = {key: sizes[key] for key in chosen} | (data if not base.config.data.domains else {})
+            config = fit(with_values(base.config, given), origins, RunLimits())[0]
+            problems = find_problems(config, origins, set(), complete=False)
+            problems = problems or find_size_problems(fit(config, origins, ROOM)[0], origins, ROOM)
+            for problem in problems:
+                assert COMMAND_LINE in dict(problem.places).values(), (preset, chosen, str(problem))
+
+
+ROOM = RunLimits(rows=10, context=40)
 
 
 def test_the_changes_are_told_with_both_values_and_why() -> None:

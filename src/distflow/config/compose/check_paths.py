@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from distflow.builtin_names import HUB_DATA
+from distflow.builtin_names import HUB_DATA, MODELS
 from distflow.config.derived_settings import functions_of_pipeline, is_rl, may_have_critic
 from distflow.config.domain_settings import train_files, val_files
 from distflow.config.keys.schema import Config
@@ -63,6 +63,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     models.append(("reward_model.model.path", config.reward_model.model.path))
     models += [("reward_model.models", model.path) for model in config.reward_model.models.values()]
     yield from ((key, path, model_fault) for key, path in models if path)
+    if model.path and model.init != "random":
+        yield f"{_MODEL}.path", model.path, _builtin_fault
     for key, files in (val_files(config) | train_files(config)).items():
         yield from ((key, file, data_fault) for file in files if file.strip())
     custom = config.custom_reward_function
@@ -115,6 +117,16 @@ def model_fault(text: str) -> tuple[str, str] | None:
     if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
         return missing_path(path)
     return None
+
+
+def _builtin_fault(text: str) -> tuple[str, str] | None:
+    """The check of a model whose weights are to be loaded."""
+    prefix, _, name = text.rpartition(":")
+    if prefix != "builtin":
+        return None
+    if name not in MODELS:
+        return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
+    return "a built-in model has no weights", f"set {_MODEL}.init=random, for fresh ones by trainer.seed"
 
 
 def _is_cached(hub_id: str) -> bool:

@@ -3,10 +3,11 @@ were set stay, for the rules to check."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config import derived_settings
-from distflow.config.compose.origins import is_preset
+from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, is_preset
 from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, schema_keys, with_values
@@ -15,8 +16,8 @@ from distflow.config.serialize import flatten, show_value
 
 _DEFAULT = "default"
 
-IsFree = Callable[[str], bool]
-"""Whether a key has its default, or the value of a preset of the package."""
+IsFree = Callable[..., bool]
+"""(key, *limits): whether nobody chose the value of the key, see `is_free`."""
 Change = tuple[str, object, str]
 """A key, the value that fits, and why."""
 
@@ -38,7 +39,7 @@ def fit(config: Config, origins: Mapping[str, str], room: derived_settings.RunLi
     """The config with every default reduced that does not fit the limits, and the changes. Deterministic."""
     changes = []
     for step in _STEPS:
-        if wanted := list(step(config, lambda key: is_free(key, origins), room)):
+        if wanted := list(step(config, partial(is_free, origins), room)):
             config, made = apply_changes(config, wanted)
             changes += made
     return config, changes
@@ -53,10 +54,13 @@ def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, li
     return with_values(config, {fitted.key: values[fitted.key] for fitted in made}), made
 
 
-def is_free(key: str, origins: Mapping[str, str]) -> bool:
-    """Whether a key has its default, or the value of a preset of the package."""
+def is_free(origins: Mapping[str, str], key: str, *limits: str) -> bool:
+    """Whether a key has its default, or the value of a preset of the package; or that of a file, where one of `limits`
+    was set on top of files: on the command line or in Python."""
     origin = where(key, origins)
-    return origin == "default" or is_preset(origin)
+    is_typed = (COMMAND_LINE, IN_PYTHON)
+    on_top = origin not in is_typed and any(where(limit, origins) in is_typed for limit in limits)
+    return origin == "default" or is_preset(origin) or on_top
 
 
 def _domains(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
@@ -104,8 +108,12 @@ def _lengths(config: Config, is_free: IsFree, room: derived_settings.RunLimits) 
 
 def _overlong_zone(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     limit, key = config.data.max_response_length, "reward.overlong.buffer_tokens"
-    if derived_settings.is_rl(config) and config.reward.overlong.buffer_tokens >= limit > 1 and is_free(key):
-        yield key, max(limit // 4, 1), f"a response has at most {limit} tokens"
+    if (
+        derived_settings.is_rl(config)
+        and config.reward.overlong.buffer_tokens >= limit > 0
+        and is_free(key, "data.max_response_length")
+    ):
+        yield key, max(limit // 4, min(limit - 1, 1)), f"a response has at most {limit} tokens"
 
 
 def _batch(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
@@ -114,7 +122,7 @@ def _batch(config: Config, is_free: IsFree, room: derived_settings.RunLimits) ->
         (config.data.train_max_samples, "data.train_max_samples allows no more rows"),
         (room.rows or 0, f"there are {room.rows} rows to train on"),
     ):
-        if 0 < rows < batch and is_free(key):
+        if 0 < rows < batch and is_free(key, "data.train_max_samples"):
             batch = rows
             yield key, rows, why
 
@@ -122,7 +130,7 @@ def _batch(config: Config, is_free: IsFree, room: derived_settings.RunLimits) ->
 def _mini_batches(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     batch = config.data.train_batch_size
     for key, size in derived_settings.mini_batch_sizes(config):
-        if size > batch > 0 and is_free(key):
+        if size > batch > 0 and is_free(key, "data.train_batch_size", "data.train_max_samples"):
             yield key, batch, f"a batch has {batch} prompts"
 
 
@@ -131,11 +139,11 @@ def _warm_ups(config: Config, is_free: IsFree, room: derived_settings.RunLimits)
     steps = derived_settings.run_steps(config, room)
     if steps is None:
         return
-    key = "trainer.critic_warmup"
-    if derived_settings.may_have_critic(config) and config.trainer.critic_warmup >= steps and is_free(key):
+    key, lengths = "trainer.critic_warmup", ("trainer.total_training_steps", "trainer.total_epochs")
+    if derived_settings.may_have_critic(config) and config.trainer.critic_warmup >= steps and is_free(key, *lengths):
         yield key, steps // 10, f"the run has {count(steps, 'step')}"
     for key, warmup, updates in derived_settings.learning_rate_warm_ups(config, steps):
-        if warmup >= updates > 0 and is_free(key):
+        if warmup >= updates > 0 and is_free(key, *lengths):
             yield key, updates // 10, f"the run has {count(updates, 'optimizer step')}"
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.fit_defaults import Change, Fitted, apply_changes, fit
-from distflow.config.compose.origins import COMMAND_LINE, Setting, display, settings_of_value
+from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, Setting, display, settings_of_value
 from distflow.config.compose.unknown_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
@@ -159,9 +159,7 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
 
     judge: False only reads the values, e.g. of a finished run whose files may be gone.
     """
-    settings = [
-        setting for name, value in values.items() for setting in settings_of_value(str(name), value, "given in Python")
-    ]
+    settings = [setting for name, value in values.items() for setting in settings_of_value(str(name), value, IN_PYTHON)]
     problems = judge_settings(settings, values)[0]
     return _finish(values, _origins(settings, []), problems, judge).config
 

@@ -12,7 +12,7 @@ from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import Problem
 from distflow.untrusted_files import MAX_YAML_BYTES, check_aliases, read_file
 
-COMMAND_LINE = "command line"
+COMMAND_LINE, IN_PYTHON = "command line", "given in Python"
 PRESETS = Path(__file__).parents[1] / "presets"
 
 

@@ -33,7 +33,9 @@ class ModelConfig:
     init: str = key(
         "pretrained", "random: fresh weights by trainer.seed from config.json", choices=("pretrained", "random")
     )
-    dtype: str = key("bfloat16", "dtype to compute in", choices=DTYPES)
+    dtype: str = key(
+        "auto", "dtype to compute in; auto is float32 on a CPU, bfloat16 on a GPU", choices=("auto", *DTYPES)
+    )
     enable_gradient_checkpointing: bool = key(False, "recompute activations in backward instead of storing them")
     lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0)
     lora_alpha: float = key(16, "scale of the adapters, divided by the rank", above=0)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from distflow.builtin_names import ROLLOUT_ENGINES
+from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
 from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, may_have_critic, reads_pairs
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig
 from distflow.config.keys.schema import Config
@@ -18,7 +18,8 @@ def model_source(config: Config) -> Iterator[Finding]:
     """There is a model, and its weights have one source."""
     model = config.actor_rollout_ref.model
     if not model.path:
-        advice = f"set {MODEL}.path to a folder, a hub id or builtin:NAME"
+        ours = " or ".join(f"builtin:{name}" for name in MODELS)
+        advice = f"set {MODEL}.path to a folder, a hub id, or {ours} with {MODEL}.init=random"
         yield Finding((f"{MODEL}.path",), "there is no model to train", advice, missing=True)
     if model.gguf_file is not None and model.init == "random":
         yield Finding(

@@ -44,7 +44,7 @@ def normalisations(config: Config) -> Iterator[Finding]:
     norm = config.algorithm.reward_norm
     if "group" in (norm.mean_level, norm.std_level) and size == 1 and is_rl(config):
         yield Finding(
-            (f"{ROLLOUT}.n", f"{_REWARD_NORM}.mean_level"),
+            (f"{ROLLOUT}.n", f"{_REWARD_NORM}.{'mean' if norm.mean_level == 'group' else 'std'}_level"),
             "rewards are compared within a prompt, and there is only one sample of each",
             f"set {ROLLOUT}.n=8, or the levels of {_REWARD_NORM} to batch",
         )
@@ -68,7 +68,7 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
         return
     if is_on(config.algorithm.reward_norm) and (estimator.needs_group or name == "remax"):
         yield Finding(
-            (f"{_REWARD_NORM}.mean_level", _ESTIMATOR),
+            (f"{_REWARD_NORM}.{'mean' if config.algorithm.reward_norm.mean_level else 'std'}_level", _ESTIMATOR),
             f"{name} compares raw rewards",
             f"set {_ESTIMATOR}=reinforce (with gamma=1 every token gets the normalised reward), or gae, "
             f"or remove {_REWARD_NORM}",
@@ -82,7 +82,9 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
     if is_on(config.algorithm.adv_norm) and estimator.whitens:
         what = f"{name} already whitens its advantages over the batch"
         yield Finding(
-            (f"{_ADV_NORM}.mean_level", _ESTIMATOR), what, f"set {_ESTIMATOR}=reinforce, or remove {_ADV_NORM}"
+            (f"{_ADV_NORM}.{'mean' if config.algorithm.adv_norm.mean_level else 'std'}_level", _ESTIMATOR),
+            what,
+            f"set {_ESTIMATOR}=reinforce, or remove {_ADV_NORM}",
         )
 
 

@@ -189,7 +189,7 @@ def warm_ups(config: Config, room: derived_settings.RunLimits) -> Iterator[Findi
         )
         return
     for key, warmup, updates in derived_settings.learning_rate_warm_ups(config, steps):
-        if warmup >= updates:
+        if warmup >= updates > 0:
             yield Finding(
                 (key, length),
                 f"the learning rate rises for {warmup} of {updates} optimizer steps and never gets to lr",
