@@ -25,6 +25,7 @@ from distflow.errors import UserError
 from distflow.launch.make_spec import Say
 from distflow.launch.run_setup import Start, done_before, model_line, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
+from distflow.observe.writing.progress import lasting
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
@@ -82,7 +83,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def build(self, say: Callable[[str], None]) -> list[str]:
         """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
-        with with_resume_hint(self._spec):
+        number = len(self._workers)
+        with with_resume_hint(self._spec), lasting(say, f"starting {number} workers and loading their models"):
             reports: list[BuildReport] = self._all([worker.build.remote() for worker in self._workers])
         for rank, report in enumerate(reports):
             if report.version != __version__:
