@@ -9,12 +9,13 @@ from distflow import __version__
 from distflow.launch.initial_policy import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_metrics
-from distflow.observe.report.build import write_report
+from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.files import by_age
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
@@ -111,8 +112,10 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
 
 def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
     """The outcome of a run that has ended; writes its report, which says how it ended."""
-    report = write_report(spec.run_dir)
-    return Outcome(steps, signal, stopped, report, *accuracies(read_metrics(spec.run_dir)))
+    data = report_data(spec.run_dir)
+    report, found = write_report(spec.run_dir, data), accuracies(read_metrics(spec.run_dir))
+    saved = by_age(spec.run_dir / CHECKPOINTS)[-1:]
+    return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved[0] if saved else None)
 
 
 def model_line(spec: Spec, num_parameters: int) -> str:

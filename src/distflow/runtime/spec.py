@@ -134,7 +134,7 @@ class RunOptions:
 @dataclass(frozen=True)
 class Outcome:
     """steps: consumed in all. signal: the number of the signal that asked the run to end, None if none came. stopped:
-    by it, before the end. report: the run's report.
+    by it, before the end. report: the run's report. judgements: its first ones. saved: the newest checkpoint.
 
     accuracy_before, accuracy_after: on validation problems, before the first step and at the end, if measured.
     """
@@ -145,6 +145,19 @@ class Outcome:
     report: Path
     accuracy_before: float | None
     accuracy_after: float | None
+    judgements: tuple[str, ...] = ()
+    saved: Path | None = None
+
+    def lines(self) -> list[str]:
+        """The result of the run, for people."""
+        accuracies = {"before": self.accuracy_before, "after": self.accuracy_after}
+        known = {name: value for name, value in accuracies.items() if value is not None}
+        return [
+            *self.judgements,
+            *(f"accuracy {name} RL: {value:.2f}" for name, value in known.items() if len(known) == 2),
+            f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}",
+            f"report: {self.report}",
+        ]
 
 
 @dataclass(frozen=True)

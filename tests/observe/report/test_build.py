@@ -121,7 +121,11 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
         ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
         (["finished"], True, "The reward"),
         (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there."),
-        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step has no checkpoint."),
+        (
+            ["stopped"],
+            False,
+            "It was stopped by SIGTERM after 3 of 9 steps; no checkpoint was saved, so the same command starts again.",
+        ),
         (["failed"], False, "It failed after 3 of 9 steps:"),
     ],
 )
