@@ -23,7 +23,7 @@ from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor
 from distflow.errors import UserError
 from distflow.launch.make_spec import Say
-from distflow.launch.run_setup import Start, done_before, model_line, outcome_of
+from distflow.launch.run_setup import Start, done_before, model_lines, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.progress import lasting
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts
@@ -95,7 +95,9 @@ class RayRun(AbstractContextManager["RayRun"]):
         devices = Counter(report.device for report in reports)
         say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
         leader = reports[self._leader]
-        say(model_line(self._spec, leader.num_parameters))
+        num_critic = max(report.num_critic for report in reports)  # not every worker trains it
+        for line in model_lines(self._spec, leader.num_parameters, leader.num_trained, num_critic):
+            say(line)
         facts = {**self._spec.facts, **leader.facts}
         return check_same_facts(self._start.checkpoint, self._spec, facts) if self._start.checkpoint else []
 

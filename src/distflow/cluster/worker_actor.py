@@ -40,6 +40,8 @@ class BuildReport:
     device: str
     facts: dict[str, object]
     num_parameters: int
+    num_trained: int
+    num_critic: int
 
 
 class WorkerActor:
@@ -83,7 +85,9 @@ class WorkerActor:
             actors = self._reward_actors
             start_pool = partial(RewardActorPool, actors) if actors else take_pool
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
-        return BuildReport(__version__, device, dict(self._resources.facts), self._resources.num_parameters)
+        found = self._resources
+        sizes = found.num_parameters, found.num_trained, found.num_critic
+        return BuildReport(__version__, device, dict(found.facts), *sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.

@@ -92,7 +92,8 @@ def _build(spec: Spec, start: run_setup.Start, say: Callable[[str], None]) -> _B
     fault_injection.arm(0)
     with lasting(say, "loading the models"):
         resources = build_resources(spec.factories, spec.plan.ranks[0])
-    say(run_setup.model_line(spec, resources.num_parameters))
+    for line in run_setup.model_lines(spec, resources.num_parameters, resources.num_trained, resources.num_critic):
+        say(line)
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
     return _Built(spec, start, resources, differences, say)

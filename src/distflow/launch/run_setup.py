@@ -118,8 +118,15 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
     return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved[0] if saved else None)
 
 
-def model_line(spec: Spec, num_parameters: int) -> str:
-    return f"model: {spec.description['model']}, {num_parameters:,} parameters"
+def model_lines(spec: Spec, num_parameters: int, num_trained: int, num_critic: int) -> list[str]:
+    """The models of the run, and what of them is trained."""
+    config, line = spec.config, f"model: {spec.description['model']}, {num_parameters:,} parameters"
+    if rank := config.actor_rollout_ref.model.lora_rank:
+        line += f"; LoRA of rank {rank} trains {num_trained:,} of them ({num_trained / num_parameters:.2%})"
+    if not num_critic:
+        return [line]
+    optim, name = config.critic.optim, config.critic.model.path or spec.description["model"]
+    return [line, f"critic: {name}, {num_critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
 
 
 def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:

@@ -81,16 +81,6 @@ def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
     return {line: values[name] for line, name in present.items() if name is not None}
 
 
-def phase_speeds(values: Mapping[str, float]) -> dict[str, float]:
-    """Tokens per second of each phase that has a rate of its own."""
-    start = "throughput/"
-    return {
-        name.removeprefix(start): n
-        for name, n in values.items()
-        if name.startswith(start) and "tokens_per_s" not in name
-    }
-
-
 def nest(values: Mapping[str, float]) -> Nested:
     """{"actor/loss": 1.0} → {"actor": {"loss": 1.0}}; `flatten` gives back exactly what went in."""
     root: Nested = {}

@@ -24,13 +24,16 @@ from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 class Resources:
     """Engines and services that the plan does not assign to this worker are None and were never built.
 
-    stop_token_ids: tokens that end a response. facts, num_parameters: of the model as it was loaded.
+    stop_token_ids: tokens that end a response. facts, num_parameters: of the model as it was loaded. num_trained: of
+    these, those that training changes. num_critic: parameters of the critic, 0 without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     facts: Mapping[str, object]
     num_parameters: int
+    num_trained: int = 0
+    num_critic: int = 0
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
@@ -65,11 +68,14 @@ def build_resources(
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
     parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
+    critic = getattr(parts.get("critic"), "model", None)  # of an engine that shows it
     return Resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
         facts=facts,
         num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        num_trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        num_critic=sum(p.numel() for p in critic.parameters()) if isinstance(critic, nn.Module) else 0,
         **parts,
     )
 

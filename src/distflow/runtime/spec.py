@@ -150,11 +150,11 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """The result of the run, for people."""
-        accuracies = {"before": self.accuracy_before, "after": self.accuracy_after}
-        known = {name: value for name, value in accuracies.items() if value is not None}
+        before, after, lines = self.accuracy_before, self.accuracy_after, list(self.judgements)
+        if before is not None and after is not None:
+            lines += [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}"]
         return [
-            *self.judgements,
-            *(f"accuracy {name} RL: {value:.2f}" for name, value in known.items() if len(known) == 2),
+            *lines,
             f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}",
             f"report: {self.report}",
         ]

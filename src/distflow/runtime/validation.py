@@ -47,8 +47,7 @@ class Validator:
 
     @property
     def num_responses(self) -> int:
-        kinds = [(own, each) for own in self.sets for each in ((own.greedy, 1), (own.sampled, own.num_samples))]
-        return sum(len(own.rows) * number for own, (params, number) in kinds if params is not None)
+        return sum(len(s.rows) * ((s.greedy is not None) + s.num_samples * (s.sampled is not None)) for s in self.sets)
 
     async def run(self, step: int, part: int = 0, num_parts: int = 1) -> ValidationResults:
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""

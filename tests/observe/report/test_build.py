@@ -144,6 +144,9 @@ def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: b
             run.event("end", f"the run {status}", step=3, status=status)
     data = report_data(tmp_path)
     assert data["sentences"][0]["text"].startswith(words)
+    assert 1 <= len(data["judgements"]) <= 3 and "audited" not in "".join(data["judgements"])
+    shown = [f"{sentence['text']} {sentence['advice']}".rstrip() for sentence in data["sentences"]]
+    assert data["judgements"] == shown[: len(data["judgements"])]
     assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
     assert not data["problems"], "what it failed of is reported once"
 

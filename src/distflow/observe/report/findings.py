@@ -100,13 +100,10 @@ class LiveFindings:
         recent = dict(self._steps)
         if len(recent) < MANY_STEPS:
             return []
-        found = {
-            "learning": constant_reward(recent, self._config) or no_update(recent),
-            "truncation": truncation(recent, self._config),
-        }
-        new = {name: each for name, each in found.items() if each and each.tone == "bad" and name not in self._reported}
-        self._reported |= new.keys()
-        return [f"steps {min(recent)} to {step}: {each.text} {each.advice}".rstrip() for each in new.values()]
+        found = constant_reward(recent, self._config) or no_update(recent), truncation(recent, self._config)
+        new = [each for each in found if each and each.tone == "bad" and each.advice not in self._reported]
+        self._reported |= {each.advice for each in new}
+        return [f"steps {min(recent)} to {step}: {each.text} {each.advice}".rstrip() for each in new]
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from distflow.observe.metrics import Headline, headlines, phase_speeds
+from distflow.observe.metrics import Headline, headlines
 from distflow.observe.sanitize import SanitizedStream, TerminalOutput, escape_control
 from distflow.observe.writing.sparkline import WIDTH, Curve, sparkline
 
@@ -337,10 +337,9 @@ class Panel:
         return [_row("time", f"{step_s:.1f} s a step: {' · '.join(shares)}")] if shares else []
 
     def _speeds(self) -> list[RenderableType]:
-        speeds = phase_speeds(self.values)
-        return (
-            [_row("tokens/s", " · ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()))] if speeds else []
-        )
+        rates = [(name.removeprefix("throughput/"), n) for name, n in self.values.items() if "throughput/" in name]
+        speeds = [f"{name} {speed:,.0f}" for name, speed in rates if name != "tokens_per_s"]
+        return [_row("tokens/s", " · ".join(speeds))] if speeds else []
 
 
 def duration(seconds: float) -> str:
