@@ -150,14 +150,11 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """The result of the run, for people."""
-        before, after, lines = self.accuracy_before, self.accuracy_after, list(self.judgements)
+        lines = [*self.judgements, f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}"]
+        before, after = self.accuracy_before, self.accuracy_after
         if before is not None and after is not None:
             lines += [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}"]
-        return [
-            *lines,
-            f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}",
-            f"report: {self.report}",
-        ]
+        return [*lines, f"report: {self.report}"]
 
 
 @dataclass(frozen=True)
