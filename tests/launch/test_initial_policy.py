@@ -1,5 +1,6 @@
 """A run's folder, or a checkpoint's, where a model is wanted: trained from, evaluated, exported."""
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -162,12 +163,13 @@ def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
     out = capsys.readouterr().out
     assert f"critic: {ground.folder}/critic, {size:,} parameters; adamw, learning rate 0.0002" in out
     assert "value loss" in out and "LoRA" not in out
-    last = out.splitlines()[-4:]
-    assert last[-2:] == [
+    lines = out.splitlines()
+    assert lines[-2:] == [
         f"saved: {ground.folder}/said-ppo/checkpoints/step-000001",
         f"report: {ground.folder}/said-ppo/report.html",
     ]
-    assert any("too few measurements to say whether it learned" in line for line in last[:2]), last
+    report = (ground.folder / "said-ppo" / "report.html").read_text()
+    assert "too few measurements to say whether it learned" in lines[-5] and html.escape(lines[-5]) in report
 
 
 def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor
 from distflow.errors import UserError
-from distflow.launch.make_spec import Say
 from distflow.launch.run_setup import Start, done_before, model_lines, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.progress import lasting
@@ -36,6 +35,7 @@ from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.weight_sync.buckets import remove_weights
 
 _LOOKS_EVERY_S = 0.5
+Say = Callable[[str], None]
 _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
 
 

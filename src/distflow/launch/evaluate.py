@@ -30,8 +30,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         raise UserError("nothing to evaluate on: set data.val_files")
     rank, pipeline = spec.plan.ranks[0], spec.pipeline()
     own_device(rank.device)  # of a worker, where the config is that of a cluster
-    with lasting(say, "loading the models"):
-        resources = build_resources(spec.factories, rank)
+    resources = build_resources(spec.factories, rank, say=say)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:

@@ -15,7 +15,6 @@ from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import finish_moving, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
-from distflow.runtime.checkpoint.files import by_age
 from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
@@ -23,6 +22,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     done_message,
     find_checkpoint,
     is_done,
+    newest_checkpoint,
     remaining_plan,
     resumes_here,
 )
@@ -114,8 +114,8 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
     """The outcome of a run that has ended; writes its report, which says how it ended."""
     data = report_data(spec.run_dir)
     report, found = write_report(spec.run_dir, data), accuracies(read_metrics(spec.run_dir))
-    saved = by_age(spec.run_dir / CHECKPOINTS)[-1:]
-    return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved[0] if saved else None)
+    saved = newest_checkpoint(spec.run_dir)
+    return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)
 
 
 def model_lines(spec: Spec, num_parameters: int, num_trained: int, num_critic: int) -> list[str]:

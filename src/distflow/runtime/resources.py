@@ -3,7 +3,7 @@ engines are in host memory while another one runs."""
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from distflow.models.sharding import whole
+from distflow.observe.writing.progress import lasting
 from distflow.planning.plan import RankPlan
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
@@ -58,16 +59,18 @@ def build_resources(
     collective: Collective | None = None,
     mesh: DeviceMesh | None = None,
     start_pool: StartPool = take_pool,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
     """collective: of the ranks that train together. mesh: of the same ranks, if their weights are to be sharded.
-    start_pool: starts the pool of reward functions.
+    start_pool: starts the pool of reward functions. say: called with how long it takes, where that is long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
     get = Get(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
-    policy: nn.Module = get("policy")
-    facts = {"model_fingerprint": _fingerprint(policy)}
-    parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
+    with lasting(say, "loading the models"):
+        policy: nn.Module = get("policy")
+        facts = {"model_fingerprint": _fingerprint(policy)}
+        parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
     critic = getattr(parts.get("critic"), "model", None)  # of an engine that shows it
     return Resources(
         tokenizer=get("tokenizer"),

@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 
 from distflow.observe.writing.terminal import duration
 
-FIRST_S, MOST_S = 10.0, 60.0
-"""After which time the first line comes, and the longest time between two."""
+FIRST_S, MOST_S = 10.0, 60.0  # until the first line, and between two
 
 
 @contextmanager
