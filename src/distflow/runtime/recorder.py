@@ -187,7 +187,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder = RunFolder(spec.run_dir, restart, resumed_at, process.part)
         self.view = view or make_view(spec, total_steps)
         config = to_dict(spec.config)
-        self._findings = LiveFindings(config)
+        self._findings = LiveFindings(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
             TrackedRun(spec.run_dir, options.project, options.experiment, config),
