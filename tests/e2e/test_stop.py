@@ -64,6 +64,7 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     (ground.folder / "hold").unlink()
     assert run.status() == 128 + number, run.said()
     assert f"{number.name}: finishing this step, saving, then leaving" in run.said()
+    assert f"stopped by {number.name} after" in run.said() and "the same command resumes from there" in run.said()
     assert end_event(ground.folder / "stopped") == "stopped"
     assert not any(is_alive(pid) for pid in children)
     stopped = Left(ground.folder / "stopped")
@@ -85,6 +86,8 @@ def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -
     assert run.status() == 130
     assert "not saving (trainer.save_freq is off)" in run.said()
     assert not (ground.folder / "unsaved" / "checkpoints").exists()
+    assert "no checkpoint was saved, so the same command starts again" in run.said()
+    assert "saved: no checkpoint (trainer.save_freq)" in run.said()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

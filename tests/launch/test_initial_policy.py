@@ -1,5 +1,6 @@
 """A run's folder, or a checkpoint's, where a model is wanted: trained from, evaluated, exported."""
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from distflow import cli
 from distflow.errors import UserError
 from distflow.launch.initial_policy import export_checkpoint
 from distflow.launch.local_launcher import launch_local
+from distflow.models.loading import load_model
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run, policy_checkpoint
 from tests.e2e.runs import Playground
@@ -122,6 +124,52 @@ def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playg
     assert {path: path.stat().st_mtime_ns for path in target.iterdir()} == before
     with pytest.raises(UserError, match="not an empty folder"):
         export_checkpoint(ground.folder / "source" / "checkpoints" / "step-000001", target)
+
+
+def test_an_adapter_is_exported_alone_and_evaluated(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, alone = ground.folder / "lora-whole", ground.folder / "lora-alone"
+    export_checkpoint(ground.folder / "lora", whole)
+    for _ in range(2):
+        assert cli.main(["export", str(ground.folder / "lora"), "--to", str(alone), "--adapter"]) == 0
+    assert f"{alone} holds it already" in capsys.readouterr().out
+    one, other = load_model(whole), load_model(alone)
+    pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
+    for (name, weight), (same_name, same) in pairs:
+        assert name == same_name
+        torch.testing.assert_close(same, weight, rtol=0, atol=1e-6)
+    sizes = [
+        (folder / f"{name}.safetensors").stat().st_size for folder, name in ((alone, "adapter_model"), (whole, "model"))
+    ]
+    assert sizes[0] < 0.5 * sizes[1]
+    val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=12")
+    found = [evaluate(capsys, "grpo", *ground.overrides("unused", *val, f"{MODEL}={path}")) for path in (whole, alone)]
+    assert found[0] == found[1]
+    with pytest.raises(UserError, match="trained all weights; leave --adapter out"):
+        export_checkpoint(ground.folder / "source", ground.folder / "no-adapter", adapter=True)
+
+
+def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = start(ground, f"{STEPS}=1", "actor_rollout_ref.model.lora_rank=2", name="said-lora")
+    adapter = load_file(ground.folder / "said-lora" / "checkpoints" / "step-000001" / "actor.safetensors")
+    trained = sum(weight.numel() for name, weight in adapter.items() if name.startswith("model."))
+    assert any(f"LoRA of rank 2 trains {trained:,} of them (" in line for line in lora)
+    critic = load_model(ground.write_critic(), critic=True)
+    size = sum(weight.numel() for weight in critic.parameters())
+    path = f"critic.model.path={ground.folder}/critic"
+    keys = ground.overrides("said-ppo", *SAVED, path, "critic.optim.lr=2e-4", f"{STEPS}=1")
+    assert cli.main(["train", "ppo", *keys]) == 0
+    out = capsys.readouterr().out
+    assert f"critic: {ground.folder}/critic, {size:,} parameters; adamw, learning rate 0.0002" in out
+    assert "value loss" in out and "LoRA" not in out
+    lines = out.splitlines()
+    assert lines[-2:] == [
+        f"saved: {ground.folder}/said-ppo/checkpoints/step-000001",
+        f"report: {ground.folder}/said-ppo/report.html",
+    ]
+    report = (ground.folder / "said-ppo" / "report.html").read_text()
+    assert "too few measurements to say whether it learned" in lines[-5] and html.escape(lines[-5]) in report
 
 
 def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> None:

@@ -179,14 +179,6 @@ class Run:
 
         return export_checkpoint(checkpoint or self.folder, Path(to))
 
-    def summary(self) -> list[str]:
-        """The result of the run in lines: its accuracies, and where its report is."""
-        before, after = self.accuracy_before, self.accuracy_after
-        lines = [f"report: {self.report}"]
-        if before is not None and after is not None:
-            lines = [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}", *lines]
-        return lines
-
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
 

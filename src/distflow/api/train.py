@@ -123,8 +123,8 @@ def train(
     with claimed_for_a_run(loaded.config.trainer.run_dir):
         spec = make_spec_of(inputs, loaded)
         launch = cast("Launch", load(launch_target(spec.config)))
-        launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
+        outcome = launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
     run = Run(spec.run_dir)
-    for line in run.summary():
+    for line in [] if outcome is None else outcome.lines():
         say(line)
     return run

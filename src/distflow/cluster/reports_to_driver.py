@@ -15,6 +15,7 @@ from typing import Any
 from distflow.cluster.actor_calls import COORDINATOR, future_of, reply_of, shortened
 from distflow.observe.writing.terminal import TerminalView
 from distflow.runtime.rank_info import Place
+from distflow.runtime.recorder import make_view
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 
@@ -120,7 +121,7 @@ def shown(
     spec: Spec, total_steps: int, callbacks: Callbacks, waits_s: float = 2 * _LOOKS_EVERY_S
 ) -> "Iterator[DriverOutput]":
     """For what workers report meanwhile: shows it in this terminal. waits_s: see `DriverOutput`."""
-    view = TerminalView(f"{spec.options.project} / {spec.options.experiment}", total_steps)
+    view = make_view(spec, total_steps)
     try:
         yield DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)), waits_s)
     finally:

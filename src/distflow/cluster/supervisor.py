@@ -22,9 +22,9 @@ from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import UserError
 from distflow.launch.hardware import places_of
-from distflow.launch.make_spec import Say
 from distflow.launch.run_setup import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
+from distflow.observe.writing.progress import lasting
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Outcome, Spec
@@ -33,6 +33,7 @@ from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.buckets import remove_weights
 
 _LOOKS_EVERY_S = 0.5
+Say = Callable[[str], None]
 _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
 
 
@@ -79,7 +80,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def build(self, say: Callable[[str], None]) -> list[str]:
         """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
-        with with_resume_hint(self._spec):
+        number = len(self._workers)
+        with with_resume_hint(self._spec), lasting(say, f"starting {number} workers and loading their models"):
             reports: list[BuildReport] = self._all([worker.build.remote() for worker in self._workers])
         for rank, report in enumerate(reports):
             if report.version != __version__:

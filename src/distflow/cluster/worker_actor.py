@@ -19,7 +19,7 @@ from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote
 from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_setup import Start, model_line, note_end, note_resume, open_store, write_facts
+from distflow.launch.run_setup import Start, model_lines, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
@@ -40,6 +40,8 @@ class BuildReport:
     device: str
     facts: dict[str, object]
     num_parameters: int
+    num_trained: int
+    num_critic: int
 
 
 def check_reports(
@@ -49,7 +51,9 @@ def check_reports(
     reports for all. Raises UserError where the checkpoint is of another model or tokenizer."""
     devices = Counter(report.device for report in reports)
     say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
-    say(model_line(spec, reports[leader].num_parameters))
+    num_critic = max(report.num_critic for report in reports)  # not every worker trains it
+    for line in model_lines(spec, reports[leader].num_parameters, reports[leader].num_trained, num_critic):
+        say(line)
     facts = {**spec.facts, **reports[leader].facts}
     return check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
 
@@ -98,7 +102,9 @@ class WorkerActor:
 
                 start_pool = partial(RewardActorPool, self._reward_actors)
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
-        return BuildReport(__version__, device, dict(self._resources.facts), self._resources.num_parameters)
+        found = self._resources
+        sizes = found.num_parameters, found.num_trained, found.num_critic
+        return BuildReport(__version__, device, dict(found.facts), *sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.

@@ -9,13 +9,15 @@ from distflow.commands.shared import add_trust_argument
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or not there yet")
+    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, as a folder for peft")
     add_trust_argument(parser, "came with the model")
 
 
 def run_export(arguments: argparse.Namespace) -> int:
     from distflow.launch.initial_policy import export_checkpoint
 
-    export_checkpoint(Path(arguments.checkpoint), Path(arguments.to), trust_code=arguments.trust_code, say=print)
+    source, target = Path(arguments.checkpoint), Path(arguments.to)
+    export_checkpoint(source, target, trust_code=arguments.trust_code, say=print, adapter=arguments.adapter)
     return 0
 
 

@@ -87,10 +87,8 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
     if outcome is None:
         return 0
-    if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
-        print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
-        print(f"accuracy after RL: {outcome.accuracy_after:.2f}")
-    print(f"report: {outcome.report}")
+    for line in outcome.lines():
+        print(line)
     return 0 if outcome.signal is None else exit_status(outcome.signal)
 
 

@@ -30,9 +30,11 @@ HUGGINGFACE = "huggingface"
 Say = Callable[[str], None]
 
 
-def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None) -> Path:
-    """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged. Where the
-    target holds the same already, nothing is done.
+def export_checkpoint(
+    source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None, adapter: bool = False
+) -> Path:
+    """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged, or with
+    `adapter` written alone. Where the target holds the same already, nothing is done.
 
     trust_code: Python code that came with the model may run, where the run's config let it; `say` is called with that
     code, and with the step. Raises UserError where there is no whole checkpoint, the target is taken, or such code is
@@ -40,14 +42,18 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     """
     checkpoint = policy_checkpoint(source)
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
+    note |= {"adapter": True} if adapter else {}
     say(describe_choice(checkpoint, source))
-    if read_object(target / NOTE).get("checkpoint") == note["checkpoint"]:
+    there = read_object(target / NOTE)
+    if all(there.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
         say(f"{target} holds it already")
         return target
     check_target(target)
     with checkpoint.reading():
         config = config_of_run(checkpoint.load("run")["config"])
         trained = TrainState(checkpoint.load("actor")).trained_weights()
+    if adapter and not config.actor_rollout_ref.model.lora_rank:
+        raise UserError(f"{source} has no adapter: the run trained all weights; leave --adapter out")
     code = model_code(config)
     only_if_trusted(code, trust_code, say)
     if not code:
@@ -57,7 +63,7 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
         raise UserError(
             f"{source} was made from another model: its '{unknown}' is no weight of the model, or of another shape"
         )
-    export_model(model, tokenizer_loader(config)(), target, note=(NOTE, note))
+    export_model(model, tokenizer_loader(config)(), target, note=(NOTE, note), adapter=adapter)
     say(f"exported to {target}")
     return target
 

@@ -89,8 +89,9 @@ class _Built:
 def _build(spec: Spec, start: run_setup.Start, say: Callable[[str], None]) -> _Built:
     """Raises UserError where the checkpoint is of another model, tokenizer or data."""
     fault_injection.arm(0)
-    resources = build_resources(spec.factories, spec.plan.ranks[0])
-    say(run_setup.model_line(spec, resources.num_parameters))
+    resources = build_resources(spec.factories, spec.plan.ranks[0], say=say)
+    for line in run_setup.model_lines(spec, resources.num_parameters, resources.num_trained, resources.num_critic):
+        say(line)
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
     return _Built(spec, start, resources, differences, say)

@@ -10,7 +10,7 @@ from distflow import __version__
 from distflow.launch.initial_policy import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
-from distflow.observe.report.build import write_report
+from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import RunFolder, finish_moving, set_aside
@@ -23,6 +23,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     done_message,
     find_checkpoint,
     is_done,
+    newest_checkpoint,
     remaining_plan,
     resumes_here,
 )
@@ -118,12 +119,21 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
 
 def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
     """The outcome of a run that has ended; writes its report, which says how it ended."""
-    report = write_report(spec.run_dir)
-    return Outcome(steps, signal, stopped, report, *accuracies(read_metrics(spec.run_dir)))
+    data = report_data(spec.run_dir)
+    report, found = write_report(spec.run_dir, data), accuracies(read_metrics(spec.run_dir))
+    saved = newest_checkpoint(spec.run_dir)
+    return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)
 
 
-def model_line(spec: Spec, num_parameters: int) -> str:
-    return f"model: {spec.description['model']}, {num_parameters:,} parameters"
+def model_lines(spec: Spec, num_parameters: int, num_trained: int, num_critic: int) -> list[str]:
+    """The models of the run, and what of them is trained."""
+    config, line = spec.config, f"model: {spec.description['model']}, {num_parameters:,} parameters"
+    if rank := config.actor_rollout_ref.model.lora_rank:
+        line += f"; LoRA of rank {rank} trains {num_trained:,} of them ({num_trained / num_parameters:.2%})"
+    if not num_critic:
+        return [line]
+    optim, name = config.critic.optim, config.critic.model.path or spec.description["model"]
+    return [line, f"critic: {name}, {num_critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
 
 
 def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:

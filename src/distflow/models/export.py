@@ -1,4 +1,5 @@
-"""Writes a model and its tokenizer as a folder that `transformers` loads, adapters merged."""
+"""Writes a model and its tokenizer as a folder that `transformers` loads, adapters merged; or the adapter alone, as
+`peft` loads it."""
 
 import json
 import shutil
@@ -22,10 +23,12 @@ def export_model(
     folder: str | Path,
     *,
     note: tuple[str, Mapping[str, object]] | None = None,
+    adapter: bool = False,
 ) -> Path:
     """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears whole.
 
-    note: a JSON file beside them. Returns the folder.
+    note: a JSON file beside them. adapter: write the model's adapter alone, which names the folder or hub id of the
+    model below it. Returns the folder.
     Raises UserError if the folder holds something already, or cannot be written.
     """
     target = check_target(folder)
@@ -33,15 +36,10 @@ def export_model(
         target.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            causal = unwrapped(model)
-            weights: dict[str, Tensor] = causal.state_dict()
-            if has_adapter(model):
-                buffers = {name: buffer for name, buffer in causal.named_buffers() if name in weights}
-                weights = {**dict(named_weights(model)), **buffers}
-            with quiet_transformers():
-                causal.save_pretrained(aside, state_dict=weights)
-            file = aside / "config.json"  # a reward model's weights are those of either class
-            file.write_text(file.read_text().replace("ForTokenClassification", "ForSequenceClassification"))
+            if adapter:
+                model.save_pretrained(aside, save_embedding_layers=False)  # type: ignore[operator]  # peft's
+            else:
+                _save_whole(model, aside)
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
             if note is not None:
@@ -53,6 +51,18 @@ def export_model(
     except (OSError, SafetensorError) as error:
         raise UserError(f"'{target}' cannot be written: {error}") from error
     return Path(folder)
+
+
+def _save_whole(model: nn.Module, folder: Path) -> None:
+    causal = unwrapped(model)
+    weights: dict[str, Tensor] = causal.state_dict()
+    if has_adapter(model):
+        buffers = {name: buffer for name, buffer in causal.named_buffers() if name in weights}
+        weights = {**dict(named_weights(model)), **buffers}
+    with quiet_transformers():
+        causal.save_pretrained(folder, state_dict=weights)
+    file = folder / "config.json"  # a reward model's weights are those of either class
+    file.write_text(file.read_text().replace("ForTokenClassification", "ForSequenceClassification"))
 
 
 def check_target(folder: str | Path) -> Path:

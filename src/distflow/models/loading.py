@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
+from distflow.models.lora import base_of_adapter, merge_adapter
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
 from distflow.models.paths import WEIGHT_PATTERNS, first_lines, is_local, readable, require_files, resolve_path
 from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
@@ -82,7 +83,8 @@ def load_model(
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             raise _no_critic(source, config)
         config.num_labels, config.classifier_dropout = 1, 0.0
-    in_parts = sharding is not None and source.init == "pretrained" and source.gguf_file is None
+    whole = source.gguf_file is not None or source.adapter is not None
+    in_parts = sharding is not None and source.init == "pretrained" and not whole
     if sharding is not None and in_parts:
         model, missing = source.parts(auto_class, config, sharding, device)
     elif source.init == "random":
@@ -127,6 +129,9 @@ class ModelSource:
     def __init__(self, path: str | Path, **options: Unpack[SourceOptions]) -> None:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
+        self.adapter, base = None, base_of_adapter(self.path)
+        if base is not None:
+            self.adapter, self.path = self.path, resolve_path(base)
         self.init, self.seed = options.get("init", "pretrained"), options.get("seed", 0)
         self.gguf_file = gguf_file = options.get("gguf_file")
         self.scores = options.get("scores", False)
@@ -141,7 +146,8 @@ class ModelSource:
             self._options["gguf_file"] = gguf_file
 
     def __str__(self) -> str:
-        return f"model '{self.path}'" + (f" ({self.gguf_file})" if self.gguf_file else "")
+        added = [f" ({self.gguf_file})"] if self.gguf_file else [f" with '{self.adapter}'"] if self.adapter else []
+        return "".join([f"model '{self.path}'", *added])
 
     def config(self) -> PreTrainedConfig:
         """The model's config. Raises UserError if it cannot be read, is of an unknown architecture, or brings code."""
@@ -184,6 +190,9 @@ class ModelSource:
         unused = [name for name in info["unexpected_keys"] if not name.startswith(surplus)]
         if unused:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
+        if self.adapter is not None:
+            with readable(f"the adapter '{self.adapter}'", self.adapter, runs_code=False, extra="lora"):
+                model = merge_adapter(model, self.adapter)
         return model, sorted(info["missing_keys"])
 
     def parts(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.errors import UserError
+from distflow.models.paths import require_files
+from distflow.observe.crash_safe_files import read_object
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def add_lora(
@@ -43,6 +48,28 @@ def add_lora(
             return get_peft_model(model, config)
         except ValueError as error:
             raise UserError(f"target_modules={target_modules!r} fits no layer of the model: {error}") from error
+
+
+def base_of_adapter(folder: str) -> str | None:
+    """The model below the adapter of a folder that `peft` wrote; None for another folder. Raises UserError where it is
+    no LoRA adapter in safetensors, or names no model."""
+    if not (Path(folder) / ADAPTER_CONFIG).is_file() or (Path(folder) / "config.json").is_file():
+        return None
+    require_files(folder, ("adapter_model.safetensors",), "adapter weights")
+    config = read_object(Path(folder) / ADAPTER_CONFIG, Path(folder))
+    base = config.get("base_model_name_or_path")
+    if config.get("peft_type") != "LORA" or not isinstance(base, str) or not base:
+        raise UserError(f"{ADAPTER_CONFIG} in '{folder}' is of no LoRA adapter that names its base model")
+    return base
+
+
+def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """The model with the adapter of a folder in its weights."""
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(model, folder, use_safetensors=True)
+    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    return merged.requires_grad_(True)
 
 
 def unwrapped(model: nn.Module) -> Any:

@@ -53,6 +53,7 @@ HEADLINES = (
     Headline("val loss", ("sft/val_loss", "rm/val_loss"), ".4f", 7),
     Headline("accuracy", ("val_correct/all/mean", "rm/val_accuracy", "rm/accuracy"), ".3f", 5),
     Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f", 7),
+    Headline("value loss", ("critic/vf_loss",), ".4f", 7),
     Headline("entropy", ("actor/entropy",), ".3f", 6),
     Headline("length", ("rollout/avg_response_length",), ".1f", 6),
     Headline("truncated", ("rollout/truncated",), ".0%", 4),

@@ -20,6 +20,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
+from distflow.observe.report.findings import LiveFindings
 from distflow.observe.report.timelines import TRAINING
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal import TerminalView
@@ -184,10 +185,12 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._options = options = spec.options
         self._process = process
         self.folder = RunFolder(spec.run_dir, restart, resumed_at, process.part)
-        self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
+        self.view = view or make_view(spec, total_steps)
+        config = to_dict(spec.config)
+        self._findings = LiveFindings(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
-            TrackedRun(spec.run_dir, options.project, options.experiment, to_dict(spec.config)),
+            TrackedRun(spec.run_dir, options.project, options.experiment, config),
             local={"console": self.view},
             on_failure=self.note,
         )
@@ -270,6 +273,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
+        for found in self._findings.step(step, metrics):
+            self.note("finding", found)
         if len(batch):
             is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
             self.view.sample(batch["prompts"][0], batch["responses"][0], float(scores(batch)[0]) if is_scored else None)
@@ -303,6 +308,11 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _span(self, actor: str, span: Span) -> None:
         self.folder.span(actor, replace(span, step=self._step + 1))
+
+
+def make_view(spec: Spec, total_steps: int) -> TerminalView:
+    options = spec.options
+    return TerminalView(f"{options.project} / {options.experiment}", total_steps, generates=spec.plan.generates)
 
 
 @contextmanager

@@ -3,7 +3,7 @@ engines are in host memory while another one runs."""
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from distflow.models.sharding import whole
+from distflow.observe.writing.progress import lasting
 from distflow.planning.plan import RankPlan
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
@@ -25,14 +26,17 @@ from distflow.training.torch_engine import FrozenWeights
 class Resources:
     """Engines and services that the plan does not assign to this worker are None and were never built.
 
-    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response.
-    facts, num_parameters: of the model as it was loaded.
+    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response. facts, num_parameters:
+    of the model as it was loaded. num_trained: of these, those that training changes. num_critic: parameters of the
+    critic, 0 without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     facts: Mapping[str, object]
     num_parameters: int
+    num_trained: int = 0
+    num_critic: int = 0
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
@@ -57,23 +61,28 @@ def build_resources(
     collective: Collective | None = None,
     mesh: DeviceMesh | None = None,
     start_pool: StartPool = take_pool,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
     """collective: of the ranks that train together. mesh: of the same ranks, if their weights are to be sharded.
-    start_pool: starts the pool of reward functions.
+    start_pool: starts the pool of reward functions. say: called with how long it takes, where that is long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
     get = Get(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
-    policy: nn.Module = get("policy")
-    facts = {"model_fingerprint": _fingerprint(policy)}
-    parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
-    scoring_models = {name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)}
+    with lasting(say, "loading the models"):
+        policy: nn.Module = get("policy")
+        facts = {"model_fingerprint": _fingerprint(policy)}
+        parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
+        scoring_models = {name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)}
+    critic = getattr(parts.get("critic"), "model", None)  # of an engine that shows it
     return Resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
         facts=facts,
         num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
         scoring_models=scoring_models,
+        num_trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        num_critic=sum(p.numel() for p in critic.parameters()) if isinstance(critic, nn.Module) else 0,
         **parts,
     )
 

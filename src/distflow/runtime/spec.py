@@ -134,7 +134,7 @@ class RunOptions:
 @dataclass(frozen=True)
 class Outcome:
     """steps: consumed in all. signal: the number of the signal that asked the run to end, None if none came. stopped:
-    by it, before the end. report: the run's report.
+    by it, before the end. report: the run's report. judgements: its first ones. saved: the newest checkpoint.
 
     accuracy_before, accuracy_after: on validation problems, before the first step and at the end, if measured.
     """
@@ -145,6 +145,16 @@ class Outcome:
     report: Path
     accuracy_before: float | None
     accuracy_after: float | None
+    judgements: tuple[str, ...] = ()
+    saved: Path | None = None
+
+    def lines(self) -> list[str]:
+        """The result of the run, for people."""
+        lines = [*self.judgements, f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}"]
+        before, after = self.accuracy_before, self.accuracy_after
+        if before is not None and after is not None:
+            lines += [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}"]
+        return [*lines, f"report: {self.report}"]
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,11 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
         ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
         (["finished"], True, "The reward"),
         (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there."),
-        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step has no checkpoint."),
+        (
+            ["stopped"],
+            False,
+            "It was stopped by SIGTERM after 3 of 9 steps; no checkpoint was saved, so the same command starts again.",
+        ),
         (["failed"], False, "It failed after 3 of 9 steps:"),
     ],
 )
@@ -140,6 +144,9 @@ def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: b
             run.event("end", f"the run {status}", step=3, status=status)
     data = report_data(tmp_path)
     assert data["sentences"][0]["text"].startswith(words)
+    assert 1 <= len(data["judgements"]) <= 3 and "audited" not in "".join(data["judgements"])
+    shown = [f"{sentence['text']} {sentence['advice']}".rstrip() for sentence in data["sentences"]]
+    assert data["judgements"] == shown[: len(data["judgements"])]
     assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
     assert not data["problems"], "what it failed of is reported once"
 

@@ -10,10 +10,12 @@ from distflow.observe.reading.run_reader import Timeline
 from distflow.observe.report.build import report_data
 from distflow.observe.report.findings import (
     Finding,
+    LiveFindings,
     accuracy_counts_nothing,
     constant_reward,
     equal_groups,
     findings,
+    no_update,
     truncation,
 )
 from distflow.observe.writing.run_folder import RunFolder
@@ -49,6 +51,42 @@ def test_truncation_is_judged_by_how_the_run_ended(shares: tuple[float, ...], to
     assert (found.tone if found else "") == tone and words in (found.text if found else "")
     if tone in ("bad", "flat"):
         assert found is not None and "Raise data.max_response_length (now 64)" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"actor__grad_norm": (0.0,) * 3, "actor__lr": (1e-3,) * 3}, "all 3 steps: the gradient was 0"),
+        ({"sft__grad_norm": (1.0,) * 4, "sft__lr": (0.0,) * 4}, "all 4 steps: the learning rate was 0"),
+        ({"rm__grad_norm": (0.0, 0.0, 1e-9), "rm__lr": (0.0, 0.0, 1e-9)}, ""),
+        ({"actor__grad_norm": (0.0,) * 2, "actor__lr": (0.0,) * 2}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_run_whose_weights_never_moved(columns: dict[str, tuple[float, ...]], words: str) -> None:
+    found = no_update(steps(**columns))
+    assert (found is not None) == bool(words) and words in (found.text if found else "")
+
+
+def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
+    live, said = LiveFindings({"data": {"max_response_length": 64}}), dict[int, list[str]]()
+    for step in range(1, 41):
+        reward = {"reward/max": float(step > 20), "reward/min": 0.0, "actor/grad_norm": float(step > 20)}
+        found = live.step(step, {**reward, "rollout/truncated": 0.98 if step > 30 else 0.0})
+        said |= {step: found} if found else {}
+    assert list(said) == [8, 31] or list(said) == [8, 32], said
+    assert said[8][0].startswith("steps 1 to 8: The reward was 0 for every response of all 8 steps")
+    (cut,) = said[max(said)]
+    assert "of responses were truncated at 64 tokens" in cut and "Raise data.max_response_length" in cut
+
+
+def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
+    sound, still, said = LiveFindings({}), LiveFindings({}), list[str]()
+    for step in range(1, 31):
+        moves = {"reward/max": 1.0, "reward/min": 0.0, "rollout/truncated": 0.3, "actor/lr": 1e-5}
+        assert not sound.step(step, {**moves, "actor/grad_norm": 0.1})
+        said += still.step(step, {**moves, "actor/grad_norm": 0.0})
+    assert len(said) == 1 and "Nothing was learned in all 8 steps: the gradient was 0." in said[0]
 
 
 def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:

@@ -41,18 +41,18 @@ _WITH_COLUMNS = ("series", "bars")
 SCRIPTS = ("text", "top", "curves", "figures", "step", "timeline", "domains", "reward_results", "samples", "report")
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
     """Write `report.html` into the run's folder and return its path; works while the run is going and after a crash.
 
-    The report says which files are missing. Raises RunFolderError if there is no such folder, or it is not a run's;
-    UserError for a file that may not be read.
+    data: what `report_data` found, where that is known. The report says which files are missing. Raises RunFolderError
+    if there is no such folder, or it is not a run's; UserError for a file that may not be read.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run's folder at {run_dir}")
     if not is_ours(run_dir):
         raise RunFolderError(f"{run_dir} is no run's folder: what it holds is not of distflow, and nothing is written")
-    path, content = run_dir / "report.html", page(report_data(run_dir))
+    path, content = run_dir / "report.html", page(report_data(run_dir) if data is None else data)
     try:
         write_atomically(path, content)
     except OSError as error:
@@ -77,6 +77,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     found = [*findings.findings(run_dir, timeline, steps, config), *findings.idle_sides(activity, config)]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = summary.ending(events, steps, run.get("total_steps"), written)
+    judged = _judgements(end, found, accuracy, groups, steps)
     data: dict[str, Any] = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name)[:_MAX_SENTENCE],
         "head": _facts(run, HEAD),
@@ -84,7 +85,8 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "status": summary.status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "failure": _failure(failed) if failed else None,
-        "sentences": _sentences(end, found, accuracy, groups, steps, events, run_reader.read_damage(run_dir)),
+        "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
+        "sentences": _sentences(judged, steps, events, run_reader.read_damage(run_dir)),
         "tiles": tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in summary.PROBLEM_KINDS][-_MAX_LOG:],
@@ -111,30 +113,35 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-def _sentences(
+def _judgements(
     end: Finding,
     found: Sequence[Finding],
     accuracy: Accuracy | None,
     groups: Sequence[EventGroup],
     steps: Steps,
-    events: Sequence[Event],
-    damage: Sequence[str],
-) -> list[dict[str, str]]:
-    """The most important first: how it ended, obstacles to learning, whether it learned, other findings, lost lines."""
-    ordered = [end]
+) -> list[Finding]:
+    """The most important first: how it ended, obstacles to learning, whether it learned, other findings, problems."""
     if not steps:
-        ordered.append(Finding("unknown", "No step has been recorded yet."))
-    else:
-        hindered = [finding for finding in found if finding.hinders]
-        others = [finding for finding in found if not finding.hinders]
-        # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to
-        # that.
-        outcome = [summary.describe_learning(accuracy, steps)] if accuracy or not hindered else []
-        rest = [summary.problems(groups, steps), summary.describe_audits(events)]
-        if end.tone == "bad":  # after a failure, checks that passed or did not run do not matter
-            outcome = [finding for finding in outcome if finding.tone != "unknown"]
-            rest = [finding for finding, counts in zip(rest, (groups, summary.audited(events)), strict=True) if counts]
-        ordered += [*hindered, *outcome, *others, *rest, Finding("unknown", summary.time_sentence(steps))]
+        return [each for each in (end, Finding("unknown", "No step has been recorded yet.")) if each.text]
+    hindered = [finding for finding in found if finding.hinders]
+    others = [finding for finding in found if not finding.hinders]
+    # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to that.
+    outcome = [summary.describe_learning(accuracy, steps)] if accuracy or not hindered else []
+    if end.tone == "bad":  # after a failure, checks that passed or did not run do not matter
+        outcome = [finding for finding in outcome if finding.tone != "unknown"]
+    problems = [] if end.tone == "bad" and not groups else [summary.problems(groups, steps)]
+    return [finding for finding in (end, *hindered, *outcome, *others, *problems) if finding.text]
+
+
+def _sentences(
+    judged: Sequence[Finding], steps: Steps, events: Sequence[Event], damage: Sequence[str]
+) -> list[dict[str, str]]:
+    """What was judged, then audits, times, and lost lines."""
+    ordered = list(judged)
+    if steps:
+        failed = summary.status(events)["word"] == "failed"
+        ordered += [] if failed and not summary.audited(events) else [summary.describe_audits(events)]
+        ordered.append(Finding("unknown", summary.time_sentence(steps)))
     ordered += [Finding("flat", f"{sentence}.") for sentence in damage]
     return [
         {"tone": tone, "text": text[:_MAX_SENTENCE], "advice": advice[:_MAX_SENTENCE]}

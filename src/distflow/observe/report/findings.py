@@ -4,7 +4,7 @@ Also which side waits for the other when rollout and training overlap.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _MAX_SHOWN, _MAX_FILES = 300, 10
 def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> list[Finding]:
     """The findings that apply; none if nothing is remarkable. config: as in config.yaml, empty if unknown."""
     found = [
-        constant_reward(steps, config),
+        constant_reward(steps, config) or no_update(steps),
         accuracy_counts_nothing(steps),
         truncation(steps, config),
         equal_groups(steps),
@@ -63,14 +63,47 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     path = _at(config, "custom_reward_function", "path")
     function = f"the reward function ({path})" if path else "the reward function"
     everything = f"every response of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
-    advice = f"It cannot tell better responses from worse ones: look at what {function} returns for those below."
+    advice = f"It cannot tell better responses from worse ones: look at what {function} returns for a few responses."
     if value == 0:
         advice = (
             "Either the model never solves a prompt: take easier prompts, a stronger model, or fine-tune it first. Or "
-            f"{function} does not see it: compare a few responses below with their ground truth."
+            f"{function} does not see it: compare a few responses with their ground truth."
         )
     text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
     return Finding("bad", text, advice, hinders=True)
+
+
+def no_update(steps: Steps) -> Finding | None:
+    """A run whose optimizer steps changed nothing: of two steps or fewer a schedule may be the reason."""
+    for role in ("actor", "sft", "rm"):
+        norms, rates = (known_values(steps, f"{role}/{name}") for name in ("grad_norm", "lr"))
+        nothing = f"Nothing was learned in all {_count(len(norms), 'step')}"
+        if len(rates) > 2 and not any(rates):
+            advice = "Raise actor_rollout_ref.actor.optim.lr."
+            return Finding("bad", f"{nothing}: the learning rate was 0.", advice, hinders=True)
+        if len(norms) > 2 and not any(norms):
+            advice = "Look whether responses to a prompt differ in reward, and which tokens the loss mask leaves."
+            return Finding("bad", f"{nothing}: the gradient was 0.", advice if role == "actor" else "", hinders=True)
+    return None
+
+
+class LiveFindings:
+    """What hinders a run while it goes on, in words, each once: over its last steps."""
+
+    def __init__(self, config: Mapping[str, JSON]) -> None:
+        self._config = config
+        self._steps, self._reported = deque[tuple[int, Mapping[str, float]]](maxlen=MANY_STEPS), set[str]()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """The findings that are new after a step."""
+        self._steps.append((step, metrics))
+        recent = dict(self._steps)
+        if len(recent) < MANY_STEPS:
+            return []
+        found = constant_reward(recent, self._config) or no_update(recent), truncation(recent, self._config)
+        new = [each for each in found if each and each.tone == "bad" and each.advice not in self._reported]
+        self._reported |= {each.advice for each in new}
+        return [f"steps {min(recent)} to {step}: {each.text} {each.advice}".rstrip() for each in new]
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:

@@ -272,8 +272,9 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
     if word == "stopped":
         signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
         by = f" by {signals[-1]}" if signals else ""
-        has_checkpoint = any(event.kind == "checkpoint" and event.step == done for event in events)
-        then = "the same command resumes from there" if has_checkpoint else "that step has no checkpoint"
+        saved = [e.step for e in events if e.kind == "checkpoint" and e.step is not None and not e.rolled_back]
+        then = f"the same command resumes from {'there' if done in saved else f'step {max(saved, default=0):,}'}"
+        then = then if saved else "no checkpoint was saved, so the same command starts again"
         return Finding("flat", f"It was stopped{by} {after}; {then}.")
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))

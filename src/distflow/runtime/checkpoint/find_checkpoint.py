@@ -130,6 +130,11 @@ def is_of_a_run(path: str | Path) -> bool:
     return any((folder / mark).exists() for mark in marks) or bool(checkpoints_in(folder)) or is_checkpoint
 
 
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Of a run's folder, not verified."""
+    return next(reversed(by_age(run_dir / CHECKPOINTS)), None)
+
+
 def policy_checkpoint(source: Path) -> Checkpoint:
     """The newest complete checkpoint of a run's folder, or the one that is named. Raises UserError if there is none."""
     folder = source.expanduser()
