@@ -1,11 +1,13 @@
 """Seconds from the command to the first rollout token of a tiny model, against what torch and transformers take alone.
 
     python benchmarks/startup.py [--rounds 5] [--against OTHER/src]
+    python benchmarks/startup.py --rows 1000000 [--rounds 1]
 
 Starts `distflow train examples/tiny.yaml` with answers of one token, and reads from the run's spans when the first
 group was there, answered and judged; so each number is an upper bound. In turns with it a bare interpreter imports
 torch and the classes of transformers that every model needs. The smallest of the rounds count, and best their ratio:
 other load on the machine stretches both. --against: the sources of another checkout, measured in the same rounds.
+--rows: instead a JSONL file of so many rows, with data.lazy and without, and the largest process so far.
 
 What profiling found (2 cores, Python 3.11, torch 2.13, transformers 5.23; seconds of processor time before the first
 token, the main thread's, unless said otherwise):
@@ -28,6 +30,7 @@ token, the main thread's, unless said otherwise):
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -38,11 +41,11 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel"
 
 
-def first_token_s(source: Path) -> float:
-    """Of a run of these sources."""
+def first_token_s(source: Path, *more: str) -> float:
+    """Of a run of these sources. more: overrides."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"trainer.default_local_dir={folder}/run", "trainer.total_training_steps=1"]
-        overrides += ["data.max_response_length=1", "trainer.save_freq=0"]
+        overrides += ["data.max_response_length=1", "trainer.save_freq=0", *more]
         command = [sys.executable, "-m", "distflow", "train", str(ROOT / "examples" / "tiny.yaml"), *overrides]
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
         began = time.time()
@@ -59,11 +62,29 @@ def libraries_s() -> float:
     return time.time() - began
 
 
+def with_rows(number: int, rounds: int) -> None:
+    """Print the seconds with so many rows, each read when its group starts, or all at the start."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.jsonl")
+        with file.open("w") as lines:
+            for row in range(number):
+                lines.write(f'{{"prompt": "{row % 90 + 10}+{row // 90 % 90 + 10}=", "answer": "0", "row": {row}}}\n')
+        for _ in range(rounds):
+            for lazy in ("true", "false"):
+                seconds = first_token_s(ROOT / "src", f"data.train_files={file}", f"data.lazy={lazy}")
+                largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+                print(f"{number:,} rows, data.lazy={lazy}: {seconds:.1f} s, {largest:.2f} GiB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="seconds to the first rollout token")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", type=Path, help="the folder src of another checkout")
+    parser.add_argument("--rows", type=int, help="rows of a data set to start with")
     arguments = parser.parse_args()
+    if arguments.rows:
+        with_rows(arguments.rows, arguments.rounds)
+        return
     sources = {"this": ROOT / "src"} | ({"other": arguments.against.resolve()} if arguments.against else {})
     taken: dict[str, list[float]] = {name: [] for name in ("libraries", *sources)}
     for number in range(1 + arguments.rounds):  # the first fills the disk's cache and writes what is compiled

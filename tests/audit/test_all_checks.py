@@ -94,6 +94,16 @@ HEALTHY = {
         *(f"{ALGORITHM}.{key}" for key in ("difficulty_mask=[0.1,0.9]", "mask_long_errors=8", "mask_truncated=true")),
         "actor_rollout_ref.rollout.stop=['1','a','e','o','u',' ']",
     ),
+    "out of baselines too": (
+        "grpo",
+        *(f"{ALGORITHM}.{key}" for key in ("mask_long_errors=6", "mask_truncated=true", "mask_type=all")),
+        *(
+            f"{ALGORITHM}.{key}"
+            for key in ("reward_norm.mean_level=running", "use_kl_in_reward=true", "whiten_rewards=true")
+        ),
+        *(f"{ALGORITHM}.{key}" for key in ("adv_estimator=reinforce", "difficulty_weight=[0.5,2]")),
+        "actor_rollout_ref.rollout.stop=['1','a','e','o','u',' ']",
+    ),
     "off-policy sequences": (
         "grpo",
         f"{ACTOR}.off_policy_mask_threshold=0.001",

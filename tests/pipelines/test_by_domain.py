@@ -12,6 +12,7 @@ from distflow.audit.advantages import FORMULAS
 from distflow.audit.recorded_data import samples_of
 from distflow.config import load_config
 from distflow.config.derived_settings import algorithm_of
+from distflow.data.batch import Batch
 from distflow.training.engine import OneRank
 from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, WHITENED, mixed_batch, process
 from tests.ranks import run_ranks
@@ -131,6 +132,29 @@ def test_long_answers_that_are_not_right_are_left_out_of_the_loss() -> None:
     for sample, out in zip(words, left_out, strict=True):
         assert torch.equal(sample["loss_mask"], sample["response_mask"] * (not out))
     assert metrics["sample_mask/long_errors/words"] == pytest.approx(sum(left_out) / len(words))
+
+
+def test_samples_that_are_left_out_of_baselines_too_by_hand() -> None:
+    """Groups of four: all stay; one is left out; only one stays; only one has a score, which GRPO then keeps."""
+    batch = Batch(torch.ones(16, dtype=torch.int64), torch.full((16,), 2))
+    batch["prompt_ids"], batch["response_ids"] = torch.ones(16, dtype=torch.int64), torch.ones(32, dtype=torch.int64)
+    batch["response_mask"], batch["domain"] = torch.ones(32), ["sums"] * 16
+    batch["group_index"], batch["episode_index"] = torch.arange(16) // 4, torch.arange(16)
+    batch["truncated"] = torch.tensor([0, 0, 0, 0] + [1, 0, 0, 0] + [1, 1, 1, 0] + [0, 1, 0, 0]).bool()
+    batch["valid"] = torch.tensor([1, 1, 1, 1] + [1, 1, 1, 1] + [1, 1, 1, 1] + [0, 0, 0, 1]).bool()
+    batch["scores"] = torch.tensor([1.0, 0, 0, 1] + [9, 2, 4, 6] + [9, 9, 9, 1] + [7, 7, 7, 3])
+    batch["acc"] = batch["scores"]
+    plain = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "algorithm.mask_truncated=true"]
+    none = ["algorithm.reward_norm={mean_level: null, std_level: null}", "algorithm.reward_clip=null"]
+    found, _, metrics = process(batch, OneRank(), steps=1, settings=[*plain, *none, "algorithm.mask_type=all"])
+    wanted = [0.5, -0.5, -0.5, 0.5] + [0, -2, 0, 2] + [0] * 4 + [0, 0, 0, 3]
+    assert found["advantages"][:, 0].tolist() == wanted
+    assert found["loss_mask"][:, 1].tolist() == [1.0] * 4 + [0, 1, 1, 1] + [0] * 4 + [0, 0, 0, 1]
+    assert torch.equal(found["valid"], batch["valid"]), "what has a score is still counted in the metrics"
+    assert metrics["sample_mask/truncated"] == pytest.approx(4 / 13)
+    assert metrics["sample_mask/alone"] == pytest.approx(1 / 13)
+    other, _, _ = process(batch, OneRank(), steps=1, settings=[*plain, *none])
+    assert other["advantages"][4:8, 0].tolist() == [3.75, -3.25, -1.25, 0.75]
 
 
 def test_weights_of_samples_are_of_the_lengths_in_their_domain() -> None:

@@ -20,6 +20,7 @@ from distflow.audit.recorded_data import (
     check_close,
 )
 from distflow.audit.rewards import functions_of
+from distflow.audit.samples import in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 
 Rows = list[tuple[list[float], list[float]]]
@@ -77,6 +78,7 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
     options |= {**settings.adv_estimator_kwargs, **weights}
     formula = estimator.formula or FORMULAS[name]
+    samples = in_baselines(recorded, settings, samples)
     found, counts = formula(samples, options), [_tokens(sample) for sample in samples]
     advantages = finished_advantages([row for row, _ in found], counts, samples, settings)
     for sample, *rows in zip(samples, advantages, [row for _, row in found], strict=True):

@@ -87,8 +87,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             "counted as left out: rows were lost, or are there twice"
         )
     drawn = random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * len(named), len(rows)))
-    for number_drawn, index in enumerate(drawn):
-        row = rows[index]
+    for number_drawn, row in enumerate(row for index in drawn for row in rows[index : index + 1]):  # if it is usable
         place = _ORIGIN.fullmatch(row.origin)
         if place is not None and _is_readable(path := Path(place[1])):
             get, number = read(path)[1], int(place[2])

@@ -14,7 +14,7 @@ from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, MEAN_TOO_H
 from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.recorded_calls import GroupRecord
 from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
-from distflow.audit.samples import ROUNDING, filtered_values
+from distflow.audit.samples import ROUNDING, filtered_values, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.domain_settings import response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig
@@ -239,6 +239,7 @@ def _check_processed(
         return "reward_norm and whiten_rewards need all samples of the step, too many to send them to all ranks"
     if "running" in levels and moments is None:
         return "rewards before this process, or on other ranks, were not recorded"
+    samples = in_baselines(recorded, algorithm, samples)
     counts = [[bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
     rows = []
     for sample, counted, reward in zip(samples, counts, finished_rewards(samples, algorithm, moments), strict=True):
@@ -264,7 +265,8 @@ def remember_rewards(recorded: RecordedStep) -> None:
             continue
         before = kept.get(domain or "", {"count": 0, "mean": 0.0, "squares": 0.0})
         (samples,) = (samples for name, _, samples in recorded.by_algorithm() if name == (domain or ""))
-        scores = [math.fsum(s["token_level_scores"].tolist()) for s in samples if s["valid"]]
+        counted = in_baselines(recorded, algorithm, samples)
+        scores = [math.fsum(s["token_level_scores"].tolist()) for s in counted if s["valid"]]
         scores = [(score + algorithm.reward_shift) * algorithm.reward_scale for score in scores]
         total = before["count"] + len(scores)
         if not scores:
@@ -414,7 +416,7 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
 def _same_mean(recorded: RecordedStep, algorithm: AlgorithmConfig, suffix: str, samples: Sequence[Sample]) -> None:
     """The controller's input is the mean KL over the tokens of valid samples, or the mean of samples' means."""
     of_samples = list[Tensor]()
-    for sample in samples:
+    for sample in in_baselines(recorded, algorithm, samples):
         counted = (sample["response_mask"] > 0) & bool(sample["valid"])
         difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
         of_samples.append(kl(difference, algorithm.kl_penalty)[counted])

@@ -3,7 +3,7 @@ engine's response to the row's prompt; the loss mask is on exactly the policy's 
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from distflow.audit.recorded_data import (
     doubles,
     is_builtin,
 )
-from distflow.builtin_names import WHOLE_SCORE
+from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.domain_settings import filters_groups, response_limit, unfiltered_domains
-from distflow.config.keys.algorithm import spread
+from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
@@ -180,6 +180,28 @@ def _check_shares(recorded: RecordedStep) -> None:
 def _left_out(recorded: RecordedStep, sample: Sample, group: list[Sample]) -> str:
     """Why the whole sample is left out of the loss, by the config; empty if it is not."""
     algorithm = algorithm_of(recorded.config, sample["domain"])
+    if (why := _masked(algorithm, sample, group)) or algorithm.mask_type != "all":
+        return why
+    estimator, scored = ESTIMATORS.get(algorithm.adv_estimator), [other for other in group if other["valid"]]
+    num_left = sum(not _masked(algorithm, other, group) for other in scored)
+    is_alone = estimator is not None and estimator.needs_group and num_left < min(2, len(scored))
+    return f"{num_left} of its group are left (mask_type)" if is_alone else ""
+
+
+def in_baselines(recorded: RecordedStep, algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> list[Sample]:
+    """Samples with these settings; one that `mask_type` leaves out of baselines is as if it had no score."""
+    groups = by_group_of(samples)
+    return (
+        [
+            {**each, "valid": bool(each["valid"]) and not _left_out(recorded, each, groups[int(each["group_index"])])}
+            for each in samples
+        ]
+        if algorithm.mask_type == "all"
+        else list(samples)
+    )
+
+
+def _masked(algorithm: AlgorithmConfig, sample: Sample, group: list[Sample]) -> str:
     if algorithm.mask_truncated and bool(sample["truncated"]):
         return "it is truncated (mask_truncated)"
     length, longest = int((sample["response_mask"] > 0).sum()), algorithm.mask_long_errors

@@ -122,6 +122,8 @@ class Batch:
             return torch.ones(num_tokens, dtype=torch.float32, device=device)
         if name == "token_level_rewards":
             return self.flat("token_level_scores")
+        if name == "in_baselines":
+            return self.flat("valid")
         return self._derived_loss_mask() if name == "loss_mask" else self._placed_scores()
 
     def pad(self, values: Tensor, axis: Axis | str) -> Tensor:

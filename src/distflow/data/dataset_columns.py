@@ -157,6 +157,13 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         raise UserError(message.replace(key, of_domain))
 
 
+def read_row(record: Record, columns: Columns) -> RawRow:
+    """A row by itself. Raises RowError for a bad one."""
+    if fault := record.bad or ("nested too deeply" if is_deep(dict(record.values)) else None):
+        raise chat_messages.RowError(fault)
+    return _raw_row(record, columns, _tag(record.values, columns))
+
+
 def find(values: Mapping[str, object], name: str) -> object:
     """The value of a column, or None; a name that is not a column is tried as a dotted path."""
     if name in values:

@@ -4,13 +4,15 @@ import hashlib
 import json
 from abc import abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import overload
 
 from distflow.data.dataset_columns import RawRow
 from distflow.data.sample import Segment
+from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
@@ -154,12 +156,21 @@ class Encoded:
         return Encoded(self.text, array("i", self.ids), both[0], self.turns, both[1])
 
 
+class UnusableRow(UserError):
+    """No row is left to use: an error of all rows, and of one that is read when its turn comes why it is left out.
+    reason: a short name for the counts."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class PromptRows(Sequence[PromptRow]):
-    """Prompts that are made when they are read: a subclass has `__len__` and `_row`."""
+    """Prompts that are made when they are read: a subclass has `__len__` and `_row`. Of a slice the usable ones."""
 
     @abstractmethod
     def _row(self, index: int) -> PromptRow:
-        """index: from 0, below the length."""
+        """index: from 0, below the length. Raises UnusableRow where rows are read one at a time."""
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...
@@ -167,7 +178,12 @@ class PromptRows(Sequence[PromptRow]):
     def __getitem__(self, index: slice) -> list[PromptRow]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
         chosen = range(len(self))[index]
-        return self._row(chosen) if isinstance(chosen, int) else [self._row(i) for i in chosen]
+        return self._row(chosen) if isinstance(chosen, int) else list(self._usable(chosen))
+
+    def _usable(self, indices: Iterable[int]) -> Iterator[PromptRow]:
+        for index in indices:
+            with suppress(UnusableRow):
+                yield self._row(index)
 
 
 class PromptSet(PromptRows):

@@ -231,10 +231,10 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if line.strip():
-                yield _json_record(line, f"{path}:{number}")
+                yield json_record(line, f"{path}:{number}")
 
 
-def _json_record(line: bytes, origin: str) -> Record:
+def json_record(line: bytes, origin: str) -> Record:
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -295,12 +295,17 @@ def _csv_record(values: dict[str | None, str | list[str] | None], origin: str) -
     return Record(origin, {str(name): value for name, value in values.items() if value != ""})
 
 
+def largest_content(size: int) -> int:
+    """The bytes that a Parquet file of this size may stand for."""
+    return max(_MAX_LIST_BYTES, 1000 * size)
+
+
 def _read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        most = max(_MAX_LIST_BYTES, 1000 * path.stat().st_size)
+        most = largest_content(path.stat().st_size)
         size = max((file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)), default=0)
         batches = file.iter_batches(batch_size=16) if size <= most else ()
         for number, values in enumerate((values for batch in batches for values in batch.to_pylist()), 1):

@@ -23,7 +23,7 @@ from distflow.data.chat_template import (
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.messages import Messages, RowError
 from distflow.data.preference_pairs import encode_pair
-from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet
+from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet, UnusableRow
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
@@ -51,10 +51,11 @@ def fit(
         kept.append((row, entry))
     if not kept:
         shortest = min((len(entry.ids) for _, entry in good), default=0)
-        raise UserError(
+        raise UnusableRow(
+            "overlong",
             f"none of {len(good):,} rows is short enough: data.max_prompt_length={options.max_prompt_length} "
             f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}: "
-            "raise what is too small"
+            "raise what is too small",
         )
     report = PromptReport(
         len(kept),
@@ -135,7 +136,7 @@ def encode_rows(
             good.extend((row, entry) for entry in entries)
     bad_rows.check()
     if not good:
-        raise UserError(f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
+        raise UnusableRow("bad_row", f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
     return fit(good, tokenizer, options, len(bad_rows.reasons), num_outside)
 
 
@@ -147,9 +148,10 @@ def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[Ra
     kept = [row for row in rows if row.pass_rate is not None and low <= row.pass_rate <= high]
     if not kept:
         rates = [row.pass_rate for row in rows if row.pass_rate is not None]
-        raise UserError(
+        raise UnusableRow(
+            "pass_rate",
             f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none lies within; their rates "
-            f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}"
+            f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}",
         )
     return kept, len(rows) - len(kept)
 

@@ -119,6 +119,7 @@ _STANDARD = (
     Field("scores", "float32", Axis.SAMPLE, "the reward functions' score of the sample"),
     Field("acc", "float32", Axis.SAMPLE, "accuracy by the reward function, without weights or penalties; 1 is correct"),
     Field("valid", "bool", Axis.SAMPLE, "False for a reward error"),
+    Field("in_baselines", "bool", Axis.SAMPLE, "valid, and not left out of baselines by mask_type=all"),
     Field("truncated", "bool", Axis.SAMPLE, "the response ended at the length limit"),
     Field("reward_baselines", "float32", Axis.SAMPLE, "score of a greedy sample of the same prompt"),
 )
@@ -131,6 +132,7 @@ DERIVED = {
     "input_ids": ("prompt_ids", "response_ids"),
     "attention_mask": ("prompt_ids", "response_ids"),
     "loss_mask": ("response_mask",),
+    "in_baselines": ("valid",),
     "scores": ("token_level_scores",),
     "acc": ("scores",),
     "token_level_scores": ("scores", "response_mask"),

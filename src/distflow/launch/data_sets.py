@@ -1,11 +1,14 @@
 """The data of a run: its plan of steps and epochs, the sources of training and validation prompts, and prompts that a
 user submits."""
 
+import hashlib
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +21,20 @@ from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.domain_settings import chooses_by_tags, domain_of_tag, reward_functions, validates
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.run import StopCondition
-from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
-from distflow.data.prompts import PromptOptions, PromptRow, PromptSet
+from distflow.data.dataset_columns import (
+    DEFAULT_DOMAIN,
+    BadRows,
+    Columns,
+    RawRow,
+    Record,
+    listed,
+    plain,
+    read_row,
+    read_rows,
+)
+from distflow.data.messages import RowError
+from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
+from distflow.data.row_index import IndexedFile, index_file
 from distflow.data.sources import load_rows
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
@@ -84,10 +99,12 @@ def _validates(config: Config) -> Frequency:
     return Frequency(trainer.test_freq, trainer.test_freq_epochs, trainer.test_freq_secs)
 
 
-def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
+def num_rows_of(config: Config, prompts: "PromptSet | LazyRows") -> dict[str, int]:
     """The number of rows by domain, in the order of the rows; "" where there is one source."""
     if not config.data.domains:
         return {"": len(prompts)}
+    if isinstance(prompts, LazyRows):
+        return prompts.num_by_domain
     return dict(Counter(row.domain for row in prompts))
 
 
@@ -122,12 +139,15 @@ class DataSource:
         )
         return (rows if self.rewards is None else self._without_broken_tests(rows, bad), bad)
 
+    def _why_broken(self, row: RawRow) -> str:
+        rewards = self.rewards or {}
+        parts = rewards.get(row.domain) or rewards.get("default", ())
+        return find_broken([part.name for part in parts], row.answer, row.extra_info)
+
     def _without_broken_tests(self, rows: list[RawRow], bad: BadRows) -> list[RawRow]:
-        assert self.rewards is not None
         good = []
         for row in rows:
-            parts = self.rewards.get(row.domain) or self.rewards.get("default", ())
-            if why := find_broken([part.name for part in parts], row.answer, row.extra_info):
+            if why := self._why_broken(row):
                 bad.broken.append(f"{row.origin}: {why}")
             else:
                 good.append(row)
@@ -142,6 +162,79 @@ class DataSource:
         """Rows as token ids. Raises UserError for rows that cannot be encoded."""
         raw, bad = rows
         return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
+
+    def first(self) -> "DataSource":
+        """The same with a few rows, which are looked at before a run with `data.lazy`."""
+        has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
+        return self if has_fewer else replace(self, max_samples=NUM_LOOKED_AT)
+
+    def prompt(self, record: Record, tokenizer: PreTrainedTokenizerBase) -> PromptRow:
+        """One row. Raises UnusableRow for one that `read` and `encode` leave out, and UserError as they do."""
+        bad = BadRows(self.bad_rows)
+        try:
+            row = read_row(record, self.columns)
+        except RowError as error:
+            bad.add(record.origin, str(error))
+            bad.check()
+            raise UnusableRow("bad_row", bad.reasons[0]) from error
+        if self.rewards is not None:
+            check_domains(self.rewards, [row.domain])
+        if why := self._why_broken(row):
+            if self.broken_tests == "error":
+                raise UserError(f"{record.origin}: its tests are broken: {why}: see data.broken_tests")
+            raise UnusableRow("broken_tests", f"{record.origin}: {why}")
+        found = self.encode(([row], bad), tokenizer)
+        if len(found) > 1:
+            raise UserError(f"{record.origin}: the chat template makes several rows of it: set data.lazy=false")
+        return found[0]
+
+
+NUM_LOOKED_AT = 64
+
+
+class LazyRows(PromptRows):
+    """The rows of some sources, each read and encoded when it is asked for. first: the first rows of each source, read
+    before the run. load_tokenizer: called by each process that reads rows."""
+
+    def __init__(
+        self,
+        sources: Sequence[DataSource],
+        first: PromptSet,
+        folder: Path,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    ) -> None:
+        """folder: for the index of the files. Raises UserError for files that cannot be read a row at a time."""
+        self.first, self._load_tokenizer = first, load_tokenizer
+        self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile]](), dict[str, int]()
+        for source in sources:
+            if source.columns.domain_of_tag:
+                raise UserError("data.lazy cannot choose rows by data.domains.NAME.tags: set data.lazy=false")
+            num_rows = 0
+            for file in source.files:
+                most = -1 if source.max_samples < 0 else source.max_samples - num_rows
+                found = index_file(Path(file).expanduser(), folder, source.key, most)
+                self._files.append((source, found))
+                num_rows += found.num_rows
+            self.num_by_domain[source.domain] = num_rows
+        self._ends = list(accumulate(found.num_rows for _, found in self._files))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._load_tokenizer()
+
+    def fingerprint(self) -> str:
+        """A hash of the files' content."""
+        files = [(found.fingerprint, found.num_rows) for _, found in self._files]
+        return hashlib.sha256(repr(files).encode()).hexdigest()
+
+    def _row(self, index: int) -> PromptRow:
+        number = bisect_right(self._ends, index)
+        source, file = self._files[number]
+        record = file.record(index - (self._ends[number - 1] if number else 0))
+        return replace(source.prompt(record, self._tokenizer), index=index)
 
 
 Read = list[tuple[DataSource, Rows]]

@@ -15,7 +15,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.code_trust import check_importable
-from distflow.launch.data_sets import DataSource, read_sources, train_sources, validation_sources
+from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
 from distflow.launch.hardware import make_process_ready
 from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
@@ -64,12 +64,14 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for people."""
+    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for people. lazy:
+    training rows are read when their groups start."""
 
     pipeline: BoundPipeline
     unused: list[str]
     train: list[DataSource]
     validation: list[DataSource]
+    lazy: bool
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,20 @@ class Data:
     rows that were left out because no response to them could be scored, and why."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: PromptSet
+    train: PromptSet | LazyRows
     validation: dict[str, PromptSet]
     broken: list[str]
+
+    @property
+    def looked_at(self) -> PromptSet:
+        """The training rows that are known before the start."""
+        return self.train.first if isinstance(self.train, LazyRows) else self.train
 
     def overlap(self) -> str:
         """A warning if validation prompts are trained on; else empty."""
         held_out = [row for prompts in self.validation.values() for row in prompts]
         wanted = {(row.prompt_text, row.response_ids) for row in held_out}
-        every = ((row.prompt_text, row.response_ids, row.origin) for row in self.train if wanted)
+        every = ((row.prompt_text, row.response_ids, row.origin) for row in self.looked_at if wanted)
         trained = {(text, ids): origin for text, ids, origin in every if (text, ids) in wanted}
         both = [(row.origin, twin) for row in held_out if (twin := trained.get((row.prompt_text, row.response_ids)))]
         if not both:
@@ -106,14 +113,14 @@ def read_config(loaded: Loaded) -> Reading:
     make_process_ready(config)
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services
-    train, validation = train_sources(config, scored), validation_sources(config, scored)
+    train, validation, lazy = train_sources(config, scored), validation_sources(config, scored), config.data.lazy
     spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
     unused = refuse_inert_keys(loaded, reads, pipeline)
     check_importable(loaded.config)
-    return Reading(pipeline, unused, train, validation)
+    return Reading(pipeline, unused, train, validation, lazy)
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
@@ -148,10 +155,13 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
     run_dir = loaded.config.trainer.run_dir
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
-    validation_rows, train_rows = read_sources(reading.validation, run_dir), read_sources(reading.train, run_dir)
-    tokenizer = tokenizer_loader(loaded.config)()
+    wanted = [source.first() for source in reading.train] if reading.lazy else reading.train
+    validation_rows, train_rows = read_sources(reading.validation, run_dir), read_sources(wanted, run_dir)
+    load_tokenizer = tokenizer_loader(loaded.config)
+    tokenizer = load_tokenizer()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
-    train = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
+    read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
+    train = LazyRows(reading.train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
     data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
     loaded, reading = _fitted(loaded, reading, RunLimits(len(train), context))
     return loaded, reading, data

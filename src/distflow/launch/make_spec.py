@@ -8,7 +8,7 @@ from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
 from distflow.launch.code_trust import check_pickles, named_code
-from distflow.launch.data_sets import num_rows_of
+from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.hardware import follow_machines
 from distflow.launch.initial_policy import with_models_of_runs
 from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, read_config
@@ -57,13 +57,15 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     return spec_settings(config, pipeline, num_rows_of(config, data.train))(
         text=to_yaml(config),
         pipeline=partial(rebuild, config),
-        rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
+        rows=data.train
+        if isinstance(data.train, LazyRows)
+        else EncodedRows(write_encoded(data.train, run_dir, "train")),
         validation=tuple(validation),
         sampling=sampling_params(config),
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),
         num_left_out={
-            "train": data.train.report.num_left_out + len(data.broken),
+            "train": 0 if isinstance(data.train, LazyRows) else data.train.report.num_left_out + len(data.broken),
             **{f"val {domain}": prompts.report.num_left_out for domain, prompts in data.validation.items()},
         },
         overlap="" if config.data.allow_overlap else data.overlap(),

@@ -25,7 +25,9 @@ _NUM_ROWS_CHECKED = 100  # rows
 def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """The data and settings of the run. Raises UserError for a domain without a reward function."""
     config = loaded.config
-    named = {"train": data.train}
+    named = {"train": data.looked_at}
+    if data.train is not data.looked_at:
+        yield f"train data: {len(data.train):,} rows, each read when its group starts; looked at so far:"
     named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"
@@ -69,27 +71,27 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
-    if is_default and has_template and is_rl(config) and not data.train.has_messages:
+    if is_default and has_template and is_rl(config) and not data.looked_at.has_messages:
         yield (
             "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model needs "
             "data.prompt_format=chat"
         )
-    is_text = config.data.prompt_format == "text" and not data.train.has_messages
+    is_text = config.data.prompt_format == "text" and not data.looked_at.has_messages
     for name in (config.data.tools_key, TEMPLATE_KWARGS_COLUMN) if is_text else ():
-        if any(name in (row.extra_info or {}) for row in data.train[:_NUM_ROWS_CHECKED]):
+        if any(name in (row.extra_info or {}) for row in data.looked_at[:_NUM_ROWS_CHECKED]):
             yield (
                 f"note: rows have the column '{name}', which only a chat template gets, and prompts are plain "
                 "text: see data.prompt_format"
             )
-    known = {domain for found in (data.train, *data.validation.values()) for domain in found.domains}
+    known = {domain for found in (data.looked_at, *data.validation.values()) for domain in found.domains}
     for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
-    tags = {row.tag for found in (data.train, *data.validation.values()) for row in found}
+    tags = {row.tag for found in (data.looked_at, *data.validation.values()) for row in found}
     for tag, domain in domain_of_tag(config).items():
         if tag not in tags:
             yield f"note: data.domains.{domain}.tags has '{tag}', and no row that is used has that tag{hint(tag, tags)}"
-    if "reward_fn" in reading.pipeline.services and all(row.ground_truth is None for row in data.train):
+    if "reward_fn" in reading.pipeline.services and all(row.ground_truth is None for row in data.looked_at):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
             "ground_truth=None"

@@ -11,7 +11,8 @@ from distflow.config.domain_settings import filters_groups, unfiltered_domains
 from distflow.config.keys.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.nodes.advantages import changes_rewards, masks_samples, weighs_samples
+from distflow.pipelines.nodes.advantages import changes_rewards, weighs_samples
+from distflow.pipelines.nodes.by_domain import masks_samples
 from distflow.pipelines.nodes.objectives import corrects_drift, interpolates_prox
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
+from distflow.data.prompts import UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.score import CallCounts, RewardCounts
@@ -289,7 +290,14 @@ class RolloutLoop:
         """A failing node costs its own group only, and is recorded. stop: cancels the group if it is not needed."""
         group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
-        started, group = time.time(), self.make_group(prompt_group)
+        started = time.time()
+        try:
+            group = self.make_group(prompt_group)
+        except UnusableRow as unusable:
+            await self._turn(stop, accepted=False)
+            self._end(prompt_group, f"{unusable.reason}: {unusable}", started)
+            queue.drop(DroppedGroup(prompt_group, unusable.reason))
+            return
         try:
             try:
                 drop = await self.run(group, self.steps, self.context)

@@ -84,6 +84,22 @@ def long_errors_are_left_out(before: Run, after: Run) -> None:
     close(other["advantages"], one["advantages"])
 
 
+def left_out_of_baselines_too(before: Run, after: Run) -> None:
+    """GRPO's advantages of the responses that are not truncated, among themselves; a single one has none."""
+    one, other = before.batch(), after.batch()
+    scores, kept = scores_of(other), ~other["truncated"]
+    assert 0 < int(kept.sum()) < len(other)
+    for rows in torch.arange(len(other)).view(-1, 4):
+        left = [int(row) for row in rows if kept[row]]
+        own = scores[left].double()
+        scale = own.std() + 1e-6 if len(left) > 1 else 1.0
+        for row in rows.tolist():
+            wanted = (scores[row] - own.mean()) / scale if row in left and len(left) > 1 else torch.zeros(())
+            close(other["advantages"][row], wanted * other["response_mask"][row])
+            close(other["loss_mask"][row], one["loss_mask"][row] * (row in left and len(left) > 1))
+    differ(one["advantages"], other["advantages"])
+
+
 def rewards_are_whitened(before: Run, after: Run) -> None:
     one, other = before.batch(), after.batch()
     mask = one["response_mask"] > 0
@@ -150,6 +166,13 @@ CASES = (
         "loss_mask: 0 on long answers that are wrong",
         long_errors_are_left_out,
         given=(ONE,),
+    ),
+    Case(
+        "algorithm.mask_type",
+        "algorithm.mask_type=all",
+        "advantages: those of the samples that are left, among themselves",
+        left_out_of_baselines_too,
+        given=(ONE, "algorithm.mask_truncated=true"),
     ),
     Case(
         "algorithm.whiten_rewards",

@@ -162,7 +162,7 @@ DIFFERING = (
     *("adv_estimator", "adv_estimator_kwargs", "gamma", "lam", "norm_adv_by_std_in_grpo", "scale_rewards"),
     *("adv_epsilon", "reward_shift", "reward_scale", "reward_norm", "reward_clip", "adv_norm", "advantage_clip"),
     *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "difficulty_mask"),
-    *("difficulty_weight", "length_weight", "mask_long_errors", "whiten_rewards"),
+    *("difficulty_weight", "length_weight", "mask_long_errors", "mask_type", "whiten_rewards"),
 )
 """Keys of `algorithm` that a domain may override."""
 
@@ -208,6 +208,11 @@ class AlgorithmConfig:
     )
     difficulty_mask: tuple[float, float] | None = key(
         None, "[low, high]: train on groups with low < share of correct responses < high", parse=parse_share_band
+    )
+    mask_type: str = key(
+        "loss",
+        "what excluded responses are left out of: the loss, or all, which is baselines, means and normalisation too",
+        choices=("loss", "all"),
     )
     difficulty_weight: tuple[float, float] | None = key(
         None, "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect responses"

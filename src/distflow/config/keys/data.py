@@ -133,6 +133,10 @@ class DataConfig:
     truncation: str = key(
         "error", "side to cut off a long prompt that is not filtered", choices=("error", "left", "right", "middle")
     )
+    lazy: bool = key(
+        False,
+        "read and tokenise a training row when its group starts, in the process that generates it; .jsonl and .parquet",
+    )
     bad_rows: str = key("error", "for a row that cannot be read", choices=("error", "skip"))
     pass_rate: tuple[float, float] | None = key(
         None, "[low, high]: train only on rows whose measured pass rate is within; null is all", parse=parse_band

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import on_last_token, sample_scores
+from distflow.algorithms.advantages.group_baseline import Groups, on_last_token, sample_scores
 from distflow.algorithms.kl import KLController, KLMean
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
@@ -30,17 +30,12 @@ from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.data.batch import Batch
 from distflow.data.preference_pairs import messages_of
 from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain
+from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
+from distflow.pipelines.nodes.rollout import num_needed
 from distflow.rewards.score import RIGHT
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
-
-
-def masks_samples(algorithm: AlgorithmConfig) -> bool:
-    """Whether it leaves samples out of the loss."""
-    bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
-    return algorithm.mask_truncated or any(bound is not None for bound in bounds)
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
@@ -75,7 +70,7 @@ def add_model_scores(batch: Batch, reward_model: RewardModelScorer, *, weight: f
 
 
 @algorithm_node(masks_samples)
-@node(writes="loss_mask", scope="group")
+@node(writes=("loss_mask", "in_baselines"), scope="group")
 def mask_samples(
     loss_mask: Tensor,
     response_mask: Tensor,
@@ -87,9 +82,12 @@ def mask_samples(
     mask_truncated: bool,
     difficulty_mask: Band | None,
     mask_long_errors: int | None,
+    mask_type: str,
+    adv_estimator: str,
 ) -> NodeOutput:
-    """`loss_mask` without the excluded samples, which stay in the baselines and means of their group. `sample_mask/*`:
-    the share of valid samples left out.
+    """`loss_mask` without the excluded samples, which stay in the baselines and means of their group, or with
+    `mask_type` "all" are in none: samples that are left with too few to compare with are then excluded as well.
+    `sample_mask/*`: the share of valid samples left out.
 
     mask_long_errors: number of policy tokens from which on an incorrect response is left out (ROLL's
     `error_max_len_threshold`).
@@ -102,9 +100,16 @@ def mask_samples(
     share = share_right(acc, group_index, valid)
     uneven = is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
     measured = {"truncated": cut, "long_errors": long_errors, "difficulty": ~uneven}
-    metrics = {f"sample_mask/{name}": _share(left_out, valid) for name, left_out in measured.items()}
     keep = ~cut & ~long_errors & uneven
-    return NodeOutput({"loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype)}, metrics, float(valid.sum()))
+    in_baselines = valid
+    if mask_type == "all":
+        num_left = Groups(group_index, valid & keep).size
+        alone = keep & (num_left < num_needed(adv_estimator)) & (num_left < Groups(group_index, valid).size)
+        keep, measured["alone"] = keep & ~alone, alone
+        in_baselines = valid & keep
+    metrics = {f"sample_mask/{name}": _share(left_out, valid) for name, left_out in measured.items()}
+    written = {"loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype), "in_baselines": in_baselines}
+    return NodeOutput(written, metrics, float(valid.sum()))
 
 
 @algorithm_node(changes_rewards)

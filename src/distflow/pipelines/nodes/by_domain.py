@@ -23,9 +23,9 @@ Factory = Callable[[Config], Callable[..., object]]
 
 
 def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], Factory]:
-    """Decorates a factory, which then returns its function for the config where no domain differs. Else it returns a
-    node function that runs, on the rows of each domain of `algorithm.domains`, the one for its settings, and on all
-    other rows the one for the run's.
+    """Decorates a factory, which then returns its function for the config where no domain differs and no mask narrows
+    baselines. Else it returns a node function that runs, on the rows of each domain of `algorithm.domains`, the one for
+    its settings, and on all other rows the one for the run's; samples outside of `in_baselines` are not valid there.
 
     is_on: whether the node does anything under such settings; else it leaves its columns unchanged.
     """
@@ -33,7 +33,8 @@ def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], F
     def decorated(make: Factory) -> Factory:
         @wraps(make)
         def factory(config: Config) -> Callable[..., object]:
-            return _divided(make, is_on, config) if config.algorithm.domains else make(config)
+            is_divided = config.algorithm.domains or _narrows_baselines(config)
+            return _divided(make, is_on, config) if is_divided else make(config)
 
         return factory
 
@@ -70,7 +71,8 @@ def _divided(make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Co
     reads = dict.fromkeys(name for contract in contracts for name in contract.reads)
     optional = dict.fromkeys(name for contract in contracts for name in contract.optional if name not in reads)
     writes = tuple(dict.fromkeys(name for contract in contracts for name in contract.writes))
-    names = (*reads, "domain", *(f"?{name}" for name in optional))
+    narrowed = ["in_baselines"] if _narrows_baselines(config) and "in_baselines" not in writes else []
+    names = (*reads, "domain", *narrowed, *(f"?{name}" for name in optional))
     return node(reads=tuple(dict.fromkeys(names)), writes=writes)(partial(in_domains, parts=parts))
 
 
@@ -86,6 +88,8 @@ def in_domains(
     done, metrics = list[Batch](), dict[str, float]()
     for domain, part in parts.items():
         own = batch.select(rows[domain])
+        if "in_baselines" in own:
+            own["valid"] = own["in_baselines"]
         if part is not None:
             state = ctx.state.setdefault("rest", {})
             if domain is not None:
@@ -102,6 +106,17 @@ def in_domains(
         done.append(own.only(writes))
     order = torch.tensor([row for domain in parts for row in rows[domain]], dtype=torch.int64)
     return NodeOutput(Batch.concat(done).select(order.argsort()), metrics)
+
+
+def masks_samples(algorithm: AlgorithmConfig) -> bool:
+    """Whether it leaves samples out of the loss."""
+    bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
+    return algorithm.mask_truncated or any(bound is not None for bound in bounds)
+
+
+def _narrows_baselines(config: Config) -> bool:
+    """Whether samples are left out of baselines too."""
+    return any(masks_samples(algorithm) and algorithm.mask_type == "all" for _, algorithm in algorithms(config))
 
 
 def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:

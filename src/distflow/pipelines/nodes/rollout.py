@@ -15,7 +15,6 @@ from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES, Band,
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
-from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import OnError, on_error_of
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
@@ -91,14 +90,16 @@ def compute_reward(config: Config) -> Callable[..., object]:
     where `reward.on_error` says so.
     """
     own = {
-        name: (_min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
+        name: (num_needed(algorithm_of(config, name).adv_estimator), on_error_of(config.reward, name))
         for name in {**config.reward.domains, **config.algorithm.domains}
     }
-    return partial(reward_samples, min_valid=_min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
+    needed, on_error = num_needed(config.algorithm.adv_estimator), config.reward.on_error
+    return partial(reward_samples, min_valid=needed, on_error=on_error, domains=own)
 
 
-def _min_valid(algorithm: AlgorithmConfig) -> int:
-    estimator = ESTIMATORS.get(algorithm.adv_estimator)
+def num_needed(adv_estimator: str) -> int:
+    """How many samples with a score a group needs."""
+    estimator = ESTIMATORS.get(adv_estimator)
     return 2 if estimator and estimator.needs_group else 0
 
 
