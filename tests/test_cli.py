@@ -138,6 +138,61 @@ def test_doctor_tells_of_machine_packages_extras_and_faults(
     assert "lora: " in out and "torch 2." in out
 
 
+# Interrupts a process at the N-th module that it looks for once the command line is being imported.
+INTERRUPTS = """
+import os, pathlib, signal, sys
+class Interrupts:
+    left = None
+    def find_spec(self, name, path=None, target=None):
+        self.left = int(os.environ["AT"]) if name == "distflow.cli" else self.left and self.left - 1
+        if self.left == 1:
+            pathlib.Path(os.environ["CAME"]).touch()
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+"""
+COMMAND_LINES = [
+    ("train", "grpo", *NEEDED),
+    ("sft", "quickstart_sft"),
+    ("eval", "grpo", NEEDED[0], "data.val_files=builtin:arithmetic-rl"),
+    ("export", "run", "--to", "there"),
+    ("config", "grpo", *NEEDED),
+    ("reward", "math", "--data", "rows.jsonl"),
+    ("doctor",),
+    ("sandbox", "run", "file.py"),
+    ("selftest",),
+    ("replay", "bundle"),
+    ("why", "1"),
+    ("trace", "run"),
+    ("report", "run"),
+]
+
+
+@pytest.mark.parametrize("at", [1, 40, 150, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "arguments",
+    [COMMAND_LINES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMAND_LINES[1:])],
+    ids=lambda each: each[0] if isinstance(each, tuple) else None,
+)
+def test_ctrl_c_at_any_import_of_a_command_is_one_line_and_130(
+    arguments: tuple[str, ...], at: int, tmp_path: Path
+) -> None:
+    """Also where the library that is being imported would catch the interrupt."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AT": str(at), "CAME": str(tmp_path / "came")}
+    command = [sys.executable, "-m", "distflow", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert (tmp_path / "came").exists() or at > 100, "too few imports to be interrupted there"
+    if (tmp_path / "came").exists():
+        assert (done.returncode, done.stderr) == (130, "distflow: ended by SIGINT\n"), done.stderr
+
+
+def test_ctrl_c_while_arguments_are_parsed_is_one_line_and_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.cli._parse", lambda argv: os.kill(os.getpid(), signal.SIGINT))
+    assert run(capsys, "config") == (130, "", "distflow: ended by SIGINT\n")
+
+
 def test_python_dash_m_starts_it_and_imports_wait() -> None:
     """One real process. Neither torch nor transformers is loaded to say what is wrong with a config."""
     probe = (

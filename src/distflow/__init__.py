@@ -1,9 +1,11 @@
 """distflow: RL post-training of language models as a typed dataflow graph. Importing it loads neither torch nor Ray."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # that of `typing`, which would be imported before Ctrl-C is handled
 if TYPE_CHECKING:
+    from typing import Any
+
     from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
     from distflow.api.load_run import Run, load_run
     from distflow.api.own_training_loop import Rollouts, rollouts
@@ -50,7 +52,7 @@ _ROOMS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """The public names, imported when first asked for (PEP 562): those of the algorithms load torch."""
     if name not in __all__:
         raise AttributeError(f"module 'distflow' has no attribute '{name}'")

@@ -1,11 +1,25 @@
-"""`python -m distflow`."""
+"""The command `distflow`, and `python -m distflow`: Ctrl-C is answered before anything else is imported."""
 
 import os
+import signal
 import sys
 
-if sys.path[0] == os.getcwd():  # put there by Python: a folder to look into may hold modules that look like others
-    del sys.path[0]
+if __name__ == "__main__" and sys.path[0] == os.getcwd():
+    del sys.path[0]  # put there by Python: a folder to look into may hold modules that look like others
 
-from distflow.cli import main  # noqa: E402
 
-sys.exit(main())
+def main() -> int:
+    """Run the command; its own handling of Ctrl-C takes the place of this one while there is something to close."""
+    signal.signal(signal.SIGINT, _leave)
+    from distflow.cli import main as run_command
+
+    return run_command()
+
+
+def _leave(number: int, frame: object) -> None:
+    os.write(2, b"distflow: ended by SIGINT\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

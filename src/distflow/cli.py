@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from distflow import __version__
 from distflow.observe.sanitize import harmless_output, quiet_libraries
-from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
+from distflow.runtime.stop import Interrupted, ended_by, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
@@ -51,24 +51,29 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
     it, the error's own `exit_status` if it has one, 1 for anything else."""
-    with harmless_output(), interruptible():
-        quiet_libraries()
-        arguments = _parse(argv)
-        if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
-            sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
-        try:
-            status = int(arguments.run(arguments))
-            sys.stdout.flush()  # at the end of the process a reader that is gone would be an error of its own
-            return status
-        except KeyboardInterrupt as err:
-            number = err.number if isinstance(err, Interrupted) else signal.SIGINT
-            print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
-            return exit_status(number)
-        except BrokenPipeError:  # the reader of our output has closed it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return exit_status(signal.SIGPIPE)
-        except Exception as err:  # the top level: one message, a status, the traceback on request
-            return _report_error(err, arguments.debug)
+    try:
+        with harmless_output(), interruptible():
+            return _run(argv)
+    except KeyboardInterrupt as err:
+        number = err.number if isinstance(err, Interrupted) else signal.SIGINT
+        print(ended_by(number), file=sys.stderr)
+        return exit_status(number)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    quiet_libraries()
+    arguments = _parse(argv)
+    if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
+        sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()  # at the end of the process a reader that is gone would be an error of its own
+        return status
+    except BrokenPipeError:  # the reader of our output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exit_status(signal.SIGPIPE)
+    except Exception as err:  # the top level: one message, a status, the traceback on request
+        return _report_error(err, arguments.debug)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,8 +1,10 @@
 """Which lines of libraries are left out, and that no other is; output to a terminal that is gone."""
 
 import errno
+import io
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -69,3 +71,41 @@ def test_other_errors_of_output_are_raised() -> None:
     with open("/dev/full", "w") as full, pytest.raises(OSError) as raised:  # noqa: PTH123
         TerminalOutput(full).write("x" * 100_000)
     assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, below = [5.0], io.StringIO()
+    monkeypatch.setattr("distflow.observe.sanitize.time.monotonic", lambda: now[0])
+    stream = SanitizedStream(below)
+    for number in range(35):
+        stream.write(f"\r{number}/35\x1b[A")
+        stream.flush()
+        now[0] += 1.0
+    stream.write("\n")
+    print("next", file=stream)
+    assert below.getvalue() == "".join(f"{number}/35\\x1b[A\n" for number in (10, 20, 30, 34)) + "next\n"
+
+
+@pytest.mark.parametrize(
+    ("writes", "shown"),
+    [
+        (("\rhalf", "an error\n"), "half\nan error\n"),
+        (("\r50%", "\r   ", "done\n"), "done\n"),
+        (("\rwhole\n", "\n"), "whole\n\n"),
+        (("a\n", "\n", "b"), "a\n\nb"),
+    ],
+)
+def test_no_text_of_a_carriage_return_is_lost(writes: tuple[str, ...], shown: str) -> None:
+    below = io.StringIO()
+    stream = SanitizedStream(below)
+    for text in writes:
+        stream.write(text)
+    assert below.getvalue() == shown
+
+
+def test_the_bars_of_a_library_are_one_line_each() -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    below = io.StringIO()
+    for _ in tqdm(range(500), desc="tensors", mininterval=0.0, miniters=1, file=SanitizedStream(below)):
+        pass
+    assert re.fullmatch(r"tensors: 100%.* 500/500 .*\n", below.getvalue())

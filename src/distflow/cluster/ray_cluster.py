@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
@@ -21,6 +21,7 @@ from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
 from distflow.launch.hardware import worker_cores
+from distflow.observe.writing.progress import lasting
 from distflow.planning.plan import Plan, RankPlan, dp_groups_of
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.rank_info import Home, Place
@@ -58,7 +59,9 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
         return
     check_room(plan)
     say(f"starting Ray for {len(plan.ranks)} workers on this machine")
-    with start_ray(len(plan.ranks) + more_cpus):
+    with ExitStack() as stack:
+        with lasting(say, "starting Ray"):
+            stack.enter_context(start_ray(len(plan.ranks) + more_cpus))
         yield True
 
 

@@ -25,10 +25,11 @@ from distflow.errors import UserError
 from distflow.launch.make_spec import Say
 from distflow.launch.run_setup import Start, done_before, model_line, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
-from distflow.observe.writing.terminal import TerminalView
+from distflow.observe.writing.progress import lasting
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
+from distflow.runtime.recorder import make_view
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
@@ -82,7 +83,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def build(self, say: Callable[[str], None]) -> list[str]:
         """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
-        with with_resume_hint(self._spec):
+        number = len(self._workers)
+        with with_resume_hint(self._spec), lasting(say, f"starting {number} workers and loading their models"):
             reports: list[BuildReport] = self._all([worker.build.remote() for worker in self._workers])
         for rank, report in enumerate(reports):
             if report.version != __version__:
@@ -99,10 +101,9 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> int:
         """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
-        options = self._spec.options
         with with_resume_hint(self._spec):
             progress = self._progress()
-        view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
+        view = make_view(self._spec, progress.total_steps)
         output = DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
@@ -123,8 +124,8 @@ class RayRun(AbstractContextManager["RayRun"]):
         """Inside, a loop of the user's own drives the training ranks by `call`, and supervises while it waits. An error
         there waits for a checkpoint that is being written, and for nothing else."""
         everyone: dict[int, Sequence[Any]] = dict.fromkeys(self.training_ranks, ())
-        progress, options = self._progress(), self._spec.options
-        view = TerminalView(f"{options.project} / {options.experiment}", progress.total_steps)
+        progress = self._progress()
+        view = make_view(self._spec, progress.total_steps)
         output = DriverOutput(view, Caller(Callbacks(), print), waits_s=0.0)
         self._supervision, has_ended = self._rounds(differences, output), False
         try:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from distflow.audit.recorded_calls import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
+from distflow.observe.writing.progress import lasting
 from distflow.rewards.score import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.node_errors import warn_of_errors
@@ -29,19 +30,22 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         raise UserError("nothing to evaluate on: set data.val_files")
     rank, pipeline = spec.plan.ranks[0], spec.pipeline()
     own_device(rank.device)  # of a worker, where the config is that of a cluster
-    resources = build_resources(spec.factories, rank)
+    with lasting(say, "loading the models"):
+        resources = build_resources(spec.factories, rank)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
-        return validation_loss(spec.validation, actor)[0]
+        with lasting(say, "evaluating"):
+            return validation_loss(spec.validation, actor)[0]
     session = Session.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "checked above"
     contexts = Contexts(spec.config, resources, {}, updates=None)
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents())
-    validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, say)
-    with session:
+    stop_ids, done = resources.stop_token_ids, list[int]()
+    validator = Validator(spec.validation, contexts, rollout_loop, stop_ids, spec.options.seed, say, done.append)
+    with session, lasting(say, "evaluating", lambda: f", {sum(done):,} of {validator.num_responses:,} responses"):
         weights = LocalWeights(Waits())
         weights.attach(WeightReceiver(rollout, session))
         canary = make_canary(spec, resources)

@@ -19,6 +19,7 @@ from distflow.launch.code_trust import model_code, only_if_trusted, without_mode
 from distflow.launch.model_sources import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
 from distflow.observe.crash_safe_files import read_object
+from distflow.observe.writing.progress import lasting
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState
@@ -52,7 +53,8 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     only_if_trusted(code, trust_code, say)
     if not code:
         config = without_model_code(config)
-    model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
+    with lasting(say, "loading the model"):
+        model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
     if unknown := copy_weights(trained, model):
         raise UserError(
             f"{source} was made from another model: its '{unknown}' is no weight of the model, or of another shape"

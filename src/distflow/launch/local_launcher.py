@@ -9,6 +9,7 @@ from distflow.launch import run_setup
 from distflow.launch.build_worker import build_worker
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
+from distflow.observe.writing.progress import lasting
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
@@ -89,7 +90,8 @@ class _Built:
 def _build(spec: Spec, start: run_setup.Start, say: Callable[[str], None]) -> _Built:
     """Raises UserError where the checkpoint is of another model, tokenizer or data."""
     fault_injection.arm(0)
-    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    with lasting(say, "loading the models"):
+        resources = build_resources(spec.factories, spec.plan.ranks[0])
     say(run_setup.model_line(spec, resources.num_parameters))
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []

@@ -17,6 +17,7 @@ from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
 from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.progress import lasting
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
 from distflow.runtime.node_errors import writing_to
@@ -33,7 +34,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     loaded = follow_pipeline(follow_machines(follow_allocation(loaded)))
     reading = read_config(loaded)
     # First, as rows from Python code are stored in the folder, which another run may use.
-    with claimed(loaded.config.trainer.run_dir):
+    with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
         loaded = with_models_of_runs(loaded, say)
         if loaded.config.trainer.resume_mode == "never":
             forget_rows(loaded.config.trainer.run_dir)

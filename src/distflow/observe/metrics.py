@@ -53,6 +53,7 @@ HEADLINES = (
     Headline("val loss", ("sft/val_loss", "rm/val_loss"), ".4f", 7),
     Headline("accuracy", ("val_correct/all/mean", "rm/val_accuracy", "rm/accuracy"), ".3f", 5),
     Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f", 7),
+    Headline("value loss", ("critic/vf_loss",), ".4f", 7),
     Headline("entropy", ("actor/entropy",), ".3f", 6),
     Headline("length", ("rollout/avg_response_length",), ".1f", 6),
     Headline("truncated", ("rollout/truncated",), ".0%", 4),
@@ -78,6 +79,16 @@ def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
     """The metrics among these that a line of text shows."""
     present = {line: next((name for name in line.names if name in values), None) for line in HEADLINES}
     return {line: values[name] for line, name in present.items() if name is not None}
+
+
+def phase_speeds(values: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second of each phase that has a rate of its own."""
+    start = "throughput/"
+    return {
+        name.removeprefix(start): n
+        for name, n in values.items()
+        if name.startswith(start) and "tokens_per_s" not in name
+    }
 
 
 def nest(values: Mapping[str, float]) -> Nested:

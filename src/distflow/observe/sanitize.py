@@ -15,12 +15,14 @@ import os
 import re
 import stat
 import sys
+import time
 import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+_BAR_EVERY_S = 10.0
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 # Characters that a terminal or an editor obeys although JSON allows them: DEL and C1, soft hyphen, marks of direction,
 # joiners, separators, interlinear marks, tags.
@@ -93,13 +95,28 @@ class TerminalOutput(io.TextIOBase):
 class SanitizedStream(TerminalOutput):
     """A stream that writes what `escape_control` makes of the text, in the encoding of the one below.
 
-    It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write
-    that begins with a carriage return, as progress bars have it, begins a new line instead.
+    It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. What is
+    written over and over with a carriage return, as progress bars are, is a line every ten seconds and one at the end.
     """
 
+    _bar, _bar_at = "", 0.0  # what was written last with a carriage return, and when such a line was shown or began
+
     def write(self, text: str) -> int:
-        shown = escape_control("\n" + text[1:] if text.startswith("\r") else text)
-        super().write(shown.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        if not text:  # by which a progress bar finds out whether the stream is open
+            return 0
+        shown = text.lstrip("\r")
+        if shown != text and "\n" not in text:
+            now = time.monotonic()
+            self._bar_at = self._bar_at or now
+            self._bar = shown.rstrip()
+            if not self._bar or now - self._bar_at < _BAR_EVERY_S:
+                return len(text)
+            self._bar_at, shown = now, ""
+        elif self._bar_at:
+            self._bar_at, shown = 0.0, "" if shown == "\n" else shown
+        if self._bar:
+            self._bar, shown = "", f"{self._bar}\n{shown}"
+        super().write(escape_control(shown).encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
 

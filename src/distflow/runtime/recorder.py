@@ -184,7 +184,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._options = options = spec.options
         self._process = process
         self.folder = RunFolder(spec.run_dir, restart, resumed_at, process.part)
-        self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
+        self.view = view or make_view(spec, total_steps)
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
             TrackedRun(spec.run_dir, options.project, options.experiment, to_dict(spec.config)),
@@ -303,6 +303,11 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _span(self, actor: str, span: Span) -> None:
         self.folder.span(actor, replace(span, step=self._step + 1))
+
+
+def make_view(spec: Spec, total_steps: int) -> TerminalView:
+    options = spec.options
+    return TerminalView(f"{options.project} / {options.experiment}", total_steps, generates=spec.plan.generates)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from distflow.config.keys.run import StopCondition
-from distflow.errors import nearest
+if TYPE_CHECKING:
+    from distflow.config.keys.run import StopCondition
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,18 +36,28 @@ def exit_status(number: int) -> int:
     return 128 + number
 
 
+def ended_by(number: int) -> str:
+    """The line that a command ends with."""
+    return f"distflow: ended by {signal.Signals(number).name}"
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """While it is entered, the first signal raises `Interrupted` in the main thread, so that resources are closed, and
-    the second ends the process."""
+    the second ends the process. While a module is imported the first ends it too: libraries catch what is raised there,
+    and go on or fail with another error."""
     came: list[int] = []
 
-    def interrupt(number: int) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if came and number == signal.SIGHUP:
             return
         if came:
             leave_at_once(exit_status(number))
         came.append(number)
+        if _is_importing(frame):
+            with suppress(OSError):
+                os.write(2, f"{ended_by(number)}\n".encode())
+            leave_at_once(exit_status(number))
         raise Interrupted(number)
 
     with _handled(interrupt):
@@ -57,7 +67,7 @@ def interruptible() -> Iterator[None]:
 class MetricStop:
     """Ends a run at a metric's value. For the rank that has the metrics of all. condition: None for never."""
 
-    def __init__(self, condition: StopCondition | None, warn: Callable[[str], None]) -> None:
+    def __init__(self, condition: "StopCondition | None", warn: Callable[[str], None]) -> None:
         self.condition, self._warn = condition, warn
         self._seen, self._has_warned = set[str](), False
 
@@ -76,6 +86,8 @@ class MetricStop:
 
     def report_missing(self, what: str = "the run ended without a metric of that name") -> None:
         """Warn if the metric has not been seen yet."""
+        from distflow.errors import nearest  # not at the start of every command
+
         if self.condition is not None and self.condition.metric not in self._seen:
             near = nearest(self.condition.metric, self._seen)
             self._warn(f"trainer.stop_when={self.condition}: {what}{f'; did you mean {near}?' if near else ''}")
@@ -115,7 +127,7 @@ class StopRequest(Stop):
         self._teller.join()
         os.close(self._read)
 
-    def _asked(self, number: int) -> None:
+    def _asked(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:
             if self._insisted and not self._ends_process:
                 raise KeyboardInterrupt
@@ -140,14 +152,14 @@ def leave_at_once(status: int) -> None:
 
 
 @contextmanager
-def _handled(handler: Callable[[int], None]) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Inside, `handler` is called for signals. A hang-up that is ignored stays ignored, as `nohup` requests. Only the
     main thread may set handlers: in another nothing changes."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _leave_dead_terminals()
-        handler(number)
+        handler(number, frame)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -160,6 +172,12 @@ def _handled(handler: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _leave_dead_terminals() -> None:

@@ -33,7 +33,8 @@ from distflow.training.engine import Scorer
 class Validator:
     """Runs the nodes of a pipeline that validate on validation prompts. Its groups need no rollout capacity.
 
-    say: called if a node failed on a prompt; only the responses to that prompt are then errors.
+    say: called if a node failed on a prompt; only the responses to that prompt are then errors. finished: called with
+    the number of responses to a prompt when it has them.
     """
 
     sets: Sequence[ValidationSet]
@@ -42,6 +43,12 @@ class Validator:
     stop_token_ids: tuple[int, ...]
     seed: int
     say: Callable[[str], None]
+    finished: Callable[[int], object] = lambda number: None
+
+    @property
+    def num_responses(self) -> int:
+        kinds = [(own, each) for own in self.sets for each in ((own.greedy, 1), (own.sampled, own.num_samples))]
+        return sum(len(own.rows) * number for own, (params, number) in kinds if params is not None)
 
     async def run(self, step: int, part: int = 0, num_parts: int = 1) -> ValidationResults:
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
@@ -80,6 +87,7 @@ class Validator:
             return Drop("error", str(err))
         finally:
             self.rollout_loop.group_recorder.keep()
+            self.finished(prompt_group.group_size)
         return group.batch() if drop is None else drop
 
 

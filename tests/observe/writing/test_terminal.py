@@ -12,7 +12,8 @@ import threading
 import pytest
 
 from distflow.observe.sanitize import escape_control
-from distflow.observe.writing.terminal import TerminalView, can_redraw, duration, sparkline, step_line
+from distflow.observe.writing.terminal import TerminalView, can_redraw, duration, step_line
+from distflow.observe.writing.timing import PhaseTimer
 
 VALUES = {
     "reward/mean_score": 0.5124,
@@ -245,6 +246,64 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     assert any("engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line for line in last), last
 
 
+def test_the_phase_shown_is_the_one_that_runs_with_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an inner phase the outer one continues."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, now = Terminal(), [0.0]
+    view = TerminalView("run", 9, file=terminal.file, clock=lambda: now[0])
+    phases = PhaseTimer(on_change=view.phase, clock=lambda: now[0])
+    with phases("train_step"):
+        now[0] = 7.0
+        with phases("audit"):
+            now[0] = 9.0
+        now[0] = 16.0
+        drawn = view._panel.render(now[0], 76, 20)
+    view._console.print(drawn)
+    view.close()
+    assert "now       train_step 0:16" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.seen())
+
+
+def test_supervised_training_has_no_words_of_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    values = {
+        "sft/loss": 2.5,
+        "rollout/truncated": 0.0,
+        "rollout/avg_response_length": 9.0,
+        "throughput/train_step": 810.4,
+    }
+    values |= {"timing_s/rollout": 0.5, "timing_s/train_step": 1.5, "timing_s/step": 2.0}
+    terminal = Terminal(80, 24)
+    view, lines = TerminalView("run", 9, file=terminal.file, generates=False), io.StringIO()
+    plain = TerminalView("run", 9, file=lines, generates=False)
+    for each in (view, plain):
+        each.phase("rollout")
+        each.queue(0, 64, 0)
+        each.weight_version(1)
+        each.log(1, values)
+        each.sample("2+2=", "4", None)
+        each.close()
+    last = "\n".join(frames_of(terminal.seen())[-1])
+    assert not re.search("rollout|response|truncated|generating|engine|score|reward", last + lines.getvalue()), last
+    assert "time      2.0 s a step: train_step 75% · data 25%" in last and re.search("target +4", last)
+    assert "tokens/s  train_step 810" in last and "loss  2.5000" in lines.getvalue()
+
+
+def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = TerminalView("run", 9, file=out, clock=lambda: now[0])
+    phases = PhaseTimer(on_change=view.phase, clock=lambda: now[0])
+    for name in ("start", "rollout", "train_step"):
+        with phases(name):
+            now[0] += 20.0
+    now[0] += 70
+    view.note("info", "saved")
+    with phases("save"), phases("audit"):
+        now[0] += 70
+    assert out.getvalue().splitlines() == ["step 1/9  train_step begins after 0:40", "saved"]
+
+
 def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:
     view = TerminalView("run", 9, file=io.StringIO())
     with view._lock:
@@ -270,8 +329,6 @@ def test_a_terminal_that_asks_for_plain_text_gets_it(name: str, value: str, monk
 
 def test_small_helpers() -> None:
     assert [duration(seconds) for seconds in (0, 67.9, 3661, -5)] == ["0:00", "1:07", "1:01:01", "0:00"]
-    assert sparkline([0.0, 0.5, 1.0, float("nan"), float("inf")], 4) == "▁█××"
-    assert sparkline([2.0, 2.0], 9) == "▅▅" and sparkline([], 9) == ""
     assert step_line(3, 9, {}) == "step 3/9"
     assert escape_control("a\tb\nc", one_line=True) == "a b⏎c" and escape_control("abcdef", 3) == "abc…"
     assert escape_control("é 日本 \u200b\x7f\U000e0041") == "é 日本 \\u200b\\x7f\\U000e0041"

@@ -18,8 +18,10 @@ class Clock:
 
 
 def test_phases_add_up_to_the_step() -> None:
-    clock, ended, begun = Clock(), [], []
-    phases = PhaseTimer(lambda t0, t1, name: ended.append((name, t1 - t0)), begun.append, clock)
+    clock, ended, runs = Clock(), [], []
+    phases = PhaseTimer(
+        lambda t0, t1, name: ended.append((name, t1 - t0)), lambda name, seconds: runs.append((name, seconds)), clock
+    )
     clock.now += 1
     with phases("rollout"):
         clock.now += 4
@@ -34,7 +36,7 @@ def test_phases_add_up_to_the_step() -> None:
     assert [
         (name, pytest.approx(seconds)) for name, seconds in (("reward", 2), ("rollout", 7), ("rollout", 8))
     ] == ended
-    assert begun == ["rollout", "reward", "rollout"]
+    assert runs == [("rollout", 0), ("reward", 0), ("rollout", 6), ("other", 0), ("rollout", 0), ("other", 0)]
     clock.now += 3
     with phases("save"):
         clock.now += 1

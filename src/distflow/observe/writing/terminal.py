@@ -5,13 +5,12 @@ widths. Text of models and data goes through `escape_control` and is never read 
 """
 
 import contextlib
-import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
@@ -21,16 +20,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from distflow.observe.metrics import Headline, headlines
+from distflow.observe.metrics import Headline, headlines, phase_speeds
 from distflow.observe.sanitize import SanitizedStream, TerminalOutput, escape_control
+from distflow.observe.writing.sparkline import WIDTH, Curve, sparkline
 
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
-_BARS = "▁▂▃▄▅▆▇█"
-_LABEL, _VALUE, _RANGE, _CURVE = 10, 9, 15, 40
+_LABEL, _VALUE, _RANGE = 10, 9, 15
 _TWO_ABREAST = 96
 """Columns from which numbers stand in two columns."""
 _REDRAWS_PER_S = 4
 _PLAIN_EVERY_S = 5.0
+_PLAIN_PHASE_AFTER_S = 30.0
+_SUPERVISED = {"rollout": "data"}
+"""What a phase is called where nothing is generated."""
 
 
 class TerminalView:
@@ -40,7 +42,10 @@ class TerminalView:
     `file` is a terminal that can, and neither NO_COLOR nor TERM=dumb asks for plain text.
 
     The last view stays on the screen when it is closed, below the warnings; later output follows it.
-    Plain lines come for the first and the last step, for validations, and else once in a few seconds at most.
+    Plain lines come for the first and the last step, for validations, and else once in a few seconds at most; where
+    none came for half a minute, for the phase that begins.
+
+    generates: False for a run on given texts, which has neither rollouts nor scores.
     """
 
     def __init__(
@@ -51,16 +56,18 @@ class TerminalView:
         file: TextIO | None = None,
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        generates: bool = True,
     ):
         self._out = SanitizedStream(file or sys.stdout)
         self._title, self._clock = escape_control(title, 60, one_line=True), clock
         # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
-        self._panel = Panel(total_steps, clock())
+        self._panel = Panel(total_steps, clock(), generates)
         screen = cast(TextIO, TerminalOutput(self._out.below))  # not sanitized: the live view moves the cursor
         self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._plain_at: float | None = None  # when the last plain line of a step was written
+        self._written_at = clock()
         self._unwritten = ""  # the line of the last step, where it came too soon
         if can_redraw(self._out.below) if live is None else live:
             self._fit()
@@ -74,16 +81,22 @@ class TerminalView:
             # It has put proxies there for what others print, which would obey escapes; it takes them away again.
             sys.stdout, sys.stderr = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr)
 
-    def phase(self, name: str) -> None:
-        """The current phase of the run; shown only by the live view."""
+    def phase(self, name: str, seconds: float = 0.0) -> None:
+        """The current phase of the run, and for how long it has been."""
         with self._lock:
-            name = escape_control(name, 40, one_line=True)
-            if name != self._panel.phase:
-                self._panel.phase, self._panel.phase_since = name, self._clock()
+            panel, now = self._panel, self._clock()
+            panel.phase = panel.phase_name(escape_control(name, 40, one_line=True))
+            panel.phase_since = now - seconds
+            begins = name != "other" and not seconds
+            if self._live is None and begins and now - self._written_at >= _PLAIN_PHASE_AFTER_S:
+                so_far = duration(now - panel.started)
+                self._write(f"step {panel.step + 1}/{panel.total_steps}  {panel.phase} begins after {so_far}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a finished step; several calls for one step are added up."""
         with self._lock:
+            if not self._panel.generates:
+                values = {name: value for name, value in values.items() if name != "rollout/truncated"}
             self._panel.take(step, values, self._clock())
             if self._live is not None or not headlines(values):
                 return
@@ -145,6 +158,7 @@ class TerminalView:
             self._unwritten = ""
 
     def _write(self, line: str, style: str = "") -> None:
+        self._written_at = self._clock()
         if self._live:
             self._console.print(Text(line, style=style), soft_wrap=True)
         else:
@@ -190,14 +204,14 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
 class Panel:
     """The state of a run as it is shown. now: the time in seconds, of any one clock."""
 
-    def __init__(self, total_steps: int, now: float):
-        self.total_steps = total_steps
+    def __init__(self, total_steps: int, now: float, generates: bool = True):
+        self.total_steps, self.generates = total_steps, generates
         self.step = 0
         self.started = now
         self.ended: float | None = None
         self.step_ends: deque[float] = deque([now], maxlen=20)
         self.values: dict[str, float] = {}
-        self.history: dict[Headline, deque[float]] = {}
+        self.history: dict[Headline, Curve] = {}
         self.phase, self.phase_since = "starting", now
         self.notes: deque[tuple[str, str]] = deque(maxlen=3)
         self.num_notes = 0
@@ -216,7 +230,10 @@ class Panel:
             self.values = {name: value for name, value in self.values.items() if not name.startswith("timing_s/")}
         self.values.update(values)
         for line, value in headlines(values).items():
-            self.history.setdefault(line, deque(maxlen=_CURVE)).append(value)
+            self.history.setdefault(line, Curve()).append(value)
+
+    def phase_name(self, name: str) -> str:
+        return name if self.generates else _SUPERVISED.get(name, name)
 
     def eta_s(self) -> float | None:
         """From the pace of the last steps; None before there is one, and after the last step."""
@@ -230,13 +247,14 @@ class Panel:
         top = self._progress(now)
         urgent = self._reward_errors()
         numbers = self._numbers(columns)[: max(rows - len(top) - len(urgent), 0)]
-        below = [*self._queue(), *self._checks(), *self._times()]
+        below = [*self._queue(), *self._checks(), *self._times(), *self._speeds()]
         below += [_row(kind, message, style=TONES[kind]) for kind, message in self.notes]
         if self.num_notes > len(self.notes):
             below.append(_row("", f"and {self.num_notes - len(self.notes)} earlier ones, in events.jsonl", style="dim"))
         if self.sample:
             prompt, response, score = self.sample
-            below += [_row("prompt", prompt), _row("response", response, f"  score {score}")]
+            below.append(_row("prompt", prompt))
+            below.append(_row("response", response, f"  score {score}") if self.generates else _row("target", response))
         lines = [*top, *numbers, *urgent, *below]
         return Group(*lines[: max(rows, 1)])
 
@@ -262,16 +280,16 @@ class Panel:
         return [Text("   ", no_wrap=True, overflow="crop").join(row) for row in rows]
 
     def _number(self, line: Headline, value: float, width: int) -> Text:
-        """Label, value, curve of the last steps, and between which values that runs; as much of it as there is room."""
+        """Label, value, curve of the run, and between which values that runs; as much of it as there is room."""
         room = width - _LABEL - _VALUE - 2
         span = _RANGE if room >= _RANGE + 8 else 0
-        curve = min(room - span - bool(span), _CURVE)
-        shown = list(self.history[line])[-curve:] if curve > 0 else []
+        curve = min(room - span - bool(span), WIDTH)
+        history = self.history[line]
         cell = Text(no_wrap=True, overflow="crop").append(f"{line.label:<{_LABEL}}", "dim")
         cell.append(f"{line.text(value):>{_VALUE}}  ", "bold")
-        cell.append(f"{sparkline(shown, curve):<{max(curve, 0)}}", "cyan")
-        if span:
-            cell.append(f" {_range(line, shown):<{span}}", "dim")
+        cell.append(f"{sparkline(history.values, curve):<{max(curve, 0)}}", "cyan")
+        if span and history.low <= history.high:
+            cell.append(f" {f'{line.text(history.low).strip()}…{line.text(history.high).strip()}':<{span}}", "dim")
         return cell
 
     def _reward_errors(self) -> list[RenderableType]:
@@ -286,14 +304,14 @@ class Panel:
     def _queue(self) -> list[RenderableType]:
         """What the sample queue holds; the weights that the engine serves, and how stale the last step was."""
         rows = []
-        if self.queue is not None:
+        if self.queue is not None and self.generates:
             unfinished, complete, dropped = self.queue
             rows.append(
                 _row(
                     "rollouts", f"{unfinished:>4,} generating or scoring, {complete:>5,} queued, {dropped:>5,} dropped"
                 )
             )
-        if self.weight_version is not None:
+        if self.weight_version is not None and self.generates:
             stale = ""
             if mean := self.values.get("async/version_diff/mean", 0.0):
                 most = self.values.get("async/version_diff/max", mean)
@@ -310,7 +328,7 @@ class Panel:
     def _times(self) -> list[RenderableType]:
         step_s = self.values.get("timing_s/step", 0.0)
         phases = {
-            name.removeprefix("timing_s/"): seconds
+            self.phase_name(name.removeprefix("timing_s/")): seconds
             for name, seconds in self.values.items()
             if name.startswith("timing_s/") and name != "timing_s/step"
         }
@@ -318,18 +336,11 @@ class Panel:
         shares = [f"{name} {seconds / step_s:.0%}" for name, seconds in longest if step_s and seconds]
         return [_row("time", f"{step_s:.1f} s a step: {' · '.join(shares)}")] if shares else []
 
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars between their least and greatest; a value that is not finite is "×"."""
-    last = list(values)[-width:]
-    finite = [value for value in last if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-
-    def bar(value: float) -> str:
-        height = (value - low) / (high - low) if high > low else 0.5
-        return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]
-
-    return "".join(bar(value) if math.isfinite(value) else "×" for value in last)
+    def _speeds(self) -> list[RenderableType]:
+        speeds = phase_speeds(self.values)
+        return (
+            [_row("tokens/s", " · ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()))] if speeds else []
+        )
 
 
 def duration(seconds: float) -> str:
@@ -337,12 +348,6 @@ def duration(seconds: float) -> str:
     whole = max(int(seconds), 0)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _range(line: Headline, values: Sequence[float]) -> str:
-    """The least and the greatest of those that are finite."""
-    finite = [value for value in values if math.isfinite(value)]
-    return f"{line.text(min(finite)).strip()}…{line.text(max(finite)).strip()}" if finite else ""
 
 
 def _row(label: str, text: str, tail: str = "", style: str = "") -> RenderableType:

@@ -11,20 +11,21 @@ class PhaseTimer:
 
     A phase inside another is taken out of the outer one, so the phases and `timing_s/other` add up to `timing_s/step`;
     time between two steps belongs to the next one. on_phase: called for every phase when it ends, with its start and
-    end as `time.time()`, and its name. on_charge: called at each border of a phase with the one that ran
-    until then ("other" where none did).
+    end as `time.time()`, and its name. on_change: called with the phase that runs from now on, at the end of an inner
+    one with the outer one ("other" where there is none), and for how many seconds it has run. on_charge: called at
+    each border of a phase with the one that ran until then ("other" where none did).
     """
 
     def __init__(
         self,
         on_phase: Callable[[float, float, str], None] | None = None,
-        on_start: Callable[[str], None] | None = None,
+        on_change: Callable[[str, float], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_charge: Callable[[str], None] | None = None,
     ):
-        self._on_phase, self._on_start, self._on_charge, self._clock = on_phase, on_start, on_charge, clock
+        self._on_phase, self._on_change, self._on_charge, self._clock = on_phase, on_change, on_charge, clock
         self._thread = threading.get_ident()
-        self._open: list[str] = []
+        self._open: list[tuple[str, float]] = []  # names and when they began
         self._seconds: dict[str, float] = {}
         self._since = self._step_start = clock()
 
@@ -35,14 +36,16 @@ class PhaseTimer:
         assert threading.get_ident() == self._thread, "phases of another thread would be counted twice"
         start = self._charge()
         wall_start = time.time()
-        self._open.append(name)
-        if self._on_start:
-            self._on_start(name)
+        self._open.append((name, start))
+        if self._on_change:
+            self._on_change(name, 0.0)
         try:
             yield
         finally:
             end = self._charge()
             self._open.pop()
+            if self._on_change:
+                self._on_change(self.now, end - self._open[-1][1] if self._open else 0.0)
             if self._on_phase:
                 # The wall clock may be set back while a phase runs; its length never is negative.
                 self._on_phase(wall_start, wall_start + end - start, name)
@@ -50,11 +53,11 @@ class PhaseTimer:
     @property
     def now(self) -> str:
         """The phase that runs, the innermost one; on any thread."""
-        return self._open[-1] if self._open else "other"
+        return self._open[-1][0] if self._open else "other"
 
     def finish_step(self) -> dict[str, float]:
         """The `timing_s/*` metrics in seconds since the last call; starts the next step."""
-        assert not self._open, f"the step ends inside the phase {self._open[-1]!r}"
+        assert not self._open, f"the step ends inside the phase {self.now!r}"
         now = self._charge()
         other = self._seconds.pop("other", 0.0)
         seconds = {**self._seconds, "other": other, "step": now - self._step_start}
