@@ -124,6 +124,8 @@ def _sentences(
     ordered = [end]
     if not steps:
         ordered.append(Finding("unknown", "No step has been recorded yet."))
+    elif not max(steps) and accuracy:  # an evaluation, or a run that has only validated so far
+        ordered += [*found, summary.describe_accuracy(accuracy), summary.problems(groups, steps)]
     else:
         hindered = [finding for finding in found if finding.hinders]
         others = [finding for finding in found if not finding.hinders]
