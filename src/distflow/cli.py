@@ -47,8 +47,12 @@ COMMANDS: dict[str, Command] = {
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.run_folder"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "data": Command("show the data as the model will see them", "distflow.commands.data", runs_code=True),
-    "reward": Command("test a reward function on right and wrong responses", "distflow.commands.reward", runs_code=True),
-    "sandbox": Command("run a Python file, or serve, as programs of a model are run", "distflow.commands.sandbox"),
+    "reward": Command(
+        "test a reward function on right and wrong responses", "distflow.commands.reward", runs_code=True
+    ),
+    "sandbox": Command(
+        "run a Python file as the code under test is run, or serve this to others", "distflow.commands.sandbox"
+    ),
     "list": Command("list presets, built-in models or runs", "distflow.commands.new"),
     "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
     "why": Command("show the groups of a step, and what was dropped", "distflow.commands.why"),
@@ -98,7 +102,9 @@ def _run(argv: Sequence[str] | None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; parsed arguments have the function of the command as `run`."""
     text = argparse.RawDescriptionHelpFormatter
-    groups = (f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names) for title, names in GROUPS.items())
+    groups = (
+        f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names) for title, names in GROUPS.items()
+    )
     about = "RL post-training of language models as a dataflow\n\n" + "\n".join(groups)
     parser = argparse.ArgumentParser(prog="distflow", description=about, formatter_class=text)
     parser.add_argument("--version", action="version", version=__version__)

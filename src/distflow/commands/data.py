@@ -4,7 +4,6 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,9 @@ _MAX_TEXT, _MAX_IDS = 1_000, 48
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="what to do with the data")
     add_preset_arguments(parser)
-    parser.add_argument("--rows", type=partial(at_least, 0), default=2, help="first rows of each file that are shown (2)")
+    parser.add_argument(
+        "--rows", type=partial(at_least, 0), default=2, help="first rows of each file that are shown (2)"
+    )
 
 
 def run_data(arguments: argparse.Namespace) -> int:

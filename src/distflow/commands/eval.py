@@ -2,6 +2,7 @@
 report."""
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -34,7 +35,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 def run_eval(arguments: argparse.Namespace) -> int:
     from distflow.observe.report.chart_data import wilson
 
-    say, target = partial(print, flush=True), _target(arguments)
+    say, chosen = partial(print, flush=True), _empty_folder(arguments.to)
     say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
@@ -50,19 +51,28 @@ def run_eval(arguments: argparse.Namespace) -> int:
         number = found.num_prompts.get(name)
         interval = "" if number is None else "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
         print(f"{escape_control(name, one_line=True)}: {value:.4f}{interval}")
-    print(f"responses: {target / 'samples'}\nreport: {_write(target, arguments.preset, loaded.config, found)}")
+    target = chosen or _numbered(arguments.preset)
+    report = _write(target, arguments.preset, loaded.config, found)
+    print(f"responses: {target / 'samples'}\nreport: {report}")
     return 0
 
 
-def _target(arguments: argparse.Namespace) -> Path:
+def _empty_folder(to: str | None) -> Path | None:
     """Raises UserError where something is in the folder already."""
-    if arguments.to is None:
-        name = Path(arguments.preset).resolve().name.removesuffix(".yaml")
-        return next(path for n in count(1) if not (path := RUNS / "evals" / f"{name}-{n}").exists())
-    target = Path(arguments.to).expanduser()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    target = None if to is None else Path(to).expanduser()
+    if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"--to {target}: it exists; name a folder that is empty or not there yet")
     return target
+
+
+def _numbered(preset: str) -> Path:
+    """A new folder; other evaluations may be choosing theirs."""
+    for number in count(1):
+        folder = RUNS / "evals" / f"{Path(preset).resolve().name.removesuffix('.yaml')}-{number}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+            return folder
+    raise AssertionError("numbers do not end")
 
 
 def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> Path:

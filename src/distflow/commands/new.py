@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from distflow.commands.shared import RUNS
+from distflow.commands.shared import RUNS, importing
 from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
@@ -101,14 +101,11 @@ def _presets() -> Iterator[tuple[str, str]]:
 
 
 def _models() -> Iterator[tuple[str, str]]:
-    from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
-
-    for file in sorted(BUILTIN_FOLDER.glob("*/config.json")):
-        config = json.loads(file.read_text())
-        weights = any(path for pattern in WEIGHT_PATTERNS for path in file.parent.glob(pattern))
-        size = f"{config['num_hidden_layers']} layers of width {config['hidden_size']}"
-        without = "" if weights else "; without weights: actor_rollout_ref.model.init=random"
-        yield f"{BUILTIN_PREFIX}{file.parent.name}", f"{config['model_type']}, {size}{without}"
+    with importing():
+        from distflow.launch.model_sources import builtin_models
+    for path, config, has_weights in builtin_models():
+        size = f"{config['model_type']}, {config['num_hidden_layers']} layers of width {config['hidden_size']}"
+        yield path, size if has_weights else f"{size}; without weights: actor_rollout_ref.model.init=random"
 
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
@@ -118,11 +115,16 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the one that holds the runs")
-    found = {path.parent: path.stat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts}
+    found = {
+        path.parent: path.stat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts
+    }
     for run, written in sorted(found.items(), key=lambda each: -each[1]):
         records = read_metrics(run)
         before, after = accuracies(records)
         accuracy = f", accuracy {'' if before is None else f'{before:.2f} → '}{after:.2f}" if after is not None else ""
         step = max((record.step for record in records), default=0)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-        yield escape_control(str(run), one_line=True), f"{when}  {status(read_events(run))['word']}, step {step}{accuracy}"
+        yield (
+            escape_control(str(run), one_line=True),
+            f"{when}  {status(read_events(run))['word']}, step {step}{accuracy}",
+        )

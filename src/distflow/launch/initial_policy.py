@@ -122,8 +122,8 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
 
 
 def write_config_of(run: Path, file: Path) -> Path:
-    """The config of a run or checkpoint as YAML, with its policy as the model, which is complete: the keys that say how to
-    load the model that the run began from are reset. Raises UserError where there is none."""
+    """The config of a run or checkpoint as YAML, with its policy as the model: keys on how to load the model that the
+    run began from are reset. Raises UserError where there is none."""
     if (run / "config.json").is_file():
         raise UserError(
             f"{run} is a model: say how it is asked, with distflow eval PRESET actor_rollout_ref.model.path={run}"
