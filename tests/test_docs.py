@@ -139,7 +139,7 @@ def test_commands_are_accepted(block: Block, saved: Path, monkeypatch: pytest.Mo
             assert main(words[1:]) == 0, capsys.readouterr().err
             continue
         arguments = make_parser().parse_args(words[1:])
-        if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith("runs/"):
+        if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith(("runs/", "first/")):
             for preset, *overrides in split_configs(arguments.preset, arguments.overrides).values():
                 load_config(preset, overrides)
 

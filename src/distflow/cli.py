@@ -21,35 +21,58 @@ HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
 class Command(NamedTuple):
     """help: one line. module: has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
 
-    runs_code: whether it runs the user's code. The others only read, perhaps another person's files.
+    runs_code: whether it runs the user's code. The others only read, perhaps another person's files. more: below the
+    arguments of its `--help`.
     """
 
     help: str
     module: str
     runs_code: bool = False
+    more: str = ""
 
+
+_PRESETS = """presets: distflow list presets
+example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files=problems.jsonl
+         distflow train grpo ... --resume never
+keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True),
-    "sft": Command("supervised fine-tuning", "distflow.commands.train", runs_code=True),
+    "new": Command("write a folder to start from: config, reward function, data", "distflow.commands.new"),
+    "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True, more=_PRESETS),
+    "sft": Command("fine-tune on given responses", "distflow.commands.train", runs_code=True),
     "eval": Command(
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
+    "chat": Command("talk to a model, or to the policy of a run", "distflow.commands.chat", runs_code=True),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.run_folder"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "migrate": Command(
         "turn a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL into a config",
         "distflow.commands.migrate",
     ),
-    "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
-    "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
-    "sandbox": Command("run a Python file as the code under test is run", "distflow.commands.sandbox"),
-    "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.doctor"),
-    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
-    "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),
-    "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.run_folder"),
+    "data": Command("show the data as the model will see them", "distflow.commands.data", runs_code=True),
+    "reward": Command(
+        "test a reward function on right and wrong responses", "distflow.commands.reward", runs_code=True
+    ),
+    "sandbox": Command(
+        "run a Python file as the code under test is run, or serve this to others", "distflow.commands.sandbox"
+    ),
+    "list": Command("list presets, built-in models or runs", "distflow.commands.new"),
     "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
+    "why": Command("show the groups of a step, and what was dropped", "distflow.commands.why"),
+    "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.run_folder"),
+    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
+    "doctor": Command("show what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
+    "selftest": Command("verify that all paths give the same numbers on this machine", "distflow.commands.doctor"),
 }
+GROUPS = {
+    "start and train": ("new", "migrate", "train", "sft"),
+    "use a model": ("eval", "chat", "export"),
+    "before a run": ("config", "data", "reward", "sandbox"),
+    "look at a run": ("list", "report", "why", "trace", "replay"),
+    "this machine": ("doctor", "selftest"),
+}
+"""The commands as `distflow --help` shows them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,11 +105,17 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; parsed arguments have the function of the command as `run`."""
-    parser = argparse.ArgumentParser(prog="distflow", description="RL post-training of language models as a dataflow")
+    text = argparse.RawDescriptionHelpFormatter
+    groups = (
+        f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names) for title, names in GROUPS.items()
+    )
+    about = "RL post-training of language models as a dataflow\n\n" + "\n".join(groups)
+    parser = argparse.ArgumentParser(prog="distflow", description=about, formatter_class=text)
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, entry in COMMANDS.items():
-        command, module = parsers.add_parser(name, help=entry.help, description=entry.help), import_module(entry.module)
+        command = parsers.add_parser(name, description=entry.help, epilog=entry.more, formatter_class=text)
+        module = import_module(entry.module)
         getattr(module, f"add_{name}_arguments")(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=getattr(module, f"run_{name}"))

@@ -163,7 +163,7 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
         def ask() -> None:
             held.append(Held.below(driver.pid))
             with redirect_stdout(told):
-                cli.main(["doctor", "--run", str(ground.folder / "run")])
+                cli.main(["doctor", str(ground.folder / "run")])
             os.killpg(driver.pid, signal.SIGTERM)
 
         with struck(ground.folder / "run", ask):

@@ -49,16 +49,16 @@ def test_the_ports_of_a_run(
     ):
         assert process.stdout and process.stdin
         port = process.stdout.readline().strip()
-        for arguments in ((), ("--run", str(run_dir))):
+        for arguments in ((), (str(run_dir),)):
             (line,) = sections(capsys, *arguments)["ports of runs/math/first"]
             assert line.endswith(f" ({process.pid}): {port} on loopback")
         process.stdin.close()
-    assert sections(capsys, "--run", str(run_dir))["ports of runs/math/first"] == ["it does not run"]
+    assert sections(capsys, str(run_dir))["ports of runs/math/first"] == ["it does not run"]
     assert "ports of runs/math/first" not in sections(capsys)
 
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--run", "no/such/run"]) == 2
+    assert main(["doctor", "no/such/run"]) == 2
     assert "no/such/run" in capsys.readouterr().err
 
 
@@ -81,4 +81,4 @@ def test_what_held_the_programs_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
     with RunFolder(tmp_path / "run", 0) as run:
         (run.path / "ledger.jsonl").touch()
         run.write_json("run.json", {"sandbox": "floor\x1b[2J"})
-    assert sections(capsys, "--run", str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == ["floor\\x1b[2J"]
+    assert sections(capsys, str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == ["floor\\x1b[2J"]

@@ -72,7 +72,7 @@ def table(lines: list[str], title: str) -> list[dict[str, str]]:
 
 def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "run")
-    status, lines, err = why(capsys, "2", "--run", str(run_dir))
+    status, lines, err = why(capsys, str(run_dir), "2")
     assert (status, err) == (0, "")
     assert lines[0] == f"step 2 of {run_dir}: 2 groups, 2,006 tokens, staleness at most 0"
     assert lines[1].startswith("consumed 20") and lines[1].endswith("by restart 0; it made version 2 of the weights")
@@ -91,13 +91,13 @@ def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_columns_that_say_nothing_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines, _ = why(capsys, "1", "--run", str(write_run(tmp_path)))
+    _, lines, _ = why(capsys, str(write_run(tmp_path)), "1")
     assert "attempts" not in lines[lines.index("groups") + 1]
     assert "dropped meanwhile: none" in lines and "started more than once" not in lines
 
 
 def test_the_step_that_a_killed_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines, _ = why(capsys, "3", "--run", str(write_run(tmp_path)))
+    _, lines, _ = why(capsys, str(write_run(tmp_path)), "3")
     assert "step 3 of" in lines[0]
     assert lines[0].endswith("is not finished; its groups where the ledger ends: 2 generating")
     assert [row["state"] for row in table(lines, "groups")] == ["generating", "generating"]
@@ -116,22 +116,22 @@ def test_states_are_named_as_the_scheduler_names_them(tmp_path: Path, capsys: py
         states = {str(group.group_id): str(group.state) for group in coordinator.queue.live}
         snapshot = coordinator.snapshot()
     assert {*states.values()} == {"queued", "waiting", "generating"}
-    _, lines, _ = why(capsys, "2", "--run", str(tmp_path))
+    _, lines, _ = why(capsys, str(tmp_path), "2")
     assert {row["group"]: row["state"] for row in table(lines, "groups")} == states
     with Ledger(tmp_path / "ledger.jsonl", mark_of(snapshot)) as ledger:
         coordinator = Coordinator(plan, ledger, snapshot)
     states = {str(group.group_id): str(group.state) for group in coordinator.queue.live}
-    _, lines, _ = why(capsys, "2", "--run", str(tmp_path))
+    _, lines, _ = why(capsys, str(tmp_path), "2")
     assert {row["group"]: row["state"] for row in table(lines, "groups")} == states
     assert lines[0].endswith("where the ledger ends: 2 queued, 2 waiting")
-    _, lines, _ = why(capsys, "1", "--run", str(tmp_path))
+    _, lines, _ = why(capsys, str(tmp_path), "1")
     assert "state" not in lines[lines.index("groups") + 1], "all are trained"
 
 
 def test_without_its_samples_the_rest_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path)
     (run_dir / "samples" / "000002.jsonl").unlink()
-    status, lines, _ = why(capsys, "2", "--run", str(run_dir))
+    status, lines, _ = why(capsys, str(run_dir), "2")
     assert status == 0 and any("samples/000002.jsonl is missing" in line for line in lines)
     assert [row["group"] for row in table(lines, "groups")] == ["2", "4"]
 
@@ -141,7 +141,7 @@ def test_the_newest_run_of_the_folder_is_meant(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     status, _, err = why(capsys, "1")
-    assert status == 2 and "--run DIR" in err
+    assert status == 2 and "name the run's folder" in err
     write_run(tmp_path / "runs" / "math" / "old")
     new = write_run(tmp_path / "runs" / "math" / "new")
     (new / "ledger.jsonl").touch()
@@ -152,9 +152,9 @@ def test_the_newest_run_of_the_folder_is_meant(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("9", "--run", "run"), "no step 9: it has steps 1 to 2"),
-        (("1", "--run", "no/such/run"), "there is no folder no/such/run"),
-        (("1", "--run", "empty"), "there is no empty/ledger.jsonl"),
+        (("run", "9"), "no step 9: it has steps 1 to 2"),
+        (("no/such/run", "1"), "there is no folder no/such/run"),
+        (("empty", "1"), "there is no empty/ledger.jsonl"),
     ],
 )
 def test_a_mistake_is_one_message_and_status_2(

@@ -67,7 +67,7 @@ def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file
     said = one_message(capsys, status)
     assert status == 2 or kind == "sparse", "the ends of long journals are read"
     assert status == 0 or str(run / file) in said
-    status = look("why", 1, "--run", run)
+    status = look("why", run, 1)
     said = one_message(capsys, status)
     assert (status == 2) == (file == "ledger.jsonl" or file.startswith("samples/") and kind != "sparse")
     assert status == 0 or str(run / file) in said
@@ -80,7 +80,7 @@ def test_journals_that_hold_too_much(run: Path, capsys: pytest.CaptureFixture[st
     one_message(capsys, 0)
     assert (run / "report.html").stat().st_size < MOST_BYTES
     for step in (1, 9):
-        one_message(capsys, look("why", step, "--run", run))
+        one_message(capsys, look("why", run, step))
 
 
 def test_the_report_says_what_it_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +190,7 @@ def test_they_take_little_memory(sound: Path, tmp_path: Path) -> None:
         run = tmp_path / str(number)
         shutil.copytree(sound, run)
         spoil_journal(run, name)
-        commands += [["report", str(run)], ["why", "1", "--run", str(run)]]
+        commands += [["report", str(run)], ["why", str(run), "1"]]
     statuses, peak = watched(commands)
     assert set(statuses) <= {0, 2} and peak < MOST_MB
 
@@ -213,7 +213,7 @@ def test_checkpoints_and_models(trained: Playground, tmp_path: Path, kind: str) 
         KINDS[kind](run / "checkpoints" / "step-000001" / file)
         commands.append(["export", str(run), "--to", str(tmp_path / f"out{number}")])
         commands.append(["eval", str(run), f"data.val_files={trained.folder}/rows.jsonl"])
-        commands.append(["doctor", "--run", str(run)])
+        commands.append(["doctor", str(run)])
     for number, file in enumerate(("config.json", "tokenizer.json", "model.safetensors")):
         model = tmp_path / "models" / f"model{number}"
         shutil.copytree(trained.folder / "model", model)

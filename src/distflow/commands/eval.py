@@ -1,19 +1,23 @@
-"""`distflow eval`: generates responses to the validation prompts and prints the accuracy."""
+"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and keeps both with a
+report."""
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
+from distflow.commands.shared import RUNS, add_preset_arguments, importing, rewards_ahead
 from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
 if TYPE_CHECKING:
-    from distflow.config import Loaded
+    from distflow.config import Config, Loaded
+    from distflow.launch.evaluate import Evaluation
 
 # Evaluation needs no training data: the validation data stand in for them.
 _EVAL_ONLY = (
@@ -21,21 +25,17 @@ _EVAL_ONLY = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "critic.ppo_mini_batch_size=null",
 )
-# A run's config says how to load the model that it began from; its own policy is complete.
-_OF_THE_BEGINNING = (
-    "actor_rollout_ref.model.tokenizer_path=null",
-    "actor_rollout_ref.model.init=pretrained",
-    "actor_rollout_ref.model.gguf_file=null",
-    "actor_rollout_ref.model.revision=null",
-)
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
+    parser.add_argument("--to", metavar="DIR", help="for responses and report; if left out, runs/evals/NAME-NUMBER")
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    say = partial(print, flush=True)
+    from distflow.observe.report.chart_data import wilson
+
+    say, chosen = partial(print, flush=True), _empty_folder(arguments.to)
     say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
@@ -46,10 +46,48 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
-            metrics = evaluate(make_spec(loaded, say=say), say)
-    for name, value in sorted(metrics.items()):
-        print(f"{escape_control(name, one_line=True)}: {value:.4f}")
+            found = evaluate(make_spec(loaded, say=say), say)
+    for name, value in sorted(found.metrics.items()):
+        number = found.num_prompts.get(name)
+        interval = "" if number is None else "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
+        print(f"{escape_control(name, one_line=True)}: {value:.4f}{interval}")
+    target = chosen or _numbered(arguments.preset)
+    report = _write(target, arguments.preset, loaded.config, found)
+    print(f"responses: {target / 'samples'}\nreport: {report}")
     return 0
+
+
+def _empty_folder(to: str | None) -> Path | None:
+    """Raises UserError where something is in the folder already."""
+    target = None if to is None else Path(to).expanduser()
+    if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"--to {target}: it exists; name a folder that is empty or not there yet")
+    return target
+
+
+def _numbered(preset: str) -> Path:
+    """A new folder; other evaluations may be choosing theirs."""
+    for number in count(1):
+        folder = RUNS / "evals" / f"{Path(preset).resolve().name.removesuffix('.yaml')}-{number}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+            return folder
+    raise AssertionError("numbers do not end")
+
+
+def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> Path:
+    """The files of a run that has validated once, and their report."""
+    from distflow.config import to_yaml
+    from distflow.observe.report.build import write_report
+    from distflow.observe.writing.run_folder import RunFolder
+
+    with RunFolder(target, restart=0) as folder:
+        folder.write_json("run.json", {"title": f"evaluation of {title}", "model": config.actor_rollout_ref.model.path})
+        folder.write_text("config.yaml", to_yaml(config))
+        folder.samples(0, found.rows, split="val")
+        folder.metrics(0, "val", found.metrics)
+        folder.event("end", "evaluated", status="finished")
+    return write_report(target)
 
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
@@ -61,8 +99,7 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     if Path(preset).expanduser().is_dir():
         from distflow.launch.initial_policy import write_config_of
 
-        preset, initial = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
-        overrides = [*initial, *overrides]
+        preset = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml"))
     overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
     if not (data := loaded.config.data).domains:

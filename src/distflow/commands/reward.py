@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from distflow.commands.shared import at_least
 from distflow.observe.sanitize import escape_control
 from distflow.rewards.score import RIGHT
 
@@ -23,7 +24,7 @@ _SHOWN = 100
 
 
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"])
+    parser.add_argument("action", choices=["check"], help="what to do with the reward")
     parser.add_argument(
         "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
     )
@@ -39,13 +40,13 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
     parser.add_argument(
-        "--rows", type=partial(_at_least, 0), default=200, help="how many of the first rows are used; 0 is all"
+        "--rows", type=partial(at_least, 0), default=200, help="how many of the first rows are used; 0 is all"
     )
     parser.add_argument(
-        "--show", type=partial(_at_least, 0), default=3, help="faults of each kind that are shown; 0 is all"
+        "--show", type=partial(at_least, 0), default=3, help="faults of each kind that are shown; 0 is all"
     )
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one call may take")
-    parser.add_argument("--workers", type=partial(_at_least, 1), default=2, help="reward processes")
+    parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="reward processes")
 
 
 def run_reward(arguments: argparse.Namespace) -> int:
@@ -85,12 +86,6 @@ def _options(text: str) -> dict[str, object]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("write a JSON object, e.g. '{\"n\": 4}'")
     return found
-
-
-def _at_least(minimum: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < minimum:
-        raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more")
-    return int(text)
 
 
 def _target(name: str, has_responses: bool) -> str:

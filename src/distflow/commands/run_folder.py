@@ -7,7 +7,7 @@ from distflow.commands.shared import add_trust_argument
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("checkpoint", metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or not there yet")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, as a folder for peft")
     add_trust_argument(parser, "came with the model")
@@ -35,7 +35,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir")
+    parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
     parser.add_argument(
         "steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; the last ones if it is left out"
     )

@@ -21,7 +21,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a password"
     )
-    action.add_argument("--port", type=int, default=8750)
+    action.add_argument("--port", type=int, default=8750, help="that it listens on; 0 is any that is free")
     action.add_argument("--at-once", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at a time")
 
 

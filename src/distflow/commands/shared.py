@@ -34,17 +34,24 @@ def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", dest="run_dir", metavar="DIR", help="the run's folder; without it the newest of runs/*/*"
+        "run_dir", nargs="?", metavar="RUN", help="the run's folder; if it is left out, the newest of runs/*/*"
     )
+
+
+def at_least(minimum: int, text: str) -> int:
+    """An argument that is a whole number."""
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more")
+    return int(text)
 
 
 def find_run(run_dir: str | None) -> Path:
     """The named folder, or the newest run below runs/. Raises UserError if it does not exist."""
     found = Path(run_dir).expanduser() if run_dir is not None else newest_run()
     if found is None:
-        raise UserError(f"there is no run below {RUNS.absolute()}: name the run's folder with --run DIR")
+        raise UserError(f"there is no run below {RUNS.absolute()}: name the run's folder")
     if not found.is_dir():
-        raise UserError(f"there is no folder {found}: name the run's folder with --run DIR")
+        raise UserError(f"there is no folder {found}: name the run's folder")
     return found
 
 

@@ -23,8 +23,8 @@ _MAX_SAMPLE_BYTES = 64 * 2**20
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
     add_run_argument(parser)
+    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
 
 
 def run_why(arguments: argparse.Namespace) -> int:

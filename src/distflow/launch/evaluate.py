@@ -1,6 +1,7 @@
 """`distflow eval`: validation without a run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from distflow.audit.recorded_calls import GroupRecords
 from distflow.checks.canary import make_canary
@@ -14,6 +15,7 @@ from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_session import Session
 from distflow.runtime.spec import Spec
+from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.ports import LocalWeights
@@ -21,8 +23,17 @@ from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
 from distflow.scheduling.groups import Version
 
 
-def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
-    """The metrics of `data.val_files` under the model as it is. Raises UserError where no file is named.
+@dataclass(frozen=True)
+class Evaluation:
+    """rows: a response each, as of a run's validation. num_prompts: behind each metric that is a share of prompts."""
+
+    metrics: dict[str, float]
+    rows: SampleRows
+    num_prompts: dict[str, int] = field(default_factory=dict)
+
+
+def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
+    """`data.val_files` under the model as it is. Raises UserError where no file is named.
 
     say: called with the reason why a prompt has no score.
     """
@@ -35,7 +46,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
         with lasting(say, "evaluating"):
-            return validation_loss(spec.validation, actor)[0]
+            return Evaluation(*validation_loss(spec.validation, actor))
     session = Session.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "checked above"
@@ -51,6 +62,6 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         sends, dtype = spec.sends_weights, spec.weight_dtype
         sender = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
         sender.sync(Version(0, 0), at_start=True)
-        metrics = session.call(validator.run(0)).metrics()
+        results = session.call(validator.run(0))
         warn_of_errors(rollout_loop.call_counts.take(VALIDATION), say)
-    return metrics
+    return Evaluation(results.metrics(), results.rows, results.num_prompts())

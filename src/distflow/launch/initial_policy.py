@@ -131,7 +131,8 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
 
 
 def write_config_of(run: Path, file: Path) -> Path:
-    """The config of a run or checkpoint as YAML, with its policy as the model. Raises UserError where there is none."""
+    """The config of a run or checkpoint as YAML, with its policy as the model: keys on how to load the model that the
+    run began from are reset. Raises UserError where there is none."""
     if (run / "config.json").is_file():
         raise UserError(
             f"{run} is a model: say how it is asked, with distflow eval PRESET actor_rollout_ref.model.path={run}"
@@ -139,7 +140,8 @@ def write_config_of(run: Path, file: Path) -> Path:
     checkpoint = policy_checkpoint(run)
     with checkpoint.reading():
         values = dict(checkpoint.load("run")["config"])
-        values["actor_rollout_ref"]["model"]["path"] = str(run)
+        begun = {"path": str(run), "tokenizer_path": None, "init": "pretrained", "gguf_file": None, "revision": None}
+        values["actor_rollout_ref"]["model"] |= begun
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return file
 

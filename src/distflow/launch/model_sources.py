@@ -1,9 +1,11 @@
 """Which models and tokenizer a config names, how large they are, and loading them."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from distflow.errors import UserError, hint
 from distflow.graph.node_spec import ENGINES
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model
 from distflow.models.lora import add_lora
+from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.planning.layout import Layout
@@ -49,6 +52,13 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
         for name, weight in weights.items():
             own[name].copy_(weight)
     return ""
+
+
+def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """The path of each model of the package, its config, and whether it has weights."""
+    for file in sorted(BUILTIN_FOLDER.glob("*/config.json")):
+        has_weights = any(path for pattern in WEIGHT_PATTERNS for path in file.parent.glob(pattern))
+        yield f"{BUILTIN_PREFIX}{file.parent.name}", json.loads(file.read_text()), has_weights
 
 
 def policy_context(config: Config) -> int | None:

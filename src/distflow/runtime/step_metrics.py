@@ -316,6 +316,10 @@ class ValidationResults:
         }
         return means | _at_k(self.sampled) | {"val/errors": float(self.errors)}
 
+    def num_prompts(self) -> dict[str, int]:
+        """How many greedy responses each `val_correct/NAME/mean` is the share of."""
+        return {f"val_correct/{name}/mean": len(groups) for name, groups in _everything_and_each(self.greedy).items()}
+
 
 def _join_outcomes(parts: Sequence[Outcomes]) -> Outcomes:
     whole: Outcomes = {}

@@ -123,6 +123,9 @@ def _judgements(
     """The most important first: how it ended, obstacles to learning, whether it learned, other findings, problems."""
     if not steps:
         return [each for each in (end, Finding("unknown", "No step has been recorded yet.")) if each.text]
+    if not max(steps) and accuracy:  # an evaluation, or a run that has only validated so far
+        judged = [end, *found, summary.describe_accuracy(accuracy), summary.problems(groups, steps)]
+        return [finding for finding in judged if finding.text]
     hindered = [finding for finding in found if finding.hinders]
     others = [finding for finding in found if not finding.hinders]
     # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to that.
@@ -138,7 +141,7 @@ def _sentences(
 ) -> list[dict[str, str]]:
     """What was judged, then audits, times, and lost lines."""
     ordered = list(judged)
-    if steps:
+    if steps and max(steps):
         failed = summary.status(events)["word"] == "failed"
         ordered += [] if failed and not summary.audited(events) else [summary.describe_audits(events)]
         ordered.append(Finding("unknown", summary.time_sentence(steps)))

@@ -109,6 +109,12 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
     return Finding("unknown", "There are too few measurements to say whether it learned.")
 
 
+def describe_accuracy(accuracy: Accuracy) -> Finding:
+    """Before any training."""
+    problems = f"{accuracy.num_problems:,} validation problems" if accuracy.num_problems else "the validation problems"
+    return Finding("flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing has been trained here.")
+
+
 def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
     noise = accuracy.noise()

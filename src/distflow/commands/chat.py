@@ -1,0 +1,57 @@
+"""`distflow chat`: talks to a model, or to the policy of a run, in the terminal."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from distflow import __version__
+from distflow.commands.shared import at_least, importing
+from distflow.errors import UserError
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL|RUN", help="a model's folder or hub id, a run's folder or a checkpoint")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. data.system_prompt="
+    )
+    parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="of a response (512)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; if left out, that of the config")
+    parser.add_argument("--plain", action="store_true", help="without the chat template: each line is a prompt")
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """Answer each line of standard input until it ends. Loads the model in float32."""
+    note = partial(print, file=sys.stderr, flush=True)
+    note(f"distflow {__version__} · {arguments.model}")
+    with importing():
+        from distflow.launch.chat import ChatOptions, load_chat
+
+    options = ChatOptions(arguments.max_tokens, arguments.temperature, arguments.plain)
+    with TemporaryDirectory() as folder:
+        chat = load_chat(arguments.model, arguments.overrides, options, Path(folder), note)
+    note(f"{'with its chat template' if chat.has_template else 'each line is a prompt, as plain text'}; Ctrl-D ends")
+    messages: list[dict[str, str]] = []
+    for line in _lines():
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            response = chat.respond(asked if chat.has_template else line)
+        except UserError as err:  # of this line: another may do
+            note(f"distflow: {err}")
+            continue
+        messages = [*asked, {"role": "assistant", "content": response}]
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Of a person at a terminal, after a prompt, or of a pipe."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")

@@ -1,0 +1,107 @@
+"""`distflow data check`: the data of a config as the model will see them. Loads the tokenizer, and no weights."""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from distflow import __version__
+from distflow.commands.shared import add_preset_arguments, at_least, importing
+from distflow.observe.sanitize import escape_control
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from distflow.data.prompts import PromptRow, PromptSet
+
+_MAX_TEXT, _MAX_IDS = 1_000, 48
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"], help="what to do with the data")
+    add_preset_arguments(parser)
+    parser.add_argument(
+        "--rows", type=partial(at_least, 0), default=2, help="first rows of each file that are shown (2)"
+    )
+
+
+def run_data(arguments: argparse.Namespace) -> int:
+    """Print counts, lengths, duplicates and the first rows as tokens. Runs the code that the config names."""
+    from distflow.config import load_config
+    from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
+
+    say = partial(print, flush=True)
+    say(f"distflow {__version__} · data of {arguments.preset}")
+    with TemporaryDirectory() as folder:  # rows that Python code makes are written into a run's folder
+        overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
+        loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
+        with importing():
+            from distflow.launch.initial_policy import with_models_of_runs
+            from distflow.launch.load_inputs import fitted_to_files, follow_pipeline, read_config
+
+        loaded = with_models_of_runs(follow_pipeline(loaded), say)
+        _, _, data = fitted_to_files(loaded, read_config(loaded))
+        sets = {"training": data.looked_at}
+        sets |= {f"validation {name}".strip(): found for name, found in data.validation.items()}
+        for name, found in sets.items():
+            say(f"\n{name} data: {', '.join(found.report.lines())}")
+            for line in (*_lengths(found), *_duplicates(found), *_shown(found, arguments.rows, data.tokenizer)):
+                say(f"  {line}")
+        overlap = data.overlap()
+    say(f"\n{'warning: ' + overlap if overlap else 'no validation prompt is trained on'}" if data.validation else "")
+    return 0
+
+
+def _lengths(rows: "PromptSet") -> Iterator[str]:
+    prompts = sorted(len(row.prompt_ids) for row in rows)
+    responses = sorted(len(row.response_ids) for row in rows if row.response_ids is not None)
+    for what, lengths in (("prompt", prompts), ("response", responses)):
+        if lengths:
+            parts = {"least": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+            quantiles = (f"{name} {lengths[round(at * (len(lengths) - 1))]:,}" for name, at in parts.items())
+            yield f"tokens of a {what}: {', '.join(quantiles)}"
+
+
+def _duplicates(rows: "PromptSet") -> Iterator[str]:
+    """Rows with the same prompt and the same response to learn from."""
+    seen = Counter((row.prompt_text, row.response_ids, row.rejected_ids) for row in rows)
+    if not (more := sum(count - 1 for count in seen.values())):
+        yield "no row is there twice"
+        return
+    (key, count), *_ = seen.most_common(1)
+    origins = [row.origin for row in rows if (row.prompt_text, row.response_ids, row.rejected_ids) == key][:3]
+    yield f"{more:,} rows repeat others, {_quoted(key[0], 60)} most often: {count:,} times, in {', '.join(origins)}"
+
+
+def _shown(rows: "PromptSet", count: int, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    for row in rows[:count]:
+        yield f"row {row.index + 1} ({escape_control(row.origin, one_line=True)})"
+        yield from _tokens("prompt, not trained on", row.prompt_ids, tokenizer)
+        yield from _response(row, tokenizer)
+        if row.ground_truth is not None:
+            yield f"  ground truth: {_quoted(row.ground_truth)}"
+        if row.domain != "default":
+            yield f"  domain: {escape_control(row.domain, one_line=True)}"
+
+
+def _response(row: "PromptRow", tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """Of supervised data the parts in their order; of a preference pair both responses."""
+    if row.rejected_ids is not None:
+        yield from _tokens("chosen", row.response_ids or (), tokenizer)
+        yield from _tokens("rejected", row.rejected_ids, tokenizer)
+    elif row.response_ids is not None:
+        for segment in row.answer(0):
+            trained = "trained on" if segment.owner == "policy" else "not trained on"
+            yield from _tokens(f"response, {trained}", segment.token_ids, tokenizer)
+
+
+def _tokens(what: str, ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    rest = f" … {len(ids) - _MAX_IDS:,} more" if len(ids) > _MAX_IDS else ""
+    yield f"  {what}, {len(ids):,} tokens: {_quoted(tokenizer.decode(list(ids)))}"
+    yield f"    ids {' '.join(map(str, ids[:_MAX_IDS]))}{rest}"
+
+
+def _quoted(value: object, limit: int = _MAX_TEXT) -> str:
+    return escape_control(repr(value), limit, one_line=True)

@@ -1,0 +1,130 @@
+"""`distflow new`: a folder to start from, with a config, a reward function and data. `distflow list`: presets, built-in
+models, and the runs of a folder."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from distflow.commands.shared import RUNS, importing
+from distflow.errors import UserError
+from distflow.observe.sanitize import escape_control
+
+CONFIG = """\
+# distflow train {folder}/config.yaml
+# Paths are relative to the folder in which the command runs. `distflow config {folder}/config.yaml` prints all keys.
+defaults: [grpo, _self_]
+actor_rollout_ref:
+  model:
+    # A tiny model of random weights, which shows the form. Yours is a folder or a hub id, such as
+    # Qwen/Qwen2.5-0.5B-Instruct, without `init`; a chat model also wants data.prompt_format=chat.
+    path: builtin:tiny-arithmetic
+    init: random
+    dtype: float32
+  actor:
+    use_kl_loss: false
+    optim:
+      lr: 1e-3
+data:
+  train_files: {folder}/problems.jsonl
+  val_files: {folder}/validation.jsonl
+  train_batch_size: 16
+  max_response_length: 4
+custom_reward_function:
+  path: {folder}/reward.py
+trainer:
+  project_name: {name}
+  experiment_name: first
+  total_training_steps: 30
+  val_before_train: true
+"""
+REWARD = '''\
+"""Test it: distflow reward check {folder}/reward.py --data {folder}/problems.jsonl"""
+
+
+def compute_score(solution_str, ground_truth):
+    """The share of characters that are right; `acc` says whether the response is correct."""
+    given = solution_str.strip()
+    same = sum(a == b for a, b in zip(given, ground_truth))
+    return {{"score": same / max(len(given), len(ground_truth)), "acc": given == ground_truth}}
+'''
+NUM_VALIDATION = 100
+
+
+def add_new_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="to write into; it is empty or not there yet")
+
+
+def run_new(arguments: argparse.Namespace) -> int:
+    """Write a config, a reward function and problems that train as they are."""
+    folder = Path(arguments.folder).expanduser()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists: name a folder that is empty or not there yet")
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 50)]
+    Random(0).shuffle(sums)
+    for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder, name=json.dumps(folder.resolve().name)))
+    (folder / "reward.py").write_text(REWARD.format(folder=folder))
+    print(f"{folder}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
+    for command in ("data check {0}/config.yaml", "reward check {0}/reward.py --data {0}/problems.jsonl"):
+        print("  distflow " + command.format(escape_control(str(folder), one_line=True)))
+    print(f"  distflow train {escape_control(str(folder), one_line=True)}/config.yaml")
+    return 0
+
+
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["presets", "models", "runs"], help="what is listed")
+    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="of the runs (runs)")
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    lines = {"presets": _presets, "models": _models, "runs": lambda: _runs(arguments.folder)}[arguments.what]
+    rows = list(lines())
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, what in rows:
+        print(f"{name:<{width}}  {what}")
+    return 0
+
+
+def _presets() -> Iterator[tuple[str, str]]:
+    """What the comment at a preset's head says first."""
+    from distflow.config.compose.origins import PRESETS, preset_names
+
+    for name in preset_names():
+        lines = (PRESETS / f"{name}.yaml").read_text("utf-8").splitlines()
+        head = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
+        yield name, head.partition(". ")[0].rstrip(".")
+
+
+def _models() -> Iterator[tuple[str, str]]:
+    with importing():
+        from distflow.launch.model_sources import builtin_models
+    for path, config, has_weights in builtin_models():
+        size = f"{config['model_type']}, {config['num_hidden_layers']} layers of width {config['hidden_size']}"
+        yield path, size if has_weights else f"{size}; without weights: actor_rollout_ref.model.init=random"
+
+
+def _runs(folder: Path) -> Iterator[tuple[str, str]]:
+    """The last written first. Raises UserError where there is no such folder."""
+    from distflow.observe.reading.run_reader import read_events, read_metrics
+    from distflow.observe.report.summary import accuracies, status
+
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name the one that holds the runs")
+    found = {
+        path.parent: path.stat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts
+    }
+    for run, written in sorted(found.items(), key=lambda each: -each[1]):
+        records = read_metrics(run)
+        before, after = accuracies(records)
+        accuracy = f", accuracy {'' if before is None else f'{before:.2f} → '}{after:.2f}" if after is not None else ""
+        step = max((record.step for record in records), default=0)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        yield (
+            escape_control(str(run), one_line=True),
+            f"{when}  {status(read_events(run))['word']}, step {step}{accuracy}",
+        )

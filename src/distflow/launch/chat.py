@@ -1,0 +1,108 @@
+"""`distflow chat`: a model that answers, with prompts that become tokens as those of the data do."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import TextStreamer
+
+from distflow.config import Config, load_config
+from distflow.data.dataset_columns import BadRows, RawRow
+from distflow.data.prompts import PromptOptions
+from distflow.data.tokenizing import encode_rows
+from distflow.errors import UserError
+from distflow.launch.hardware import choose_device
+from distflow.launch.initial_policy import with_models_of_runs, write_config_of
+from distflow.launch.model_sources import load_policy, policy_context, tokenizer_loader
+from distflow.models.tokenizer import stop_token_ids
+from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
+
+Messages = list[dict[str, Any]]
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """max_tokens: of a response; None is MAX_TOKENS, or half of a shorter context. temperature: 0 is greedy, None the
+    config's. plain: no chat template."""
+
+    max_tokens: int | None
+    temperature: float | None
+    plain: bool
+
+
+@dataclass(frozen=True)
+class Chat:
+    """model, tokenizer: of transformers."""
+
+    model: Any
+    tokenizer: Any
+    options: PromptOptions
+    config: Config
+    temperature: float
+
+    @property
+    def has_template(self) -> bool:
+        return self.options.prompt_format == "chat"
+
+    def respond(self, prompt: str | Messages) -> str:
+        """Print the response as it is generated, and return it. Raises UserError for a prompt that the template refuses
+        or that leaves no room for a response."""
+        row = RawRow("this line", prompt, None, "default", None, {})
+        (encoded,) = encode_rows([row], self.tokenizer, self.options, BadRows())
+        ids = torch.tensor([encoded.prompt_ids], device=self.model.device)
+        rollout, greedy = self.config.actor_rollout_ref.rollout, self.temperature == 0
+        sampling = {"temperature": self.temperature, "top_p": rollout.top_p, "top_k": max(rollout.top_k, 0)}
+        ends = list(stop_token_ids(self.model, self.tokenizer))
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.options.max_response_length,
+            do_sample=not greedy,
+            eos_token_id=ends,
+            pad_token_id=ends[0] if ends else None,
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **({} if greedy else sampling),
+        )
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Path, note: Callable[[str], None]) -> Chat:
+    """A run's policy by the run's own config, or a model by the preset `grpo`, in float32.
+
+    folder: an empty one, for the exported policy. note: is called with the choice of a checkpoint. Raises UserError
+    where there is no such model, or the options do not fit it.
+    """
+    if (given := options.temperature) is not None and given < 0:
+        raise UserError(f"--temperature {given:g}: it is 0, for greedy responses, or more")
+    file, is_run = folder / "config.yaml", is_of_a_run(path)
+    (folder / "run").mkdir()
+    if is_run:
+        write_config_of(Path(path), file)
+    else:
+        values = {"defaults": ["grpo", "_self_"], "actor_rollout_ref": {"model": {"path": path}}}
+        file.write_text(yaml.safe_dump(values), "utf-8")
+    loaded = load_config(str(file), [*overrides, f"trainer.default_local_dir={folder}/run"], complete=False)
+    config = with_models_of_runs(loaded, note).config
+    tokenizer, context, data = tokenizer_loader(config)(), policy_context(config), config.data
+    has_template = data.prompt_format == "chat" if is_run else bool(tokenizer.chat_template)
+    max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)
+    if context is not None and context <= max_tokens:
+        raise UserError(f"--max-tokens {max_tokens}: the model's context is {context} tokens, prompt and all")
+    prompts = PromptOptions(
+        max_prompt_length=sys.maxsize if context is None else context - max_tokens,
+        max_response_length=max_tokens,
+        prompt_format="chat" if has_template and not options.plain else "text",
+        prompt_template=data.prompt_template,
+        system_prompt=data.system_prompt,
+        enable_thinking=data.enable_thinking,
+        template_kwargs=data.apply_chat_template_kwargs,
+        filter_overlong=False,
+        num_workers=0,
+    )
+    temperature = config.actor_rollout_ref.rollout.temperature if given is None else given
+    return Chat(load_policy(config, choose_device(config)), tokenizer, prompts, config, temperature)

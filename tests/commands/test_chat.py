@@ -1,0 +1,76 @@
+"""`distflow chat`: lines become prompts as in training, responses are the model's, and what is wrong with one line does
+not end the conversation."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distflow.cli import main
+from tests.tiny_models import write_tiny_model
+
+Ask = Callable[..., tuple[int, list[str], str]]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    def run(text: str, *arguments: str) -> tuple[int, list[str], str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        status = main(["chat", *arguments])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err
+
+    return run
+
+
+def greedy(model: Path, prompt: str | list[dict[str, str]], num_tokens: int) -> str:
+    """By transformers alone, without our code."""
+    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    if not isinstance(prompt, str):
+        prompt = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    else:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            best = network(ids).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, best], 1)
+            if int(best) == tokenizer.eos_token_id:
+                break
+    return str(tokenizer.decode(ids[0, -num_tokens:], skip_special_tokens=True))
+
+
+def test_each_line_is_answered_with_what_was_said_before(tmp_path: Path, ask: Ask) -> None:
+    model = tmp_path / "model"
+    write_tiny_model(model)
+    status, out, err = ask("Hello\nMore\n", str(model), "--temperature", "0", "--max-tokens", "6")
+    assert status == 0, err
+    messages = [{"role": "user", "content": "Hello"}]
+    first = greedy(model, messages, 6)
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "More"}]
+    assert "\n".join(out).split() == f"{first}\n{greedy(model, messages, 6)}".split()
+    assert "with its chat template" in err
+
+    status, out, err = ask("Hello\nMore\n", str(model), "--temperature", "0", "--max-tokens", "6", "--plain")
+    assert "\n".join(out).split() == f"{greedy(model, 'Hello', 6)}\n{greedy(model, 'More', 6)}".split()
+
+
+def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path, ask: Ask) -> None:
+    write_tiny_model(tmp_path / "model")
+    status, out, err = ask("x " * 5000 + "\nHi\n", str(tmp_path / "model"), "--plain", "--max-tokens", "3")
+    assert status == 0 and "more than data.max_prompt_length" in err and out
+
+
+def test_what_cannot_be_asked_is_one_message(tmp_path: Path, ask: Ask) -> None:
+    write_tiny_model(tmp_path / "model")
+    for arguments, told in (
+        (("no/such/model",), "no/such/model"),
+        ((str(tmp_path),), str(tmp_path)),
+        ((str(tmp_path / "model"), "--max-tokens", "1000000"), "the model's context is"),
+        ((str(tmp_path / "model"), "--temperature", "-1"), "--temperature -1"),
+    ):
+        status, out, err = ask("Hi\n", *arguments)
+        assert (status, out) == (2, []) and told in err and "Traceback" not in err

@@ -1,0 +1,49 @@
+"""`distflow new` writes what trains as it is; `distflow list` knows presets, models and runs; every command's help."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import COMMANDS, GROUPS, main, make_parser
+
+
+def test_what_it_writes_trains_and_passes_the_reward_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "first run"]) == 0
+    assert main(["reward", "check", "first run/reward.py", "--data", "first run/problems.jsonl", "--rows", "20"]) == 0
+    assert main(["train", "first run/config.yaml", "trainer.total_training_steps=2", "data.val_max_samples=10"]) == 0
+    capsys.readouterr()
+    assert main(["list", "runs"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("runs/first run/first") and "finished, step 2, accuracy" in line
+
+    assert main(["new", "first run"]) == 2
+    assert "first run exists" in capsys.readouterr().err
+
+
+def test_presets_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "presets"]) == 0
+    presets = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert presets["sft"] == "Supervised fine-tuning on given responses" and "grpo" in presets
+    assert main(["list", "models"]) == 0
+    assert re.search(r"builtin:tiny-arithmetic .*init=random", capsys.readouterr().out)
+    assert main(["list", "runs", "no/such/folder"]) == 2
+
+
+def test_every_command_is_in_a_group_and_every_argument_has_help() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    pending: list[argparse.ArgumentParser] = [make_parser()]
+    while pending:
+        parser = pending.pop()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                pending += action.choices.values()
+            else:
+                assert action.help, f"{parser.prog}: {action.dest}"
+    shown = make_parser().format_help()
+    assert all(entry.help in shown for entry in COMMANDS.values()) and os.linesep in shown
