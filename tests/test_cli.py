@@ -12,6 +12,7 @@ from distflow import __version__
 from distflow.cli import main
 
 NEEDED = ["actor_rollout_ref.model.path=builtin:tiny-arithmetic", "data.train_files=builtin:arithmetic-rl"]
+FRESH = "actor_rollout_ref.model.init=random"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -102,7 +103,7 @@ def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[st
     [
         (("config", "gpro"), ("gpro", "grpo")),
         (("config", "grpo", *NEEDED, "data.trian_batch_size=8"), ("data.trian_batch_size", "data.train_batch_size")),
-        (("train", "grpo", *NEEDED, "critic.ppo_epochs=3"), ("critic.ppo_epochs", "command line")),
+        (("train", "grpo", *NEEDED, FRESH, "critic.ppo_epochs=3"), ("critic.ppo_epochs", "command line")),
         (("report", "no/such/run"), ("no/such/run",)),
         (("report", "."), ("no run's folder",)),
         (("export", "no/such/run", "--to", "x"), ("no/such/run",)),

@@ -80,27 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     it, the error's own `exit_status` if it has one, 1 for anything else."""
     try:
         with harmless_output(), interruptible():
-            return _run(argv)
+            quiet_libraries()
+            arguments = _parse(argv)
+            if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
+                sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
+            try:
+                status = int(arguments.run(arguments))
+                sys.stdout.flush()  # at the end of the process a reader that is gone would be an error of its own
+                return status
+            except BrokenPipeError:  # the reader of our output has closed it
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return exit_status(signal.SIGPIPE)
+            except Exception as err:  # the top level: one message, a status, the traceback on request
+                return _report_error(err, arguments.debug)
     except KeyboardInterrupt as err:
         number = err.number if isinstance(err, Interrupted) else signal.SIGINT
         print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
         return exit_status(number)
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    quiet_libraries()
-    arguments = _parse(argv)
-    if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
-        sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
-    try:
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()  # at the end of the process a reader that is gone would be an error of its own
-        return status
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exit_status(signal.SIGPIPE)
-    except Exception as err:  # the top level: one message, a status, the traceback on request
-        return _report_error(err, arguments.debug)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -202,7 +202,10 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"overrides": 3}, "overrides are 3: give a dict"),
         ({"overrides": ["data.train_files=x.jsonl"]}, "data.train_files is set, and data= says the same"),
         ({"overrides": ["custom_reward_function.path=x.py"]}, "reward= says the same"),
-        ({"preset_or_config": "sft", "overrides": MODEL}, "the pipeline sft scores no responses"),
+        (
+            {"preset_or_config": "sft", "overrides": {**MODEL, "actor_rollout_ref.model.init": "random"}},
+            "the pipeline sft scores no responses",
+        ),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the one preset"),
     ],

@@ -98,7 +98,7 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
     settings = config("ppo")
     actor = replace(settings.actor_rollout_ref.actor, strategy="fsdp")
     sharded = replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, actor=actor))
-    with pytest.raises(UserError, match="trainer.launcher=ray"):
+    with pytest.raises(UserError, match="trainer.n_gpus_per_node=2"):
         build(sharded, engine)
     assert build(sharded, "rollout").rollout is not None, "what only generates has whole weights"
 

@@ -13,7 +13,7 @@ from distflow.config.compose.unknown_keys import is_known
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 
-_LEAST_KNOWN = 0.5  # of a file's keys; with fewer it is another program's, or of a version that the tables do not have
+_LEAST_KNOWN = 0.5  # of a file's keys; with fewer it is another tool's, or of a version that the tables do not have
 _NUMBERS_OF_RANGE = re.compile(r"list\(range\((\d+), ?(\d+)\)\)")
 _ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
 

@@ -13,7 +13,7 @@ from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
-_PROGRAM = re.compile(
+_TRAINER = re.compile(
     r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_\w+|\w*sft_trainer)(?:\.py)?"
     r"|(?:.*/)?(?P<TRL>trl)|(?P<script>.*\.py)"
 )
@@ -83,16 +83,16 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
 
 
 def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings | None:
-    """What a command trains; None for one of another program."""
-    programs = ((place, each) for place, word in enumerate(words) if (each := _PROGRAM.fullmatch(word)))
-    place, program = next(programs, (0, None))
-    if program is None:
+    """What a command trains; None for one of another tool."""
+    found = ((place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word)))
+    place, trainer = next(found, (0, None))
+    if trainer is None:
         return None
-    system, values, own = str(program.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
+    system, values, own = str(trainer.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
     read_options(own[:-1], values.__setitem__)
-    named = {"TRL": own[0], "verl": "ppo_ray" if "main" in program[0] else "sft"}.get(system, program[system])
+    named = {"TRL": own[0], "verl": "ppo_ray" if "main" in trainer[0] else "sft"}.get(system, trainer[system])
     if system != "script" and named not in _METHODS:
-        raise UserError(f"line {line}: '{program[0]}' trains by a method that is not there, or does not train")
+        raise UserError(f"line {line}: '{trainer[0]}' trains by a method that is not there, or does not train")
     config = values.pop("config", None) or values.pop("config_name", None)
     values.pop("config_path", None)
     if config is not None and (system != "verl" or _find(str(config), folder) is not None):
@@ -100,9 +100,9 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
         settings.values |= values
         settings.method = _METHODS.get(named, "") or settings.method
     elif system == "script":
-        if not any(all_tables()["TRL"].find(key) for key in values) and _find(program[0], folder) is None:
+        if not any(all_tables()["TRL"].find(key) for key in values) and _find(trainer[0], folder) is None:
             return None
-        settings = _of_script(program[0], values, folder)
+        settings = _of_script(trainer[0], values, folder)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
         settings.remarks += [f"the settings of {config}, which is not beside it"] if config else []

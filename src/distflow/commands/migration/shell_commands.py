@@ -1,4 +1,4 @@
-"""Commands of a shell script, read and not run: variables, arrays and sums are put in, and what another program would
+"""Commands of a shell script, read and not run: variables, arrays and sums are put in, and what another tool would
 say, or the caller of the script, is marked as unread."""
 
 import ast
