@@ -24,7 +24,7 @@ import ray
 import torch
 from torch import Tensor
 
-from distflow.cluster.weight_pairs import Pairs
+from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import stripe_hashes

@@ -357,7 +357,7 @@ KV_ON_UPDATE = ("keep", "recompute", "abort")
 WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
 TRACKERS: dict[str, Tracker] = {
-    "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.terminal:TerminalView"),
+    "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.live_view:TerminalView"),
     "tensorboard": Tracker("its event files", "distflow.observe.writing.trackers:TensorBoardTracker", "tensorboard"),
     "wandb": Tracker("Weights & Biases", "distflow.observe.writing.trackers:WandbTracker", "wandb"),
     "trackio": Tracker("Trackio, local first", "distflow.observe.writing.trackers:TrackioTracker", "trackio"),

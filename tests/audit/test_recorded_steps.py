@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from distflow.audit import log_probs
+from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
 from distflow.audit.log_probs import audit_log_probs
-from distflow.audit.recorded_calls import GroupRecords, UpdateRecord
-from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
-from distflow.audit.samples import audit_groups
-from distflow.audit.updates import (
+from distflow.audit.optimizer_steps import (
     audit_each_sample_once,
     audit_gradients,
     audit_mini_batches,
@@ -22,6 +20,8 @@ from distflow.audit.updates import (
     schedule,
     total_updates,
 )
+from distflow.audit.recorded_calls import GroupRecords, UpdateRecord
+from distflow.audit.samples import audit_groups
 from distflow.audit.weight_versions import audit_weights
 from distflow.config import load_config
 from distflow.data.batch import Batch

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distflow.checks.live import check_alignment
+from distflow.checks.step_invariants import check_alignment
 from distflow.errors import TrustError
 from tests.checks.batches import LENGTHS, sampled_batch
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.checks.live import LossTerms, Movement, fingerprints
+from distflow.checks.step_invariants import LossTerms, Movement, fingerprints
 from distflow.training.engine import TrainState
 from tests.checks.batches import WeightsOnly
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.checks.live import check_versions
+from distflow.checks.step_invariants import check_versions
 from distflow.errors import TrustError
 from tests.checks.batches import sampled_batch
 

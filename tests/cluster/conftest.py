@@ -12,7 +12,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from tests.ray_cluster import ray_cluster
 
-WITHOUT_RAY = ("test_peer", "test_process_groups", "test_torch_collective", "test_slurm", "test_weight_pairs")
+WITHOUT_RAY = ("test_peer", "test_process_groups", "test_torch_collective", "test_slurm", "test_weights_by_collective")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from torch import Tensor
 
-from distflow.cluster.weight_pairs import Pairs
+from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import copy_weights, stripe_hashes

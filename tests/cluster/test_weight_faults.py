@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from distflow.cluster.weight_pairs import InPair
+from distflow.cluster.weights_by_collective import InPair
 from distflow.cluster.weights_to_workers import Stalled
 from distflow.errors import TrustError, UserError
 from distflow.rollout.weights import stripe_hashes

@@ -7,7 +7,7 @@ import yaml
 
 from distflow.cli import main
 
-FILES = Path(__file__).parents[1] / "config" / "migration" / "files"
+FILES = Path(__file__).parent / "migration" / "files"
 
 
 @pytest.mark.slow

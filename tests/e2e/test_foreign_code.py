@@ -12,7 +12,7 @@ import pytest
 from distflow import cli
 from distflow.launch.code_trust import named_code
 from tests.e2e.runs import Playground
-from tests.launch.test_replay_update import make_bundle
+from tests.launch.test_replay_nonfinite_update import make_bundle
 from tests.user_code import forgotten
 
 pytestmark = pytest.mark.slow

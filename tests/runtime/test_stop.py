@@ -16,7 +16,7 @@ from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptib
 WRITES_BEFORE_THE_SIGNAL = """
 import os, signal, sys, time
 from distflow.observe.sanitize import harmless_output
-from distflow.observe.writing.terminal import TerminalView
+from distflow.observe.writing.live_view import TerminalView
 from distflow.runtime.stop import StopRequest, exit_status
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])

@@ -11,7 +11,7 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON, read_object
 from distflow.observe.metrics import headlines
 from distflow.observe.reading import run_reader
-from distflow.observe.report.summary import REWARD, accuracies, status
+from distflow.observe.report.verdicts import REWARD, accuracies, status
 from distflow.observe.sanitize import escape_control
 from distflow.observe.writing.run_folder import DROPPED
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
@@ -175,7 +175,7 @@ class Run:
     def export(self, to: str | Path, checkpoint: Path | None = None) -> Path:
         """Write the policy of the last checkpoint, or of that one, as a folder that `transformers` loads, and that
         `actor_rollout_ref.model.path` takes. Raises UserError where nothing was saved, or `to` is not empty."""
-        from distflow.launch.initial_policy import export_checkpoint
+        from distflow.launch.export_checkpoint import export_checkpoint
 
         return export_checkpoint(checkpoint or self.folder, Path(to))
 

@@ -19,7 +19,7 @@ from distflow.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from distflow.cluster.own_loop import OwnLoop
+    from distflow.cluster.own_loop_driver import OwnLoop
     from distflow.data.batch import Batch
     from distflow.launch.local_launcher import Running
     from distflow.runtime.sample_queue.protocol import TrainingStep

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
-from distflow.audit.recorded_data import (
+from distflow.audit.check_base import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -19,6 +18,7 @@ from distflow.audit.recorded_data import (
     check,
     check_close,
 )
+from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
 from distflow.audit.rewards import functions_of
 from distflow.audit.samples import in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from distflow.audit import rewards, updates
+from distflow.audit import optimizer_steps, rewards
 from distflow.audit.advantages import audit_advantages
+from distflow.audit.check_base import Check
 from distflow.audit.curriculum import audit_curriculum
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.loaded_rows import audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import audit_metrics, audit_sample_rows, audit_staleness
-from distflow.audit.recorded_data import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.sampled_tokens import audit_sampled_tokens
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
@@ -39,7 +39,7 @@ LOOK_BEFORE: tuple[Check, ...] = (
 )
 """Run in steps that are not audited before the first update, on one sample of a few groups."""
 
-BEFORE: tuple[Check, ...] = (audit_resume, *LOOK_BEFORE, updates.audit_backward)
+BEFORE: tuple[Check, ...] = (audit_resume, *LOOK_BEFORE, optimizer_steps.audit_backward)
 """Run before the step's first update, as they run the models with the weights that scored the step."""
 
 AFTER: tuple[Check, ...] = (
@@ -53,10 +53,10 @@ AFTER: tuple[Check, ...] = (
     audit_correction,
     audit_advantages,
     audit_custom_functions,
-    updates.audit_mini_batches,
+    optimizer_steps.audit_mini_batches,
     audit_loss,
-    updates.audit_gradients,
-    updates.audit_optimizer,
+    optimizer_steps.audit_gradients,
+    optimizer_steps.audit_optimizer,
     audit_metrics,
     audit_sample_rows,
 )
@@ -64,8 +64,8 @@ AFTER: tuple[Check, ...] = (
 
 OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),
-    replace(updates.audit_mini_batches, run=updates.audit_each_sample_once),
-    replace(updates.audit_optimizer, run=updates.audit_learning_rates),
+    replace(optimizer_steps.audit_mini_batches, run=optimizer_steps.audit_each_sample_once),
+    replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
     audit_metrics,
 )
 """Cheap enough for every step: rows of groups, mini-batches, learning rates and metrics."""

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
-from distflow.audit.recorded_data import RecordedStep
-from distflow.audit.updates import plan_of
+from distflow.audit.check_base import RecordedStep
+from distflow.audit.optimizer_steps import plan_of
 
 SHARE = 0.02
 """The share of the run's time that everything here may take. If the first audits and looks, which are made whatever

@@ -9,10 +9,10 @@ from typing import Any
 
 from distflow.audit import all_checks
 from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, Depth, drawn_update
+from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_calls import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
-from distflow.audit.recorded_data import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators
@@ -23,7 +23,7 @@ from distflow.models.sharding import is_spread
 from distflow.rollout.weights import stripe_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine

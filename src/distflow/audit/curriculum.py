@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Wrong, by_group_of, check
+from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Wrong, by_group_of, check
 from distflow.config.domain_settings import filters_groups
 
 ROUNDING = 2e-6

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from distflow.audit.recorded_data import AuditedRun, Wrong, check
+from distflow.audit.check_base import AuditedRun, Wrong, check
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
-from distflow.audit.recorded_calls import UpdateRecord
-from distflow.audit.recorded_data import (
+from distflow.audit.check_base import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -21,6 +18,9 @@ from distflow.audit.recorded_data import (
     doubles,
     is_builtin,
 )
+from distflow.audit.model_forward import PlainScores
+from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
+from distflow.audit.recorded_calls import UpdateRecord
 from distflow.audit.rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, reads_pairs

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distflow.audit.recorded_data import RecordedStep, Wrong, check, doubles
+from distflow.audit.check_base import RecordedStep, Wrong, check, doubles
 from distflow.runtime.step_metrics import sample_rows
 
 LIMIT = 1e-4

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, index_of
 from distflow.audit.log_probs import audited_samples, policy_scores
 from distflow.audit.recorded_calls import OpenEngine
-from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, index_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 EXACT, ROUNDED = 1e-3, 0.1

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from distflow.audit.normalization import share_right
-from distflow.audit.recorded_data import (
+from distflow.audit.check_base import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -20,6 +19,7 @@ from distflow.audit.recorded_data import (
     doubles,
     is_builtin,
 )
+from distflow.audit.normalization import share_right
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.domain_settings import filters_groups, response_limit, unfiltered_domains

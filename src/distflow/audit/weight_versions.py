@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache
 
+from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles, is_builtin
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.recorded_calls import OpenEngine
-from distflow.audit.recorded_data import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles, is_builtin
 from distflow.models.lora import unwrapped
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)

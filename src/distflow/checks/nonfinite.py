@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.sharding import whole
-from distflow.models.weight_checks import magnitudes, unsound
+from distflow.models.weight_fingerprints import magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object
 from distflow.training.engine import TrainEngine
 

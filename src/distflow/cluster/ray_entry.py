@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from distflow.errors import UserError
+from distflow.launch.plan_concurrent_runs import PlannedRun
 from distflow.launch.run_setup import Start, done_before, starting
-from distflow.launch.several_runs import PlannedRun
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
 from distflow.runtime.recorder import reported
@@ -26,7 +26,7 @@ from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks
 
 if TYPE_CHECKING:
-    from distflow.cluster.own_loop import OwnLoop
+    from distflow.cluster.own_loop_driver import OwnLoop
     from distflow.cluster.ray_cluster import Bundle
 
 NEEDED = "needs the extra: pip install 'distflow[ray]'"
@@ -56,7 +56,7 @@ def launch_ray(
 def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
     """The same run, driven by the caller: see `open_local`."""
     with _starting(spec, ()) as (spec, start):
-        from distflow.cluster.own_loop import OwnLoop, RemoteIntake, TrainingRanks
+        from distflow.cluster.own_loop_driver import OwnLoop, RemoteIntake, TrainingRanks
         from distflow.cluster.supervisor import RayRun
 
         with (
@@ -114,8 +114,8 @@ def launch_several(runs: Sequence[PlannedRun], options: Sequence[str], say: Call
     with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _private_ray(Path(folder)):
         from ray import get_runtime_context
 
+        from distflow.cluster.concurrent_runs import RunProcesses
         from distflow.cluster.ray_cluster import SHARED_BUNDLES, connect_ray, reserve
-        from distflow.cluster.run_processes import RunProcesses
 
         plan = Plan(", ".join(run.name for run in runs), tuple(rank for run in runs for rank in run.plan.ranks), ())
         num_cpus = sum(run.needs.num_reward_actors * run.needs.reward_cpus for run in runs)

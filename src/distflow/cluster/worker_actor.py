@@ -13,8 +13,8 @@ import torch
 from distflow import __version__
 from distflow.cluster.actor_calls import reply
 from distflow.cluster.coordinator_actor import Progress
+from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.rank_calls import RankCalls, with_submissions
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_ports import WorkerPorts

@@ -10,7 +10,7 @@ from typing import Any
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.sample_queue import RemoteSampleQueue
-from distflow.cluster.weight_pairs import Pairs
+from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec

@@ -38,7 +38,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
-            from distflow.launch.initial_policy import with_models_of_runs
+            from distflow.launch.export_checkpoint import with_models_of_runs
             from distflow.launch.load_inputs import fitted_to_files, follow_pipeline, read_config
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)

@@ -97,7 +97,7 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     from distflow.config.domain_settings import validates
 
     if Path(preset).expanduser().is_dir():
-        from distflow.launch.initial_policy import write_config_of
+        from distflow.launch.export_checkpoint import write_config_of
 
         preset = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml"))
     overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]

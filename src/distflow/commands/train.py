@@ -100,7 +100,7 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
         raise UserError("--resume names the checkpoint of one run: give it as NAME:trainer.resume_mode=PATH")
     check_keys(arguments.allow_change)
     with importing():
-        from distflow.launch.several_runs import plan_runs
+        from distflow.launch.plan_concurrent_runs import plan_runs
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {', '.join(commands)} side by side")

@@ -6,8 +6,8 @@ from typing import Any
 
 from distflow.audit.auditor import Auditor
 from distflow.checks.canary import make_canary
-from distflow.checks.live import LiveChecks
-from distflow.launch.initial_policy import write_hf_models
+from distflow.checks.step_invariants import LiveChecks
+from distflow.launch.export_checkpoint import write_hf_models
 from distflow.rewards.router import KINDS
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
@@ -17,7 +17,7 @@ from distflow.runtime.node_errors import ErrorShare
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker

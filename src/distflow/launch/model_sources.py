@@ -22,8 +22,8 @@ from distflow.models.lora import add_lora
 from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.models.tokenizer import load_tokenizer
+from distflow.planning.graph_partition import parse_size
 from distflow.planning.layout import Layout
-from distflow.planning.part_assignment import parse_size
 
 
 class Source(SourceOptions):

@@ -24,7 +24,7 @@ from distflow.config.serialize import diff, show_value
 from distflow.launch.hardware import choose_device, threads_of, worker_cores
 from distflow.launch.load_inputs import Data
 from distflow.models.cpu_kernels import build as native
-from distflow.models.weight_checks import identity
+from distflow.models.weight_fingerprints import identity
 from distflow.rewards.load_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.sandbox.sandbox import probe

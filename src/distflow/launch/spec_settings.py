@@ -23,8 +23,8 @@ from distflow.launch.hardware import check_cores, choose_device, refuse_offload_
 from distflow.launch.model_sources import check_layouts, model_sizes
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
+from distflow.planning.graph_partition import pipeline_parts
 from distflow.planning.multi_device import plan_ray
-from distflow.planning.part_assignment import pipeline_parts
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.node_errors import is_ours

@@ -21,7 +21,7 @@ from distflow.runtime.node_errors import NodeError, warn_of_errors
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
 from distflow.runtime.worker_inputs import WorkerInputs

@@ -11,7 +11,7 @@ from distflow.runtime.node_errors import ErrorShare
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker_inputs import WorkerInputs

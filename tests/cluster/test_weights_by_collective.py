@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.cluster.weight_pairs import InPair, Pairs
+from distflow.cluster.weights_by_collective import InPair, Pairs
 from distflow.runtime.weight_sync.buckets import hash_of, pack
 from distflow.scheduling.groups import Version
 from tests.cluster.fleet import on_loopback

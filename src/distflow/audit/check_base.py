@@ -28,7 +28,7 @@ from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.groups import PromptGroup

@@ -13,8 +13,8 @@ from distflow.launch.load_inputs import follow_pipeline, read_config
 from distflow.launch.model_sources import model_sizes
 from distflow.launch.select_pipeline import bind
 from distflow.launch.spec_settings import spec_settings
+from distflow.planning.graph_partition import Part, pipeline_parts
 from distflow.planning.multi_device import share_devices
-from distflow.planning.part_assignment import Part, pipeline_parts
 from distflow.planning.plan import Plan
 from distflow.runtime.spec import WorkerNeeds
 

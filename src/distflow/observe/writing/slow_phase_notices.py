@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from distflow.observe.writing.terminal import duration
+from distflow.observe.writing.live_view import duration
 
 FIRST_S, MOST_S = 10.0, 60.0  # until the first line, and between two
 

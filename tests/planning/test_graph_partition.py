@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.wiring import ancestors
+from distflow.planning.graph_partition import Part, apportion, parse_size, sort_parts, split
 from distflow.planning.multi_device import place
-from distflow.planning.part_assignment import Part, apportion, parse_size, sort_parts, split
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 

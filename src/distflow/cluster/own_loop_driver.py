@@ -1,5 +1,5 @@
 """A training loop of the user's own over Ray, in the driver: it has the batches, and each training rank carries out its
-calls on rows of its own (`rank_calls.py`)."""
+calls on rows of its own (`own_loop_worker.py`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any, cast
 import ray
 
 from distflow.cluster.actor_calls import COORDINATOR, WorkerDied
-from distflow.cluster.rank_calls import Part
+from distflow.cluster.own_loop_worker import Part
 from distflow.cluster.sample_queue import RemoteSampleQueue
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch

@@ -13,7 +13,7 @@ from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.sharding import on_any_rank, own_part
-from distflow.models.weight_checks import bit_hash, magnitudes
+from distflow.models.weight_fingerprints import bit_hash, magnitudes
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine, TrainState

@@ -7,7 +7,7 @@ import yaml
 
 from distflow.config.compose.values import nested
 from distflow.errors import UserError
-from distflow.launch.several_runs import PlannedRun, plan_runs
+from distflow.launch.plan_concurrent_runs import PlannedRun, plan_runs
 from tests.e2e.runs import Playground
 
 RAY = ("trainer.launcher=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=2")
