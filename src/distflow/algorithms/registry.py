@@ -136,7 +136,8 @@ class Registry(dict[str, Registered]):
     ) -> None:
         """make: the entry of a plain function."""
         super().__init__()
-        self._what, self._table, self._decorator, self._make = what, table, decorator, make
+        self._what, self._table, self._decorator = what, table, decorator
+        self._make: Callable[[str, Callable[..., object]], Registered] = make
 
     def known(self, name: str) -> Registered | None:
         """Imports the module of a built-in, so that it is registered before a user's of that name. The function that
