@@ -16,13 +16,14 @@ def forgotten(*modules: str) -> Iterator[None]:
         for name in table:  # a built-in that is first asked for inside must not be forgotten: it is imported once
             find(name)
     before = [(registry, dict(registry)) for registry in (ADV_ESTIMATORS, POLICY_LOSSES, schema._user_groups)]
-    paths = list(sys.path)
+    paths, registered = list(sys.path), set(names.REGISTERED)
     try:
         yield
     finally:
         for registry, entries in before:
             registry.clear()
             registry.update(entries)
+        names.REGISTERED &= registered
         schema.schema_keys.cache_clear()
         for name in [name for name in sys.modules if name.split(".")[0] in modules]:
             del sys.modules[name]

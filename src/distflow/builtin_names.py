@@ -203,6 +203,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     ),
 }
 
+REGISTERED: set[str] = set()
+"""Estimators and losses of the user's that this process has registered."""
+
 # What a rejection mask may measure, as in verl: of each token, or of a sequence's tokens their sum, mean or maximum.
 ROLLOUT_RS = (
     *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),

@@ -1,6 +1,7 @@
 """Functions and classes that are named in a table, a config or a pipeline, and loaded when they are needed.
 
-A name is "module:function", "module.function", "module:Class.method" or "file.py:function".
+A name is "module:function", "module.function", "module:Class.method" or "file.py:function"; or "file.pkl:function" for
+one that was passed from Python.
 """
 
 import ast
@@ -8,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import pickle
 import pkgutil
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -18,6 +20,8 @@ from typing import TypeGuard
 
 from distflow.errors import UserError, hint, nearest, users_place
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
+
+PICKLED = ".pkl"
 
 
 class LoadError(UserError):
@@ -43,6 +47,8 @@ def load(path: str) -> object:
     module_name, attributes = split_name(path)
     if not (module_name and attributes):
         raise LoadError(f"'{path}' names no function; write \"module:function\"")
+    if is_pickled(path):
+        return read_pickled(Path(module_name))
     owner: object = load_module(module_name)
     found = owner
     for name in attributes.split("."):
@@ -52,6 +58,25 @@ def load(path: str) -> object:
             kind = "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
             raise LoadError(f"'{path}': {kind} has no '{name}'{hint(name, public)}")
     return _bound(owner, name, found, path)
+
+
+def is_pickled(name: str) -> bool:
+    """Whether it names a function that was passed from Python: every process reads it from the run's folder."""
+    return split_name(name)[0].endswith(PICKLED)
+
+
+def read_pickled(file: Path) -> object:
+    """What a file below a first line of its own holds. Raises LoadError if it cannot be unpickled, e.g. because a
+    module is missing."""
+    try:
+        return _unpickled(file.read_bytes().partition(b"\n")[2])
+    except Exception as error:  # unpickling runs code of the user
+        raise LoadError(
+            f"'{file}' cannot be read ({type(error).__name__}: {error}): pass the function again"
+        ) from error
+
+
+_unpickled = functools.cache(pickle.loads)  # once for each content: functions are compared by identity
 
 
 def split_name(path: str) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.import_target import LoadError
-from distflow.rewards.load_functions import fingerprint_function, fingerprint_target, read_function, write_function
+from distflow.import_target import LoadError, read_pickled
+from distflow.rewards.load_functions import fingerprint_function, fingerprint_target, write_function
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult, Score
 
@@ -135,7 +135,7 @@ def test_what_it_raises_is_an_error_as_of_a_file(pool: RewardPool) -> None:
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
     namespace = cells() | {"lock": threading.Lock()}
     exec("def locked(solution_str):\n    with lock:\n        return 1.0", namespace)
-    with pytest.raises(UserError, match="the reward function locked .* its variable 'lock' .*functools.cache"):
+    with pytest.raises(UserError, match="the function locked .* its variable 'lock' .*functools.cache"):
         write_function(namespace["locked"], "", tmp_path / "reward.pkl")
     assert not (tmp_path / "reward.pkl").exists()
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_the_users_error(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "reward.pkl").write_bytes(data)
     with pytest.raises(LoadError, match="pass the function again"):
-        read_function(tmp_path / "reward.pkl")
+        read_pickled(tmp_path / "reward.pkl")
 
 
 SAME = """

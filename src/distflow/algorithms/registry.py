@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from distflow import builtin_names as names
 from distflow.builtin_names import Entry
@@ -16,7 +16,7 @@ from distflow.config.compose.values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
 from distflow.graph.node_spec import NodeRole, Scope, node
-from distflow.import_target import load_module, required_parameters, split_name
+from distflow.import_target import innermost, load, load_module, required_parameters, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
@@ -34,7 +34,8 @@ AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled
 
 @dataclass(frozen=True)
 class AdvEstimator:
-    """A registered estimator. `fn` is a node function: a pipeline can run it as it is.
+    """An estimator. `fn` is a node function: a pipeline can run it as it is. scope: a function that declares none may
+    compare all samples that it gets.
 
     describe: called with the values of all its options by keyword, returns the formula that it computes. formula: see
     `register_adv_est`.
@@ -42,9 +43,13 @@ class AdvEstimator:
 
     name: str
     fn: Callable[..., object]
-    scope: Scope
+    scope: Scope = "global"
     describe: Callable[..., str] | None = None
     formula: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        declares = node(scope=self.scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))
+        object.__setattr__(self, "fn", declares(self.fn))
 
     @property
     def options(self) -> dict[str, object]:
@@ -122,22 +127,44 @@ Registered = TypeVar("Registered", AdvEstimator, PolicyLoss)
 class Registry(dict[str, Registered]):
     """Registered so far by name: the user's, and the built-in ones of `table` that were looked up."""
 
-    def __init__(self, what: str, table: Mapping[str, Entry], decorator: str) -> None:
+    def __init__(
+        self,
+        what: str,
+        table: Mapping[str, Entry],
+        decorator: str,
+        make: Callable[[str, Callable[..., object]], Registered],
+    ) -> None:
+        """make: the entry of a plain function."""
         super().__init__()
         self._what, self._table, self._decorator = what, table, decorator
+        self._make: Callable[[str, Callable[..., object]], Registered] = make
 
     def known(self, name: str) -> Registered | None:
-        """Imports the module of a built-in, so that it is registered before a user's of that name."""
+        """Imports the module of a built-in, so that it is registered before a user's of that name. The function that
+        "file.py:function" or "module:function" names is registered by that name. Raises ValueError where it cannot be.
+        """
         if name in self._table:
             load_module(split_name(self._table[name].target)[0])
+        elif ":" in name:
+            self[name] = self.read(name, load(name))
         return self.get(name)
+
+    def read(self, name: str, found: object) -> Registered:
+        """The entry under that name of a function, as its decorator made it where it has one, or of an unpickled entry.
+        Raises ValueError for what cannot be called."""
+        entry = next((entry for entry in self.values() if entry.fn is found), None)
+        if entry is None and not isinstance(found, AdvEstimator | PolicyLoss):
+            if not callable(found) or isinstance(found, type):
+                raise ValueError(f"{self._what} '{name}' is {found!r:.80}: give a function")
+            entry = self._make(name, found)
+        return replace(cast(Registered, entry or found), name=name)
 
     def find(self, name: str) -> Registered:
         """Raises ValueError with the nearest name."""
         if (found := self.known(name)) is None:
             raise ValueError(
-                f"{self._what} '{name}' is unknown; your own is registered by {self._decorator} in a module of "
-                f"trainer.imports{hint(name, [*self._table, *self])}"
+                f"{self._what} '{name}' is unknown; yours is file.py:function, or registered by {self._decorator} in "
+                f"a module of trainer.imports{hint(name, [*self._table, *self])}"
             )
         return found
 
@@ -146,11 +173,13 @@ class Registry(dict[str, Registered]):
         if (old := self.known(name)) is not None:
             warnings.warn(f"{self._what} '{name}' of {old.fn.__module__} is replaced", stacklevel=3)
         self[name] = entry
+        names.REGISTERED.update({name} - self._table.keys())
 
-
-ADV_ESTIMATORS: Registry[AdvEstimator] = Registry("advantage estimator", names.ESTIMATORS, "register_adv_est")
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", names.POLICY_LOSSES, "register_policy_loss")
-find_adv_est, find_policy_loss = ADV_ESTIMATORS.find, POLICY_LOSSES.find
+    def own(self, name: str) -> Registered | None:
+        """The user's of that name, if one is registered."""
+        entry = self.get(name)
+        is_own = entry is not None and not str(getattr(innermost(entry.fn), "__module__", "")).startswith("distflow.")
+        return entry if is_own else None
 
 
 def register_adv_est(
@@ -171,8 +200,7 @@ def register_adv_est(
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
-        marked = node(scope=scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))(fn)
-        ADV_ESTIMATORS.add(key, AdvEstimator(key, marked, scope, describe, formula))
+        ADV_ESTIMATORS.add(key, AdvEstimator(key, fn, scope, describe, formula))
         return fn
 
     return register
@@ -306,3 +334,12 @@ def _types(fn: Callable[..., object] | None) -> dict[str, object]:
         return {} if fn is None else get_type_hints(fn)
     except (NameError, TypeError):
         return {}
+
+
+ADV_ESTIMATORS: Registry[AdvEstimator] = Registry(
+    "advantage estimator", names.ESTIMATORS, "register_adv_est", AdvEstimator
+)
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss", names.POLICY_LOSSES, "register_policy_loss", read_policy_loss
+)
+find_adv_est, find_policy_loss = ADV_ESTIMATORS.find, POLICY_LOSSES.find

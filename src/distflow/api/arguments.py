@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from distflow.config import Config, Loaded, pipeline_name
+from distflow.config import Config, Loaded, flatten, pipeline_name
 from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
 from distflow.config.keys.declare import dotted
-from distflow.config.keys.schema import schema_keys
+from distflow.config.keys.schema import schema_keys, with_values
 from distflow.data.python_rows import GivenRows, keep_rows
 from distflow.errors import Problem, UserError
+from distflow.import_target import is_pickled, split_name
 
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 Rows: TypeAlias = str | Path | GivenRows
@@ -22,6 +23,12 @@ Reward: TypeAlias = Callable[..., object]
 # What the config names while it is checked, before anything is written.
 _ROWS_TO_COME = "builtin:arithmetic-rl"
 _REWARD_TO_COME = "distflow.rewards.math.reward"
+_FUNCTIONS = {
+    "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage"),
+    "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
+    "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
+}
+"""The keys of functions by the names of arguments, and what each names until then."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
 
 
@@ -78,16 +85,24 @@ def _text(value: Any, key: str) -> str:
 
 @dataclass(frozen=True)
 class PythonInputs:
-    """Rows and reward given from Python, each None where it was not. A text in place of rows is the key's value.
+    """Rows and functions given from Python, each None where it was not. A text in place of rows is the key's value.
 
-    Raises UserError for a reward that is no function.
+    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one. Raises UserError
+    for what is no function, or has parameters that nothing gives.
     """
 
     data: Rows | None = None
     val_data: Rows | None = None
     reward: Reward | None = None
+    advantage: Callable[..., object] | None = None
+    loss: Callable[..., object] | None = None
+    pipeline: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
+        for name, (key, _) in _FUNCTIONS.items():
+            function = getattr(self, name)
+            if function is not None and (not callable(function) or isinstance(function, type)):
+                raise UserError(f"{name} is {function!r:.80}: give a function. Those with a name are set by {key}")
         if self.reward is None:
             return
         from distflow.rewards.load_functions import find_fault, name_of
@@ -112,25 +127,32 @@ class PythonInputs:
         if self.reward is not None:
             _check_free("custom_reward_function", "reward", others)
             lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
+        for name, (key, to_come) in _FUNCTIONS.items():
+            if getattr(self, name) is not None:
+                _check_free(key, name, others)
+                lines += [f"{key}={to_come}"]
         return lines
 
     def in_python(self, problem: Problem) -> Problem:
         """The problem with arguments in place of a command line, and of files that are not written yet."""
-        places = []
+        places, arguments = [], {key: name for name, (key, _) in _FUNCTIONS.items()}
+        arguments["custom_reward_function.path"] = "reward"
         for what, where in problem.places:
-            is_reward = self.reward is not None and what.partition(" = ")[0] == "custom_reward_function.path"
-            places.append(("reward" if is_reward else what, "given" if where == COMMAND_LINE else where))
+            argument = arguments.get(what.partition(" = ")[0], "")
+            is_passed = getattr(self, argument, None) is not None
+            places.append((argument if is_passed else what, "given" if where == COMMAND_LINE else where))
         return replace(problem, places=tuple(places))
 
     def with_files(self, loaded: Loaded) -> Loaded:
-        """The checked config with the files to come. Raises UserError for a reward that would score nothing."""
+        """The checked config with the files to come. Raises UserError for a function that nothing would call."""
         from distflow.rewards.load_functions import name_of
 
         config, keys = loaded.config, list[str]()
-        if self.reward is not None and not is_rl(config):
-            raise UserError(
-                f"reward is given, and the pipeline {pipeline_name(config)} scores no responses: leave it out"
-            )
+        for name in ("reward", "advantage", "loss"):
+            if getattr(self, name) is not None and not is_rl(config):
+                raise UserError(
+                    f"{name} is given, and the pipeline {pipeline_name(config)} scores no responses: leave it out"
+                )
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
             config = replace(config, data=replace(config.data, **files))
@@ -139,6 +161,8 @@ class PythonInputs:
             custom = replace(config.custom_reward_function, path=str(_reward_file(config)), name=name_of(self.reward))
             config = replace(config, custom_reward_function=custom)
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
+        functions = {key: f"{file}:{name}" for key, file, name, _ in self._functions(config)}
+        config, keys = with_values(config, functions), [*keys, *functions]
         # Overrides were read as lines of a command line, but there is none.
         origins = {key: IN_PYTHON if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
         origins |= dict.fromkeys(keys, IN_PYTHON)
@@ -156,6 +180,24 @@ class PythonInputs:
                 say(f"{name}: resuming with the rows that the run began with, in {file}; the argument is not read")
         if self.reward is not None:
             write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
+        for key, file, _, entry in self._functions(config):
+            function = getattr(entry, "fn", entry)
+            write_function(function, fingerprint_function(function), file, key, entry)
+
+    def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
+        """(key, file, name, what is pickled) of each function but the reward: those passed, and the estimator and loss
+        that the calling script registered."""
+        from distflow.launch.code_trust import entry_to_send
+        from distflow.rewards.load_functions import name_of
+
+        values = flatten(config)
+        for argument, (key, _) in _FUNCTIONS.items():
+            entry, chosen = getattr(self, argument), str(values[key])
+            name = name_of(entry) if entry is not None else split_name(chosen)[1] if is_pickled(chosen) else chosen
+            if argument != "pipeline" and is_rl(config):
+                entry = entry_to_send(key, name, config, entry)
+            if entry is not None:
+                yield key, _folder(config) / f"{argument}.pkl", name, entry
 
     def _files(self, config: Config) -> Iterator[tuple[str, Path, GivenRows]]:
         """("train" or "val", file, rows) of what is written."""
@@ -174,5 +216,5 @@ def _reward_file(config: Config) -> Path:
 
 def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
     for line in lines:
-        if key_of(line).startswith(key):
+        if f"{key_of(line)}.".startswith(f"{key}."):
             raise UserError(f"{key_of(line)} is set, and {name}= says the same: leave one of them out")

@@ -95,6 +95,9 @@ def train(
     data: Rows | None = None,
     val_data: Rows | None = None,
     reward: Reward | None = None,
+    advantage: Callable[..., object] | None = None,
+    loss: Callable[..., object] | None = None,
+    pipeline: Callable[..., object] | None = None,
     on_step: Callable[[int, dict[str, float]], object] | None = None,
     on_validation: Callable[[int, dict[str, float]], object] | None = None,
     on_save: Callable[[int, Path], object] | None = None,
@@ -108,7 +111,8 @@ def train(
     overrides: a dict of the same kind, or lines "key=value" as the command line takes them.
     data, val_data: rows in place of `data.train_files` and `data.val_files`: a list of dicts, a `datasets.Dataset`, a
     pandas `DataFrame`, an iterator, a function that returns one of them; or, as a text, what the keys take.
-    reward: a function that scores responses: sync, async or batched (`docs/python.md`).
+    reward: a function that scores responses: sync, async or batched (`docs/python.md`). advantage, loss: an advantage
+    estimator and a policy loss, as their decorators take them. pipeline: a function that builds one.
     on_step, on_validation: called with (step, metrics by their names). on_save: with (step, folder of the checkpoint).
     resume, allow_change: as `--resume` and `--allow-change` of the command line.
     Raises UserError or PipelineError for a mistake of the user's, with the message of the command line; TrustError
@@ -117,7 +121,7 @@ def train(
     from distflow.runtime.user_calls.sync_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
-    inputs = PythonInputs(data, val_data, reward)
+    inputs = PythonInputs(data, val_data, reward, advantage, loss, pipeline)
     loaded = read(preset_or_config, overrides, inputs, resume)
     check_keys(allow_change)
     with claimed_for_a_run(loaded.config.trainer.run_dir):

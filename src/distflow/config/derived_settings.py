@@ -29,6 +29,19 @@ def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
         yield domain, algorithm_of(config, domain)
 
 
+POLICY_LOSS, ADV_ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimator"
+
+
+def named_algorithms(config: Config) -> list[tuple[str, str]]:
+    """(key, name) of the policy loss, the estimator and those of domains with another; none where nothing generates."""
+    if not is_rl(config):
+        return []
+    run, named = config.algorithm.adv_estimator, [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
+    domains = [(domain, own.adv_estimator) for domain, own in algorithms(config) if own.adv_estimator != run]
+    others = [(f"algorithm.domains.{domain}.adv_estimator", name) for domain, name in domains]
+    return [*named, (ADV_ESTIMATOR, run), *others]
+
+
 def config_of(config: Config, domain: str | None) -> Config:
     """The config with the settings of a domain. Reading a key of it counts as reading the run's."""
     own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))

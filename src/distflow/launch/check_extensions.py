@@ -9,19 +9,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from distflow import builtin_names as names
-from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstimator, PolicyLoss
+from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstimator, PolicyLoss, Registry
 from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
-from distflow.config.derived_settings import algorithms, is_rl, pipeline_name
+from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, pipeline_name
 from distflow.config.domain_settings import named_rewards
 from distflow.config.extension_points import EXTENSION_POINTS
 from distflow.config.keys.engines import RolloutConfig
 from distflow.errors import UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
-from distflow.import_target import LoadError, SourceFile, load, split_name
+from distflow.import_target import SourceFile, load, split_name
 from distflow.observe.writing.trackers import Tracker
 from distflow.rewards.load_functions import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
@@ -97,7 +98,7 @@ def faults_of(kind: Kind, part: Part) -> list[str]:
         if kind.is_imported:
             load(part.target)
         faults = list(kind.faults(part))
-    except LoadError as error:
+    except ValueError as error:  # also what a registry says of a function that it cannot call
         faults = [f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)]
     return [f"{part.key}: {kind.name} '{part.name}'{registered}: {fault}" for fault in faults]
 
@@ -123,10 +124,7 @@ def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
     if not is_rl(config):
         return
     yield ROLLOUT_ENGINE, "actor_rollout_ref.rollout.name", settings.rollout.name
-    yield LOSS, "actor_rollout_ref.actor.policy_loss", settings.actor.policy_loss
-    for domain, algorithm in algorithms(config):
-        of = "" if domain is None else f"domains.{domain}."
-        yield ESTIMATOR, f"algorithm.{of}adv_estimator", algorithm.adv_estimator
+    yield from ((LOSS if key == POLICY_LOSS else ESTIMATOR, key, name) for key, name in named_algorithms(config))
     for key, _, parts in named_rewards(config):
         yield from ((REWARD, key, part.name) for part in parts)
 
@@ -147,9 +145,9 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
     return None
 
 
-def _is_registered(registry: Mapping[str, object], decorator: str) -> Says:
+def _is_registered(registry: Registry[Any], decorator: str) -> Says:
     def faults(part: Part) -> Iterator[str]:
-        if part.name not in registry:
+        if registry.known(part.name) is None:
             yield f'{part.file} does not register it: write @{decorator}("{part.name}") above {part.attribute}'
 
     return faults

@@ -8,14 +8,15 @@ import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
-from distflow.algorithms.registry import find_adv_est, find_policy_loss
+from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
 from distflow.config import Config
-from distflow.config.derived_settings import algorithms, functions_of_pipeline, is_rl
+from distflow.config.derived_settings import POLICY_LOSS, functions_of_pipeline, named_algorithms
 from distflow.config.domain_settings import named_rewards, train_files, val_files
 from distflow.data.sources import is_function
 from distflow.errors import UserError
-from distflow.import_target import innermost, load_function
+from distflow.import_target import innermost, is_pickled, load_function
 from distflow.models.paths import code_of
 from distflow.runtime.spec import Spec
 
@@ -40,12 +41,14 @@ def named_code(config: Config) -> list[str]:
 def pipeline_code(config: Config) -> list[str]:
     """The imported modules and the code of the pipeline."""
     names = functions_of_pipeline(config)
-    return imported_code(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
+    return algorithm_code(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
 
 
-def imported_code(config: Config) -> list[str]:
-    """The modules that register losses and the like."""
-    return [f"trainer.imports: {name}" for name in config.trainer.imports]
+def algorithm_code(config: Config) -> list[str]:
+    """The modules that register losses and the like, and the functions that are an estimator or a loss."""
+    functions = [(key, name) for key, name in named_algorithms(config) if ":" in name]
+    own = [f"{key}: {name}" for key, name in functions if not name.startswith("distflow.")]
+    return [f"trainer.imports: {name}" for name in config.trainer.imports] + own
 
 
 def model_code(config: Config) -> list[str]:
@@ -109,13 +112,28 @@ def check_pickles(spec: Spec) -> None:
 
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
     """(key that names it, function) for all functions that are found by name."""
-    for name in functions_of_pipeline(config):
-        yield "dag.pipeline", load_function(name)
-    if is_rl(config):
-        for domain, algorithm in algorithms(config):
-            of = "" if domain is None else f"domains.{domain}."
-            yield f"algorithm.{of}adv_estimator", find_adv_est(algorithm.adv_estimator).fn
-        yield "actor_rollout_ref.actor.policy_loss", find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
+    named = [("dag.pipeline", name) for name in functions_of_pipeline(config)] + named_algorithms(config)
+    for key, name in named:
+        if not is_pickled(name):  # those are sent as they are
+            yield key, load_function(name) if key == "dag.pipeline" else _registry(key).find(name).fn
+
+
+def _registry(key: str) -> Registry[Any]:
+    return POLICY_LOSSES if key == POLICY_LOSS else ADV_ESTIMATORS
+
+
+def entry_to_send(key: str, name: str, config: Config, given: Callable[..., object] | None) -> Any:
+    """The estimator or loss that is pickled for a key: of the function that was passed from Python as `name`, else the
+    one that the calling script or cell registered as `name`; None where workers find it by its name. Raises UserError
+    for a function that cannot be called."""
+    if given is None:
+        entry = None if ":" in name else _registry(key).own(name)
+        is_found = entry is not None and config.trainer.imports and _can_be_imported(innermost(entry.fn).__module__)
+        return None if is_found else entry
+    try:
+        return _registry(key).read(name, given)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def _can_be_imported(module: str) -> bool:

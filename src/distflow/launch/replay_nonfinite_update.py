@@ -19,7 +19,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
-from distflow.launch.code_trust import imported_code, model_code, only_if_trusted, without_model_code
+from distflow.launch.code_trust import algorithm_code, model_code, only_if_trusted, without_model_code
 from distflow.launch.engine_factories import make_factories
 from distflow.launch.model_sources import copy_weights
 from distflow.observe.crash_safe_files import read_object
@@ -60,7 +60,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
             raise ValueError(f"{FACTS} names the role {role!r}")
         batch = Batch.load(check_file(bundle / BATCH, bundle))
         weights = load_file(check_file(bundle / WEIGHTS, bundle))
-    code, notes = [*imported_code(config), *model_code(config)], list[str]()
+    code, notes = [*algorithm_code(config), *model_code(config)], list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes
     if code:

@@ -16,7 +16,7 @@ from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
-from distflow.config.derived_settings import is_one_process
+from distflow.config.derived_settings import is_one_process, named_algorithms
 from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import schema_keys
@@ -127,8 +127,11 @@ def _users_facts(config: Config) -> dict[str, object]:
     everything = [part for parts in functions.values() for part in parts]
     own = sorted({part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS})
     facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}
-    chosen = {"should_accept": config.algorithm.filter_groups.should_accept}
+    chosen: dict[str, str | None] = {"should_accept": config.algorithm.filter_groups.should_accept}
     chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
+    chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
+    pipeline = config.dag.pipeline
+    chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
     facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
     if any(
         part.name in REWARDS and REWARDS[part.name].executes_response and not part.options.get("sandbox")

@@ -10,17 +10,17 @@ import hashlib
 import inspect
 import io
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError, hint
 from distflow.import_target import (
+    PICKLED,
     LoadError,
     innermost,
     is_async,
@@ -31,7 +31,6 @@ from distflow.import_target import (
 )
 from distflow.observe.crash_safe_files import write_atomically
 
-SUFFIX = ".pkl"
 _HEAD = b"distflow reward "
 _LENGTH = 12
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -46,27 +45,24 @@ BATCHED = {f"{name}s": name for name in PARAMETERS}
 """Parameters of a batched reward function, as in verl: lists with an entry for each response."""
 
 
-def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
-    """Write a line with the fingerprint, then the pickle. Raises UserError naming what cannot be pickled, e.g. a lock
-    or an open connection."""
-    data = _pickled(function)
+def write_function(
+    function: Callable[..., object],
+    fingerprint: str,
+    file: Path,
+    key: str = "custom_reward_function.path",
+    entry: object = None,
+) -> None:
+    """Write a line with the fingerprint, then the pickle. key: which names a function in a file. entry: holds the
+    function, and is pickled in its place. Raises UserError naming what cannot be pickled, e.g. a lock or an open
+    connection."""
+    data = _pickled(entry or function)
     if isinstance(data, Exception):
         raise UserError(
-            f"the reward function {name_of(function)} runs in another process, and what it refers to cannot be sent "
+            f"the function {name_of(function)} ({key}) runs in another process, and what it refers to cannot be sent "
             f"there: {_culprit(function) or data}. Make it inside the function, once, in a function of its own under "
-            "@functools.cache; or put the function into a .py file and set custom_reward_function.path"
+            f"@functools.cache; or put the function into a .py file and set {key}"
         ) from data
     write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
-
-
-def read_function(file: Path) -> Callable[..., object]:
-    """Unpickle the function. Raises LoadError if that fails, e.g. because a module is missing."""
-    try:
-        return cast(Callable[..., object], pickle.loads(file.read_bytes().partition(b"\n")[2]))
-    except Exception as error:  # unpickling runs code of the user
-        raise LoadError(
-            f"'{file}' cannot be read ({type(error).__name__}: {error}): pass the function again"
-        ) from error
 
 
 def name_of(function: Callable[..., object]) -> str:
@@ -82,7 +78,7 @@ def with_options(target: str, options: Mapping[str, object]) -> str:
 
 def custom_target(path: str, name: str) -> str:
     """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
-    if path.endswith((".py", SUFFIX)):
+    if path.endswith((".py", PICKLED)):
         return f"{Path(path).expanduser().resolve()}:{name}"
     return f"{path}:{name}"
 
@@ -95,8 +91,7 @@ def load_reward(target: str) -> Callable[..., object]:
     match; UserError if what it needs cannot be loaded.
     """
     target, _, options = target.partition(_OPTIONS)
-    path = split_name(target)[0]
-    function = read_function(Path(path)) if path.endswith(SUFFIX) else load_function(target)
+    function = load_function(target)
     values = json.loads(options) if options else {}
     fault = find_fault(function) or _fault_of_options(function, values)
     if fault:
@@ -185,12 +180,12 @@ def target_of(name: str, custom: tuple[str, str] | None) -> str:
 def fingerprint_target(target: str) -> str:
     """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be read."""
     path = split_name(target)[0]
-    files = [Path(path)] if path.endswith((".py", SUFFIX)) else module_files(path)
+    files = [Path(path)] if path.endswith((".py", PICKLED)) else module_files(path)
     try:
         content = next(file for file in files if file.is_file()).read_bytes()
     except (StopIteration, OSError):  # reported when it is loaded
         return ""
-    if path.endswith(SUFFIX):  # in its first line, so that none of its code runs
+    if path.endswith(PICKLED):  # in its first line, so that none of its code runs
         return content.partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
     return _digest(content)
 

@@ -7,7 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from distflow.builtin_names import HUB_DATA, MODELS
-from distflow.config.derived_settings import functions_of_pipeline, is_rl, may_have_critic
+from distflow.config.derived_settings import (
+    ADV_ESTIMATOR,
+    POLICY_LOSS,
+    functions_of_pipeline,
+    is_rl,
+    may_have_critic,
+    named_algorithms,
+)
 from distflow.config.domain_settings import train_files, val_files
 from distflow.config.keys.schema import Config
 from distflow.config.rules.check import where
@@ -38,7 +45,7 @@ NEEDED_TO_EVALUATE = frozenset(
     }
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
-NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN}
+NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, POLICY_LOSS, ADV_ESTIMATOR}
 """Keys of files and folders that must exist; `data.reward` is that of domains."""
 
 
@@ -75,6 +82,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
     chosen = zip(_CHOSEN, (config.data.curriculum.function, config.algorithm.filter_groups.should_accept), strict=True)
     yield from ((key, name, _function_fault) for key, name in chosen if name)
+    yield from ((key, name, _function_fault) for key, name in named_algorithms(config))
     yield from (("dag.pipeline", name, _function_fault) for name in functions_of_pipeline(config))
 
 

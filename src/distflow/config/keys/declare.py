@@ -45,7 +45,7 @@ class KeySpec:
         if self.choices:
             absent = self.later or ()
             listed = [f"{choice} (not implemented yet)" if choice in absent else choice for choice in self.choices]
-            return ", ".join(listed) + (", or a name of trainer.imports" if self.open_names else "")
+            return ", ".join(listed) + (", file.py:function, or a name of trainer.imports" if self.open_names else "")
         return " and ".join(f"{sign} {bound:g}" for sign, _, bound in self._bounds())
 
     def has_room_for(self, number: float) -> bool:

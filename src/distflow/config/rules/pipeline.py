@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REWARDS
+from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS
 from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
@@ -15,7 +15,7 @@ from distflow.config.derived_settings import (
 from distflow.config.domain_settings import named_rewards
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
-from distflow.import_target import split_name
+from distflow.import_target import is_pickled, split_name
 
 
 def named_pipeline(config: Config) -> Iterator[Finding]:
@@ -76,13 +76,13 @@ def known_names(config: Config) -> Iterator[Finding]:
     if config.trainer.imports or pipeline_name(config) == CUSTOM:
         return
     asked = [
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
-        (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, (*ESTIMATORS, *REGISTERED)),
+        (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, (*POLICY_LOSSES, *REGISTERED)),
     ]
     for key, _, parts in named_rewards(config):
-        asked += [(key, part.name, tuple(REWARDS)) for part in parts if ":" not in part.name]
+        asked += [(key, part.name, tuple(REWARDS)) for part in parts]
     for key, name, table in asked:
-        if name not in table:
+        if name not in table and ":" not in name:
             yield Finding(
                 (key,),
                 f"'{name}' is no built-in name",
@@ -103,8 +103,8 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
 
 
 def _is_reference(text: str) -> bool:
-    if text.endswith(".py"):
-        return False
+    if text.endswith(".py") or is_pickled(text):
+        return is_pickled(text)
     module, attribute = split_name(text)
     is_module = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
     return is_module and all(part.isidentifier() for part in attribute.split("."))

@@ -1,0 +1,31 @@
+"""Functions that were passed from Python run in workers, which cannot import them."""
+
+from pathlib import Path
+
+import pytest
+
+import distflow
+from tests.api.passed_functions import CELLS, REGISTERED, cells
+from tests.api.reward_results import lengths
+from tests.api.small import ROWS, TINY, small
+from tests.api.test_passed_functions import advantages
+from tests.user_code import forgotten
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
+
+
+@pytest.mark.parametrize("launcher", ["ray", "local"])
+def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launcher: str) -> None:
+    with forgotten():
+        own = cells(CELLS + REGISTERED)
+        settings = small(
+            tmp_path / "run",
+            trainer__total_training_steps=1,
+            trainer__launcher=launcher,
+            trainer__n_gpus_per_node=2,
+            algorithm__adv_estimator="cells_level",
+        )
+        passed = {"loss": own["plain"], "pipeline": own["counting"]}
+        run = distflow.train(TINY, settings, data=ROWS, reward=lengths, **passed)
+    assert run.status == "finished" and advantages(run) == pytest.approx([0.25])
+    assert [row["rollout/rows"] for row in run.metrics("train")] == [2.0]
