@@ -296,6 +296,8 @@ REWARDS: dict[str, Reward] = {
 
 PROMPT_MESSAGES = "prompt_messages"
 """Where a reward that reads messages finds those of the prompt, among the row's other columns."""
+PROMPT_CHAT = "prompt_chat"
+"""Where a user's reward finds them, if the prompt is a chat."""
 
 WHOLE_SCORE = ("score", "seq_reward")
 """What a filter of groups calls the whole score, penalties too; the second as in verl."""
