@@ -7,28 +7,18 @@ Where the prompt is a chat, a completion is a list of the one message that the r
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, cast
 
 from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
-from distflow.import_target import innermost, is_async
+from distflow.import_target import innermost, is_async, required_parameters
 
 NOT_APPLICABLE = "not_applicable"
 """Key of the result of a TRL function that returned None for a response: it says nothing of it, and adds 0."""
 _TEXTS = "a completion is a text here, as the prompt is; data.prompt_format=chat makes both messages"
 _MESSAGES = "a completion is a list of messages here, as the prompt is a chat"
 _SINGLE = ("prompt", "completion")
-_EPISODE = "an episode of several turns, which does not exist here"
-_ABSENT = {
-    "completion_ids": "the tokens of a response: reward functions get its text alone",
-    "trainer_state": "the state of TRL's trainer",
-    "log_extra": "a function of TRL's trainer; return a dict with 'score' and what is to be shown",
-    "log_metric": "a function of TRL's trainer; return a dict with 'score' and what is to be shown",
-    "state": f"the state of {_EPISODE}: take 'completion', 'prompt' and 'info' from it yourself",
-    "states": f"the states of {_EPISODE}: take 'completions', 'prompts' and 'infos' from them yourself",
-    "parser": "an object of a verifiers environment: make it where the function is defined",
-    "judge": "an object of a verifiers environment: see the reward function `judge`",
-}
+_ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric", "state", "states", "parser", "judge")
+"""Parts of TRL's trainer and of verifiers' environments and episodes."""
 
 
 def is_foreign(function: Callable[..., object]) -> bool:
@@ -38,10 +28,13 @@ def is_foreign(function: Callable[..., object]) -> bool:
 
 def find_absent(function: Callable[..., object]) -> str:
     """Which parameter nothing can be passed for; empty if there is none."""
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in _ABSENT and parameter.default is parameter.empty:
-            return f"takes '{name}', {_ABSENT[name]}. Leave the parameter out, or give it a default"
-    return ""
+    absent = [name for name in required_parameters(function) if name in _ABSENT]
+    if not absent:
+        return ""
+    return (
+        f"takes '{absent[0]}', which exists in TRL or verifiers alone: give it a default, and read the response from "
+        "'completion' or 'completions', the row's columns by their names"
+    )
 
 
 def adapted(function: Callable[..., object], options: Mapping[str, object], answer_key: str) -> Callable[..., object]:
@@ -68,7 +61,8 @@ def adapted(function: Callable[..., object], options: Mapping[str, object], answ
     def for_group(*, solution_strs: Sequence[str], prompts: Sequence[str] = (), **asked: Any) -> object:
         each = {"solution_str": solution_strs, **{name.removesuffix("s"): values for name, values in asked.items()}}
         rows = [dict(zip(each, values, strict=True)) for values in zip(*each.values(), strict=True)]
-        of_rows = [_values(row, text, answer_key) for row, text in zip_longest(rows, prompts, fillvalue="")]
+        texts = prompts or [""] * len(rows)
+        of_rows = [_values(row, text, answer_key) for row, text in zip(rows, texts, strict=True)]
         columns = {name: [row.get(name) for row in of_rows] for name in of_rows[0]}
         returned = ask({f"{name}s" if name in _SINGLE else name: values for name, values in columns.items()})
         return _when_there(returned) if inspect.isawaitable(returned) else _without_none(returned)
