@@ -396,6 +396,11 @@ SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_
 DTYPES = ("bfloat16", "float32")
 
 
+def is_own(reward: str) -> bool:
+    """Whether a reward function is the user's."""
+    return reward not in REWARDS or reward == CUSTOM_REWARD
+
+
 def not_there_yet(table: Mapping[str, Entry]) -> tuple[str, ...]:
     """The names of a table that lead nowhere so far."""
     return tuple(name for name, entry in table.items() if not entry.target)

@@ -52,10 +52,11 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
+    from distflow.builtin_names import is_own
     from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
     from distflow.rewards.isolated_call import probe_target
     from distflow.rewards.load_functions import with_answer_key
-    from distflow.rewards.pool.domain_pools import alone, is_large, is_own
+    from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
     from distflow.rewards.reward_check import check_reward, measure_agreement
 

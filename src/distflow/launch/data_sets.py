@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import REWARDS
+from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, reads_pairs
@@ -39,7 +39,6 @@ from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.tokenizer import end_token_ids
-from distflow.rewards.pool.domain_pools import is_own
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum

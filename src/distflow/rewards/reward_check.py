@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
 from distflow.rewards.extracted_answers import bare_answer
@@ -23,7 +24,6 @@ from distflow.rewards.pool.domain_pools import (
     RewardSettings,
     borrowed,
     functions_of,
-    is_own,
     pool_settings,
 )
 from distflow.rewards.pool.pool import RewardPool

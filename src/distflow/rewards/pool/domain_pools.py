@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from distflow.builtin_names import CUSTOM_REWARD, REWARDS
+from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
 from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import RewardPart, patience_of
@@ -104,11 +104,6 @@ def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
         if set(targets) > {FAILS}:
             pools[domain] = PoolSettings(targets, patience.num_workers, patience.timeout_s, settings.memory_bytes)
     return pools
-
-
-def is_own(name: str) -> bool:
-    """Whether it is a function of the user's."""
-    return name not in REWARDS or name == CUSTOM_REWARD
 
 
 def is_large(name: str) -> bool:
