@@ -299,6 +299,8 @@ REWARDS: dict[str, Reward] = {
 
 PROMPT_MESSAGES = "prompt_messages"
 """Where a reward that reads messages finds those of the prompt, among the row's other columns."""
+PROMPT_CHAT = "prompt_chat"
+"""Where a user's reward finds them, if the prompt is a chat."""
 
 WHOLE_SCORE = ("score", "seq_reward")
 """What a filter of groups calls the whole score, penalties too; the second as in verl."""
@@ -395,6 +397,11 @@ TEMPLATE_PARAMETERS = (
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
 DTYPES = ("bfloat16", "float32")
+
+
+def is_own(reward: str) -> bool:
+    """Whether a reward function is the user's."""
+    return reward not in REWARDS or reward == CUSTOM_REWARD
 
 
 def not_there_yet(table: Mapping[str, Entry]) -> tuple[str, ...]:

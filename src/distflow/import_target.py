@@ -232,6 +232,13 @@ class SourceFile:
         return {own.name for own in node.body if isinstance(own, _FUNCTIONS)}.union(*bases)
 
 
+def line_of(module: str, name: str) -> int | None:
+    """The line of a function in the text of its module or file, where that can be read."""
+    source = None if module.endswith(".pkl") else SourceFile.of(module)
+    found = None if source is None else source.functions.get(name)
+    return None if found is None else found.lineno
+
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -190,7 +190,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"data": ["1+1="]}, "data: row 1 of the list is str"),
         ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict, no rows"),
         ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
-        ({"reward": lambda completion: 0}, r"reward: <lambda> takes \(completion\): a reward function takes some of"),
+        ({"reward": lambda reply: 0}, r"reward: <lambda> takes \(reply\): a reward function takes some of"),
         ({"data": 5}, "data is of type int, no rows: give a list"),
         ({"resume": True}, "resume=True: write 'auto', 'never'"),
         ({"reward": "math"}, "reward is 'math': give a function"),
@@ -222,3 +222,30 @@ def test_a_mistake_is_told_before_anything_is_written(
     if isinstance(raised.value, ConfigError):
         assert not list(tmp_path.iterdir())
     assert raised.value._render_traceback_() == [f"{type(raised.value).__name__}: {raised.value}"]
+
+
+def trl(prompts, completions, answer, **kwargs):
+    assert isinstance(prompts[0], str) and kwargs["ground_truth"] == answer
+    return [float(len(text) > len(truth)) for text, truth in zip(completions, answer, strict=True)]
+
+
+def test_a_reward_of_trl_is_taken_as_it_is(tmp_path: Path) -> None:
+    one_step = small(tmp_path / "run", trainer__total_training_steps=1)
+    run = distflow.train(TINY, one_step, data=ROWS, reward=trl)
+    answers = {row["prompt"]: row["answer"] for row in ROWS}
+    samples = run.samples(split="train")
+    assert samples and [sample["errors"] for sample in samples] == [None] * len(samples)
+    assert all(s["score"] == float(len(s["response"]) > len(answers[s["prompt"]])) for s in samples)
+
+
+def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(completion, answer, info):
+        return completion[-1]["content"] == answer
+
+    with pytest.raises(UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at .*:\d+\)"):
+        distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=fails)
+    assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
+    with pytest.raises(UserError, match="takes 'parser'"):
+        distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0)

@@ -159,6 +159,18 @@ def test_keys_are_checked_before_any_file_is_opened(playground: Playground) -> N
     assert not (playground.folder / "run").exists(), "nothing is left behind either"
 
 
+def test_a_reward_of_the_users_finds_the_messages_of_a_chat(playground: Playground) -> None:
+    chat = ("data.prompt_format=chat", "data.system_prompt=be", "data.max_prompt_length=100")
+    _, spec = playground.spec("grpo", *chat)
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "ab0="}]
+    assert spec.rows[0].extra_info == {"prompt_chat": messages}
+    _, text = playground.spec("grpo", name="text")
+    assert text.rows[0].extra_info == {}
+    keys = ("reward.functions={default: [math]}", "custom_reward_function.path=null")
+    _, built_in = playground.spec("grpo", *chat, *keys, name="built_in")
+    assert built_in.rows[0].extra_info == {}
+
+
 def homeless(code: str, module: str) -> types.FunctionType:
     """A function of a module that no other process can import."""
     scope: dict[str, types.FunctionType] = {"__name__": module}  # type: ignore[dict-item]

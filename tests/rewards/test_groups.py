@@ -147,7 +147,7 @@ def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
         (lambda solution_str: 0, True),
         (lambda solution_strs, ground_truths: 0, True),
         (lambda solution_strs, **kwargs: 0, True),
-        (lambda completions, **kwargs: 0, False),
+        (lambda completions, **kwargs: 0, True),
         (lambda solution_strs, solution_str: 0, False),
         (lambda response: 0, False),
     ],

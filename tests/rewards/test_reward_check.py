@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from distflow.builtin_names import REWARDS
+from distflow.config.keys.reward import RewardPart
+from distflow.errors import UserError
+from distflow.rewards.pool.domain_pools import Patience, RewardSettings
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_check import (
     FORMS,
@@ -13,6 +16,7 @@ from distflow.rewards.reward_check import (
     CheckResult,
     Row,
     are_same,
+    call_once,
     check_reward,
     right_responses,
     wrong_responses,
@@ -105,3 +109,43 @@ def test_what_is_made_of_an_answer_is_wrong(answer, kinds):
     assert not any(are_same(answer, response.text) for response in made if response.kind in kinds)
     assert [response.text for response in made if response.kind == "another row's answer"] == ["31"]
     assert [response.is_right for response in right_responses(answer, "x")] == [True] * 5
+
+
+FIRST_CALLS = {
+    "return None": "it returned None",
+    "return float('nan')": "it returned nan",
+    "return 'good'": "it returned 'good'",
+    "return solution_str.nothing": "AttributeError: 'str' object has no attribute 'nothing' (at own.py:4)",
+    "import json; json.loads('{')": "(at own.py:4)",
+    "import time; time.sleep(1000)": "no score within 0.5 s (reward.timeout_s)",
+}
+
+
+@pytest.mark.parametrize("line", FIRST_CALLS)
+def test_a_first_call_without_a_score_is_reported(tmp_path: Path, line: str) -> None:
+    """With the function, its file and line, and the line of the user's code where a library raised."""
+    (tmp_path / "own.py").write_text(f"\n\ndef judged(solution_str, ground_truth):\n    {line}\n")
+    parts = {"default": (RewardPart("custom"), RewardPart("exact_match"))}
+    settings = RewardSettings(
+        parts, Patience(0.5 if "sleep" in line else 60.0, 1), custom=(f"{tmp_path}/own.py", "judged")
+    )
+    with pytest.raises(UserError) as caught:
+        call_once(settings, [Row("rows.jsonl:1", "algebra", "7", {})])
+    said = str(caught.value)
+    assert FIRST_CALLS[line] in said and f"judged ({tmp_path}/own.py, line 3)" in said and "rows.jsonl:1" in said
+
+
+def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def judged(solution_str, ground_truth, prompt='', bonus=0.0):\n"
+        "    open(__file__ + '.log', 'a').write(f'{prompt} {solution_str} {ground_truth} {bonus}\\n')\n"
+        "    return 1\n"
+    )
+    own = f"{tmp_path}/own.py:judged"
+    parts = {"default": (RewardPart(own, options={"bonus": 0.5}),), "other": (RewardPart(own),)}
+    rows = [("a", "default", "1"), ("b", "default", "2"), ("c", "other", "3")]
+    call_once(
+        RewardSettings(parts, Patience(60.0, 1)),
+        [Row("rows.jsonl:1", domain, truth, {}, prompt=prompt) for prompt, domain, truth in rows],
+    )
+    assert sorted((tmp_path / "own.py.log").read_text().splitlines()) == ["a 1 1 0.5", "c 3 3 0.0"]

@@ -291,7 +291,7 @@ class Rollouts:
         from distflow.launch.spec_settings import make_plan
         from distflow.runtime.sample_queue.submitted_rows import Submissions
 
-        spec = make_spec_of(self._inputs, self._loaded)
+        spec = make_spec_of(self._inputs, self._loaded, has_data=self._has_data)
         if not self._has_data:
             if spec.config.trainer.total_training_steps is None:
                 raise UserError("without data the number of steps is unknown: set trainer.total_training_steps")

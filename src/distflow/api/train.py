@@ -38,14 +38,16 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
     return loaded
 
 
-def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
-    """Write rows and reward into the run's folder, and make the spec. Raises UserError or PipelineError."""
+def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True) -> "Spec":
+    """Write rows and reward into the run's folder, make the spec, and call the reward once. Raises UserError or
+    PipelineError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
         from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
         from distflow.runtime.node_errors import writing_to
+        from distflow.runtime.rollout_session import call_rewards_once
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
         resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
@@ -53,6 +55,8 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded) -> "Spec":
     spec = make_spec(loaded, say)
     for line in describe(spec.config):
         say(line)
+    if has_data:
+        call_rewards_once(spec)
     return spec
 
 

@@ -19,7 +19,7 @@ from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.domain_settings import response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of, scoring_models
-from distflow.rewards.load_functions import FAILS
+from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
 from distflow.rewards.score import RewardResult, Score
 
 LIMIT = 1e-4
@@ -116,6 +116,7 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
     """The sample's score, None if it has an error; raises Wrong if the sample was scored by another text, or holds
     another sample's score."""
     wanted = _arguments(recorded, sample)
+    del wanted[PROMPT]  # a user's rollout may ask something else than the row
     own = [
         result
         for called, given, result in record.scored
@@ -210,7 +211,7 @@ def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
     text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
     text = text if recorded.is_ours("responses") else sample["responses"]
     truth, extra_info = row.ground_truth, row.extra_info or {}
-    return {"data_source": row.domain, "solution_str": text, "ground_truth": truth, "extra_info": extra_info}
+    return {PROMPT: row.prompt_text, **call_arguments(row.domain, text, truth, extra_info)}
 
 
 def _shown(results: Sequence[RewardResult]) -> str:

@@ -46,7 +46,10 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
-            found = evaluate(make_spec(loaded, say=say), say)
+                from distflow.runtime.rollout_session import call_rewards_once
+            spec = make_spec(loaded, say=say)
+            call_rewards_once(spec)
+            found = evaluate(spec, say)
     for name, value in sorted(found.metrics.items()):
         number = found.num_prompts.get(name)
         interval = "" if number is None else "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +38,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--right-from", type=float, default=RIGHT, metavar="X", help="score of what the labels call right"
     )
+    parser.add_argument("--chat", action="store_true", help="prompts are chats, as with data.prompt_format=chat")
     parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
     parser.add_argument(
         "--rows", type=partial(at_least, 0), default=200, help="how many of the first rows are used; 0 is all"
@@ -51,14 +52,17 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
+    from distflow.builtin_names import is_own
     from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
-    from distflow.rewards.load_functions import with_options
+    from distflow.rewards.load_functions import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
     from distflow.rewards.reward_check import check_reward, measure_agreement
     from distflow.rewards.reward_probe import probe_target
 
-    target = with_options(_target(arguments.reward, arguments.response_key is not None), arguments.options)
+    target = _target(arguments.reward, arguments.response_key is not None)
+    answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"
+    target = with_answer_key(target, arguments.options, answer_key)
     rows, labels = _rows(arguments)
     if is_large(arguments.reward):
         settings = alone("it", target, arguments.timeout)
@@ -136,19 +140,23 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
         raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
     reads_messages = entry is not None and entry.reads_messages
-    return [_row(row, reads_messages) for row in raw], [bool(found) for found in labels]
+    return [_row(row, reads_messages, arguments.chat) for row in raw], [bool(found) for found in labels]
 
 
-def _row(raw: "RawRow", reads_messages: bool) -> "Row":
-    from distflow.builtin_names import PROMPT_MESSAGES
+def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
+    from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
     from distflow.rewards.reward_check import Row
     from distflow.rewards.self_check import whole
 
     prompt = raw.prompt
+    asked: dict[str, object] = {}
+    if is_chat or not isinstance(prompt, str):
+        asked[PROMPT_CHAT] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not isinstance(prompt, str):
         prompt = "\n\n".join(str(message.get("content")) for message in prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
-    asked: Mapping[str, object] = {PROMPT_MESSAGES: [{"role": "user", "content": prompt}]} if reads_messages else {}
+    if reads_messages:
+        asked[PROMPT_MESSAGES] = [{"role": "user", "content": prompt}]
     return Row(raw.origin, raw.domain, raw.answer, {**raw.extra_info, **asked}, response, prompt)
 
 

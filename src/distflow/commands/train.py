@@ -79,11 +79,13 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     with claimed(loaded.config.trainer.run_dir), rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.make_spec import make_spec
+            from distflow.runtime.rollout_session import call_rewards_once
 
             launch = cast("Launch", load(launch_target(loaded.config)))
         spec = make_spec(loaded, say)
         for line in describe(spec.config):
             say(line)
+        call_rewards_once(spec)
         outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
     if outcome is None:
         return 0

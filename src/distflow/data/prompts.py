@@ -74,7 +74,8 @@ class PromptOptions:
     prompt_template: text around a str prompt, with `{prompt}` in it, plain braces doubled.
     system_prompt: chat only; a row's own takes precedence.
     template_kwargs: for the chat template; a row's own take precedence.
-    keep_messages: keep a chat's messages in the row's extra info, for reward functions that read them.
+    keep_messages: keep the prompt's messages in the row's extra info, for reward functions that read them; keep_chats:
+    those of chats alone.
     num_workers: threads that tokenise; 0 uses the calling thread. The result is the same.
     pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages. pair: the columns
     of the chosen and the rejected response, of preference pairs.
@@ -90,6 +91,7 @@ class PromptOptions:
     filter_overlong: bool = True
     truncation: str = "error"
     keep_messages: bool = False
+    keep_chats: bool = False
     num_workers: int = 4
     pass_rate: tuple[float, float] | None = None
     group: str = "data"

@@ -9,7 +9,7 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import PROMPT_MESSAGES
+from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
 from distflow.data.chat_template import (
     Chat,
     ChatTemplate,
@@ -124,7 +124,9 @@ def encode_rows(
     rows, num_outside = _within(rows, options)
     _check_options(tokenizer, rows, options)
     if options.keep_messages:
-        rows = [_with_messages(row, options) for row in rows]
+        rows = [_with_messages(row, options, PROMPT_MESSAGES) for row in rows]
+    if options.keep_chats:
+        rows = [_with_messages(row, options, PROMPT_CHAT) if _is_chat(row, options) else row for row in rows]
     encoded = _encode_all(rows, tokenizer, options, end_ids)
     if names := options.pair:
         encoded = (encode_pair(row, tokenizer, names) for row in rows)
@@ -292,10 +294,10 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
     return Chat(messages, row.tools, kwargs)
 
 
-def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
+def _with_messages(row: RawRow, options: PromptOptions, column: str) -> RawRow:
     asked = _prompt(row, options)
     messages: list[JSON] = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
-    return replace(row, extra_info={**row.extra_info, PROMPT_MESSAGES: messages})
+    return replace(row, extra_info={**row.extra_info, column: messages})
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: bool) -> list[list[int]]:

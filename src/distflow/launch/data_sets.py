@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import REWARDS
+from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.config.derived_settings import is_rl, reads_pairs
@@ -290,7 +290,9 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
     data, functions, is_rm = config.data, reward_functions(config), reads_pairs(config)
     is_sft, reads_all = not is_rl(config) and not is_rm, bool(scoring_models(config.reward_model))
     parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
-    rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]  # what a user's own needs is unknown
+    rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]
+    # One of a user may be written for TRL or verifiers, whose completions are messages where the prompt is a chat.
+    has_own = any(is_own(part.name) for part in parts)
     own = partial(own_setting, config, domain, data)
     files = data.domains[domain] if domain else data
     key = f"data.domains.{domain}" if domain else "data"
@@ -325,6 +327,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         keep_messages=is_rm or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
+        keep_chats=scored and has_own,
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=key,

@@ -30,17 +30,19 @@ from distflow.import_target import (
     split_name,
 )
 from distflow.observe.crash_safe_files import write_atomically
+from distflow.rewards.foreign_signatures import adapted, find_absent, is_foreign
 
 _HEAD = b"distflow reward "
 _LENGTH = 12
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
-"""Parameters for the prompt's text, of an async function, and for the prompts of all responses, of a batched one."""
+"""Parameters for the prompt's text, and for the prompts of all responses, of a batched function."""
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
 """A function of every pool that must return a reward error; the auditor calls it."""
 
 _OPTIONS = "?"
+_ANSWER_KEY = "(column of the ground truth)"
 BATCHED = {f"{name}s": name for name in PARAMETERS}
 """Parameters of a batched reward function, as in verl: lists with an entry for each response."""
 
@@ -76,6 +78,11 @@ def with_options(target: str, options: Mapping[str, object]) -> str:
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
+def with_answer_key(target: str, options: Mapping[str, object], answer_key: str) -> str:
+    """The same for a user's function, which may take the ground truth by the name of its column."""
+    return with_options(target, options if answer_key == "answer" else {**options, _ANSWER_KEY: answer_key})
+
+
 def custom_target(path: str, name: str) -> str:
     """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
     if path.endswith((".py", PICKLED)):
@@ -85,7 +92,7 @@ def custom_target(path: str, name: str) -> str:
 
 def load_reward(target: str) -> Callable[..., object]:
     """The function that "module:function" or "/path/file.py:function" names, or that was passed from Python, with
-    the options of a "?" and a JSON object after it.
+    the options of a "?" and a JSON object after it. One of TRL or verifiers gets our parameters.
 
     Also loads what a built-in needs. Raises LoadError if there is no such function or its parameters or options do not
     match; UserError if what it needs cannot be loaded.
@@ -93,12 +100,15 @@ def load_reward(target: str) -> Callable[..., object]:
     target, _, options = target.partition(_OPTIONS)
     function = load_function(target)
     values = json.loads(options) if options else {}
+    answer_key = values.pop(_ANSWER_KEY, "answer")
     fault = find_fault(function) or _fault_of_options(function, values)
     if fault:
         raise LoadError(f"'{target}' {fault}")
     for entry in REWARDS.values():
         if entry.prepare and entry.target == target:
             load_function(entry.prepare)(**values)
+    if is_foreign(function):
+        return adapted(function, values, answer_key)
     return partial(function, **values) if values else function
 
 
@@ -108,12 +118,15 @@ def find_fault(function: Callable[..., object]) -> str:
         required = required_parameters(function)
     except ValueError:
         return "has no signature: wrap it in a Python function"
+    if is_foreign(function):
+        return find_absent(function)
     wanted = tuple(BATCHED) if is_batched(function) else PARAMETERS
     if all(name in wanted for name in required) and _accepted(function, wanted):
         return ""
     return (
         f"takes ({', '.join(required)}): a reward function takes some of ({', '.join(PARAMETERS)}), or, for all "
-        f"responses to a prompt at once, of ({', '.join(BATCHED)}); one over columns of a batch is a node of a custom "
+        f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, or 'completion' as in "
+        "verifiers, and columns of the data; one over columns of a batch is a node of a custom "
         "pipeline"
     )
 

@@ -10,11 +10,22 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from distflow.builtin_names import is_own
+from distflow.errors import UserError
+from distflow.import_target import line_of, split_name
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.load_functions import PROMPT, call_arguments
+from distflow.rewards.load_functions import PROMPT, call_arguments, target_of
+from distflow.rewards.pool.domain_pools import (
+    DEFAULT_DOMAIN,
+    RewardSettings,
+    borrowed,
+    functions_of,
+    pool_settings,
+)
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why
@@ -230,6 +241,31 @@ def _count(result: CheckResult, answered: Iterable[tuple[Row, Response, RewardRe
 def arguments_of(row: Row, response: str) -> dict[str, object]:
     """Arguments of a call of a pool for that response to the row."""
     return {PROMPT: row.prompt, **call_arguments(row.domain, response, row.ground_truth, row.extra_info)}
+
+
+def call_once(settings: RewardSettings, rows: Iterable[Row]) -> None:
+    """Call each of the user's functions once, on the first row of its domain, with the row's ground truth as the
+    response. Raises UserError where that gives no score within the function's deadline."""
+    for domain, row in {row.domain: row for row in reversed([*rows])}.items():
+        key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
+        for part in filter(lambda part: is_own(part.name), functions_of(settings.functions, domain)):
+            response = reply_of(row.ground_truth) or str(row.ground_truth)
+            with borrowed(pool_settings(settings)[key], part.name) as pool, ThreadPoolExecutor(1) as thread:
+                # On a thread, since the caller's may run an event loop, as a notebook's does.
+                result = thread.submit(asyncio.run, pool.call(part.name, arguments_of(row, response))).result()
+            if not isinstance(result, Score):
+                raise UserError(_no_score(target_of(part.name, settings.custom), row, response, result))
+
+
+def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str:
+    path, name = split_name(target)
+    place = f"{path}, line {line}" if (line := line_of(path, name)) else path
+    what = f"{result} (reward.timeout_s): it hangs, or is slow" if isinstance(result, Timeout) else str(result)
+    return (
+        f"the reward function {name} ({place}) gives no score for the first row ({row.origin}) with the row's ground "
+        f"truth as the response ({response!r:.80}): {what}. Mend it, and try it by "
+        "`distflow reward check`; trust.check_rewards=false starts without this call"
+    )
 
 
 class Agreement(NamedTuple):

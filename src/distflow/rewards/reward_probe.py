@@ -10,7 +10,7 @@ from functools import cache
 from typing import cast
 
 from distflow.import_target import innermost
-from distflow.rewards.load_functions import call_arguments, load_reward, texts_in, with_options
+from distflow.rewards.load_functions import PROMPT, call_arguments, load_reward, texts_in, with_options
 from distflow.rewards.pool.worker import score_all
 from distflow.rewards.score import left_s
 
@@ -28,12 +28,13 @@ def probe(
     solution_str: str,
     ground_truth: object,
     extra_info: Mapping[str, object] | None = None,
+    prompt: str = "",
     target: str = "",
     network: bool = True,
 ) -> dict[str, object]:
     """See `probe_target`."""
     function, texts = _load(target, network)
-    asked = call_arguments(data_source, solution_str, ground_truth, extra_info or {})
+    asked = {PROMPT: prompt, **call_arguments(data_source, solution_str, ground_truth, extra_info or {})}
     (answer,) = score_all(target, function, [asked], left_s())
     if "score" not in answer:
         raise ValueError(answer.get("error", "it timed out"))

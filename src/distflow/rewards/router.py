@@ -14,6 +14,7 @@ from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
+from distflow.rewards.foreign_signatures import NOT_APPLICABLE
 from distflow.rewards.load_functions import PROMPT, call_arguments
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.score import CUT, CallCounts, Error, RewardCounts, RewardResult, Score, Timeout, accuracy
@@ -130,10 +131,12 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """Results of one function for samples of the domain; failed calls are retried as its `Patience` allows."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
         asked = [
-            call_arguments(sample.domain, sample.response, sample.ground_truth, sample.extra_info) for sample in samples
+            {
+                PROMPT: sample.prompt,
+                **call_arguments(sample.domain, sample.response, sample.ground_truth, sample.extra_info),
+            }
+            for sample in samples
         ]
-        if name in pool.takes_groups:
-            asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
         score = partial(
             pool.score_group,
             name,
@@ -161,7 +164,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
         weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
-        right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
+        applicable = {name: score for name, score in scores.items() if NOT_APPLICABLE not in score.extra}
+        right = accuracy(applicable, weights) if applicable and len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
             length = sum(len(segment.token_ids) for segment in sample.response_segments)
             longest = self._response_limits.get(sample.domain, self._max_response_length)
@@ -205,6 +209,9 @@ def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> 
 
 
 def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
+    own = [part for name, part in parts.items() if name != OVERLONG]
+    if all(isinstance(part, Score) and NOT_APPLICABLE in part.extra for part in own):
+        return Error("no reward function scores this response: each returned None for it")
     total = 0.0
     for name, part in parts.items():
         if isinstance(part, Error):

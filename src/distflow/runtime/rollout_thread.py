@@ -19,7 +19,7 @@ from typing import TypeVar
 from distflow.data.prompts import PromptRow
 from distflow.rewards.adversary import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
-from distflow.rewards.reward_check import Row
+from distflow.rewards.reward_check import Row, call_once
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
@@ -261,12 +261,19 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
         for warning in await try_solutions(reward_fn, solutions, SOLUTIONS_WITHIN_S):
             note("warning", warning)
         right = {solution.origin: solution.text for solution in solutions}
-        tried = [
-            Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, right.get(row.origin), row.prompt_text)
-            for row in _first_rows(spec, NUM_ROWS)
-        ]
+        tried = [_checked_row(row, right.get(row.origin)) for row in _first_rows(spec, NUM_ROWS)]
         for kind, message in await notes_of(reward_fn, RewardSettings.of(spec.config), tried):
             note(kind, message)
+
+
+def call_rewards_once(spec: Spec) -> None:
+    """Call the user's reward functions once, before anything is loaded. Raises UserError where one gives no score."""
+    if spec.options.run_self_check:
+        call_once(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
+
+
+def _checked_row(row: PromptRow, response: str | None = None) -> Row:
+    return Row(row.origin, row.domain, row.ground_truth, row.extra_info or {}, response, row.prompt_text)
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:

@@ -341,5 +341,5 @@ def _as_reward(value: object, remarks: list[str]) -> object:
         return {"name": "model", "options": {"path": str(value)}}
     if value.name == "accuracy_reward" and value.module.startswith("trl"):
         return "math"
-    remarks.append(f"reward_funcs: put {value.name} into {_REWARDS}, with the parameters that docs/rewards.md has")
+    remarks.append(f"reward_funcs: put {value.name} into {_REWARDS} as it is; data.answer_key names its ground truth")
     return f"{_REWARDS}:{value.name}"

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from distflow.builtin_names import REWARDS
+from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
 from distflow.config.domain_settings import reward_functions
 from distflow.config.keys.reward import RewardPart, patience_of
 from distflow.errors import UserError, hint
-from distflow.rewards.load_functions import FAILS, FAILS_TARGET, target_of, with_options
+from distflow.rewards.load_functions import FAILS, FAILS_TARGET, target_of, with_answer_key, with_options
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnResult, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import RewardResult
 
@@ -53,23 +53,27 @@ def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
 
 class RewardSettings(NamedTuple):
     """Reward functions of a run; those of the domain "default" are for domains that are not named. patience: of domains
-    that have no other in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process."""
+    that have no other in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process.
+    answer_keys: columns of the ground truth, by domain."""
 
     functions: Functions
     patience: Patience
     domains: Mapping[str, Patience] = {}
     custom: tuple[str, str] | None = None
     memory_bytes: int = MEMORY_BYTES
+    answer_keys: Mapping[str, str] = {}
 
     @staticmethod
     def of(config: Config) -> "RewardSettings":
         """The settings of a config; loads neither functions nor torch."""
-        reward, custom = config.reward, config.custom_reward_function
+        reward, custom, functions = config.reward, config.custom_reward_function, reward_functions(config)
+        own = {name: data.answer_key for name, data in config.data.domains.items() if data.answer_key is not None}
         return RewardSettings(
-            reward_functions(config),
+            functions,
             Patience(**patience_of(reward, "")),
             {name: Patience(**patience_of(reward, name)) for name in reward.domains},
             (custom.path, custom.name) if custom.path else None,
+            answer_keys={**dict.fromkeys(functions, config.data.answer_key), **own},
         )
 
     def patience_by_domain(self) -> dict[str, Patience]:
@@ -78,8 +82,14 @@ class RewardSettings(NamedTuple):
     def targets(self, domain: str) -> dict[str, str]:
         """The targets that the domain's pool loads, by name. Raises UserError for an unknown name."""
         parts = functions_of(self.functions, domain)
-        targets = {part.name: with_options(target_of(part.name, self.custom), part.options) for part in parts}
+        targets = {part.name: self._target(part, domain) for part in parts}
         return {**targets, FAILS: FAILS_TARGET}
+
+    def _target(self, part: RewardPart, domain: str) -> str:
+        target = target_of(part.name, self.custom)
+        if is_own(part.name):
+            return with_answer_key(target, part.options, self.answer_keys.get(domain, "answer"))
+        return with_options(target, part.options)
 
 
 def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
@@ -104,6 +114,21 @@ def is_large(name: str) -> bool:
 def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
     """A pool of one process without limits of memory and start time."""
     return PoolSettings({name: target, FAILS: FAILS_TARGET}, 1, timeout_s, 0, LARGE_START_TIMEOUT_S)
+
+
+@contextmanager
+def borrowed(settings: PoolSettings, name: str) -> Iterator[RewardPool]:
+    """The pool of these settings that was started early, which stays for the run; else one with that function alone,
+    for inside. Raises UserError if a function cannot be loaded."""
+    for started, pool in _started:
+        if started == settings:
+            yield pool.result()
+            return
+    own = RewardPool(settings._replace(functions={name: settings.functions[name]}, num_workers=1))
+    try:
+        yield own
+    finally:
+        own.close()
 
 
 _started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []

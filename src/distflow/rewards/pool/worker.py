@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from distflow.data import global_generators
-from distflow.errors import UserError
+from distflow.errors import UserError, users_place
 from distflow.import_target import is_async
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.load_functions import call, call_batched, is_batched, load_reward, split_batch, takes_groups
@@ -53,7 +53,8 @@ def score_all(name: str, function: Callable[..., object], asked: Sequence[Argume
 def describe(error: Exception) -> str:
     """The type, the message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
+    last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
+    place = users_place(error) or last
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
 
