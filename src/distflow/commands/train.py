@@ -79,7 +79,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     with claimed(loaded.config.trainer.run_dir), rewards_ahead(loaded.config):
         with importing():
             from distflow.launch.make_spec import make_spec
-            from distflow.runtime.rollout_session import call_rewards_once
+            from distflow.runtime.rollout_thread import call_rewards_once
 
             launch = cast("Launch", load(launch_target(loaded.config)))
         spec = make_spec(loaded, say)

@@ -11,8 +11,8 @@ from pathlib import Path
 from distflow.errors import joined
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.report.judgements import REWARD, Finding, Steps, known_values
 from distflow.observe.report.timelines import RunActivity
-from distflow.observe.report.verdicts import REWARD, Finding, Steps, known_values
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
