@@ -322,7 +322,7 @@ def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
         save_if_file(block, tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     words = [word for block in blocks(PAGE) if block.language == "bash" for word in block.code.split()]
-    assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 4
+    assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 5
     chosen = [
         *("trainer.imports=[my_algorithms,my_pipeline]", "algorithm.adv_estimator=raw_score"),
         *("actor_rollout_ref.actor.policy_loss=plain", "dag.pipeline=my_pipeline:certain_pipeline"),

@@ -64,7 +64,7 @@ def test_the_interrupt_button_saves_and_the_kernel_lives_on(kernel: tuple[Any, A
         time.sleep(0.1)
     manager.interrupt_kernel()
     printed = ""
-    while "stopped" not in printed:
+    while "stopped True" not in printed:
         message = client.get_iopub_msg(timeout=LIMIT_S)
         assert message["msg_type"] != "error", message["content"]
         printed += message["content"].get("text", "")
