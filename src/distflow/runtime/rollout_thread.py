@@ -267,8 +267,10 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
 
 
 def call_rewards_once(spec: Spec) -> None:
-    """Call the user's reward functions once, before anything is loaded. Raises UserError where one gives no score."""
-    if spec.options.run_self_check:
+    """Call the user's reward functions once, before anything is loaded. Raises UserError where one gives no score. Not
+    where workers have variables of their own, which the functions may read."""
+    trainer = spec.config.trainer
+    if spec.options.run_self_check and not trainer.worker_env and not trainer.worker_roles:
         call_once(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
 
 
