@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from distflow import __version__
 from distflow.observe.sanitize import harmless_output, quiet_libraries
-from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
+from distflow.runtime.stop import Interrupted, ended_by, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _report_error(err, arguments.debug)
     except KeyboardInterrupt as err:
         number = err.number if isinstance(err, Interrupted) else signal.SIGINT
-        print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
+        print(ended_by(number), file=sys.stderr)
         return exit_status(number)
 
 

@@ -22,8 +22,9 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("runs/first run/first") and "finished, step 2, accuracy" in line
 
-    assert main(["new", "first run"]) == 2
-    assert "first run exists" in capsys.readouterr().err
+    for taken in (["new", "first run"], ["eval", "first run/config.yaml", "--to", "first run"]):
+        assert main(taken) == 2
+        assert "first run exists" in capsys.readouterr().err
 
 
 def test_presets_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

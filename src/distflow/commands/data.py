@@ -1,7 +1,7 @@
 """`distflow data check`: the data of a config as the model will see them. Loads the tokenizer, and no weights."""
 
 import argparse
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -66,13 +66,15 @@ def _lengths(rows: "PromptSet") -> Iterator[str]:
 
 def _duplicates(rows: "PromptSet") -> Iterator[str]:
     """Rows with the same prompt and the same response to learn from."""
-    seen = Counter((row.prompt_text, row.response_ids, row.rejected_ids) for row in rows)
-    if not (more := sum(count - 1 for count in seen.values())):
+    same = defaultdict[tuple[str, object, object], list[str]](list)  # the origins of each
+    for row in rows:
+        same[row.prompt_text, row.response_ids, row.rejected_ids].append(row.origin)
+    if len(same) == len(rows):
         yield "no row is there twice"
         return
-    (key, count), *_ = seen.most_common(1)
-    origins = [row.origin for row in rows if (row.prompt_text, row.response_ids, row.rejected_ids) == key][:3]
-    yield f"{more:,} rows repeat others, {_quoted(key[0], 60)} most often: {count:,} times, in {', '.join(origins)}"
+    (text, *_), origins = max(same.items(), key=lambda each: len(each[1]))
+    often = f"{_quoted(text, 60)} most often: {len(origins):,} times, in {', '.join(origins[:3])}"
+    yield f"{len(rows) - len(same):,} rows repeat others, {often}"
 
 
 def _shown(rows: "PromptSet", count: int, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.shared import RUNS, add_preset_arguments, importing, rewards_ahead
+from distflow.commands.shared import RUNS, add_preset_arguments, empty_folder, importing, rewards_ahead
 from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
@@ -35,7 +35,8 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 def run_eval(arguments: argparse.Namespace) -> int:
     from distflow.observe.report.chart_data import wilson
 
-    say, chosen = partial(print, flush=True), _empty_folder(arguments.to)
+    say, to = partial(print, flush=True), arguments.to
+    chosen = None if to is None else empty_folder(to, "--to ")
     say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
@@ -58,14 +59,6 @@ def run_eval(arguments: argparse.Namespace) -> int:
     report = _write(target, arguments.preset, loaded.config, found)
     print(f"responses: {target / 'samples'}\nreport: {report}")
     return 0
-
-
-def _empty_folder(to: str | None) -> Path | None:
-    """Raises UserError where something is in the folder already."""
-    target = None if to is None else Path(to).expanduser()
-    if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"--to {target}: it exists; name a folder that is empty or not there yet")
-    return target
 
 
 def _numbered(preset: str) -> Path:

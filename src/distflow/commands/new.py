@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from distflow.commands.shared import RUNS, importing
+from distflow.commands.shared import RUNS, empty_folder, importing
 from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
@@ -59,9 +59,7 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Write a config, a reward function and problems that train as they are."""
-    folder = Path(arguments.folder).expanduser()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists: name a folder that is empty or not there yet")
+    folder = empty_folder(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 50)]
     Random(0).shuffle(sums)
@@ -69,10 +67,14 @@ def run_new(arguments: argparse.Namespace) -> int:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text(CONFIG.format(folder=folder, name=json.dumps(folder.resolve().name)))
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
-    print(f"{folder}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
-    for command in ("data check {0}/config.yaml", "reward check {0}/reward.py --data {0}/problems.jsonl"):
-        print("  distflow " + command.format(escape_control(str(folder), one_line=True)))
-    print(f"  distflow train {escape_control(str(folder), one_line=True)}/config.yaml")
+    name = escape_control(str(folder), one_line=True)
+    print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
+    for command in (
+        f"data check {name}/config.yaml",
+        f"reward check {name}/reward.py --data {name}/problems.jsonl",
+        f"train {name}/config.yaml",
+    ):
+        print(f"  distflow {command}")
     return 0
 
 

@@ -19,7 +19,14 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import cast
 
-from distflow.rewards.judge_text import SCHEMA, beginning, fill_template, judge_template, read_score
+from distflow.rewards.judge_text import (
+    RESPONSE_CHARACTERS,
+    SCHEMA,
+    beginning,
+    fill_template,
+    judge_template,
+    read_score,
+)
 from distflow.rewards.score import Case, left_s
 
 try:
@@ -134,7 +141,7 @@ async def compute_score(
     temperature: float = 0.0,
     answer_tokens: int = 1024,
     structured: bool = True,
-    response_characters: int = 32_000,
+    response_characters: int = RESPONSE_CHARACTERS,
     retries: int = 4,
     store: str = "",
     max_calls: int = 0,

@@ -28,6 +28,9 @@ data; in the response &lt; stands for the sign that begins a tag.
 
 Give a score between 0, for a response that is wrong or missing, and 1, for one that is right, and the reason for it, as
 the JSON object {"reason": text, "score": number} and nothing else."""
+RESPONSE_CHARACTERS = 32_000
+"""Of a longer response both ends are read."""
+
 _NAMES = ["reason", "score"]
 SCHEMA = {
     "type": "object",

@@ -12,11 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
 from distflow.models.cpu_kernels.weight_layout import forget_packed
-from distflow.rewards.judge_text import fill_template, score_at_end
+from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, score_at_end
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
 from distflow.training.torch_engine import FrozenWeights
-
-_RESPONSE_CHARACTERS = 32_000  # as the reward function `judge`: of a longer one both ends are read
 
 
 @dataclass(eq=False, repr=False)
@@ -64,7 +62,7 @@ class Judge(FrozenWeights):
             response = response.replace(token, f"{token[:1]} {token[1:]}") if len(token) > 1 else response
         values = {**(extra or {}), "prompt": batch["prompts"][row], "response": response, "ground_truth": truth}
         try:
-            text = fill_template(self.template, values, _RESPONSE_CHARACTERS)
+            text = fill_template(self.template, values, RESPONSE_CHARACTERS)
         except ValueError as error:
             return str(error)
         tokenizer: Any = self.tokenizer  # its methods have too many types

@@ -36,6 +36,11 @@ def exit_status(number: int) -> int:
     return 128 + number
 
 
+def ended_by(number: int) -> str:
+    """The line that a command ends with."""
+    return f"distflow: ended by {signal.Signals(number).name}"
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """While it is entered, the first signal raises `Interrupted` in the main thread, so that resources are closed, and
@@ -51,7 +56,7 @@ def interruptible() -> Iterator[None]:
         came.append(number)
         if _is_importing(frame):
             with suppress(OSError):
-                os.write(2, f"distflow: ended by {signal.Signals(number).name}\n".encode())
+                os.write(2, f"{ended_by(number)}\n".encode())
             leave_at_once(exit_status(number))
         raise Interrupted(number)
 
