@@ -14,14 +14,19 @@ from distflow.training.torch_engine import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch
-OUTPUTS = {"policy": ("log_probs", "entropy"), "adapter": ("log_probs",), "critic": ("values",)}
+OUTPUTS = {
+    "policy": ("log_probs", "entropy"),
+    "padded": ("log_probs", "entropy"),
+    "adapter": ("log_probs",),
+    "critic": ("values",),
+}
 
 
 def make_model(kind: str, folder: Path) -> nn.Module:
     if kind == "critic":
         return load_model(folder / "model", seed=1, critic=True)
-    model = load_model(folder / "model")
-    return model if kind == "policy" else add_lora(model, rank=2, seed=1)
+    model = load_model(folder / ("recurrent" if kind == "padded" else "model"))
+    return add_lora(model, rank=2, seed=1) if kind == "adapter" else model
 
 
 def run(model: nn.Module, kind: str, rows: list[int]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distflow.models.loading import load_model
+from tests.models.families import FAMILIES
 from tests.models.fsdp_worker import OUTPUTS, SHARES, make_model, run
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
@@ -15,6 +16,7 @@ from tests.tiny_models import write_tiny_model
 @pytest.mark.slow
 def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "qwen3")
+    write_tiny_model(tmp_path / "recurrent", "qwen3_5_text", **FAMILIES["qwen3_5_text"].changes)
     run_ranks("tests.models.fsdp_worker", 2, tmp_path)
     for kind, outputs in OUTPUTS.items():
         expected = run(make_model(kind, tmp_path), kind, SHARES[0] + SHARES[1])

@@ -82,24 +82,24 @@ _BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
 
 
 def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """query `(sequences, heads, tokens, head_dim)`, key and value `(sequences, kv_heads, tokens, head_dim)`, of one
-    type, float32 or float64; each token looks at those up to it. As query, differentiable once."""
-    tokens, dim = query.shape[2:]
+    """query `(sequences, heads, tokens, head_dim)`, key `(sequences, kv_heads, tokens, head_dim)`, value `(sequences,
+    kv_heads, tokens, value_dim)`, of one type, float32 or float64; each token looks at those up to it. Returns
+    `(sequences, heads, tokens, value_dim)`, differentiable once."""
     num_matrices = len(key) * key.shape[1]
-    shapes = (num_matrices, -1, dim), (num_matrices, tokens, dim), (num_matrices, tokens, dim)
-    matrices = (x.reshape(shape) for x, shape in zip((query, key, value), shapes, strict=True))
-    return _ShortAttention.apply(*matrices, scale).view(query.shape)
+    matrices = (x.reshape(num_matrices, -1, x.shape[3]) for x in (query, key, value))
+    return _ShortAttention.apply(*matrices, scale).view(*query.shape[:3], value.shape[3])
 
 
 class _ShortAttention(Function):
-    """Queries `(matrices, heads of each · tokens, head_dim)`, keys and values `(matrices, tokens, head_dim)`."""
+    """Queries `(matrices, heads of each · tokens, head_dim)`, keys `(matrices, tokens, head_dim)`, values `(matrices,
+    tokens, value_dim)`."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         rows, tokens = queries.shape[1], keys.shape[1]
         unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
         all_weights = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
-        mixed = torch.empty_like(queries)
+        mixed = queries.new_empty(*queries.shape[:2], values.shape[2])
         for block in _blocks(queries, keys):
             scores = torch.baddbmm(unseen, queries[block], keys[block].transpose(1, 2), alpha=scale)
             weights = torch.softmax(scores, -1, out=scores if all_weights is None else all_weights[block])
@@ -173,8 +173,8 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
-    `(1, tokens, heads, head_dim)`. With `packing` the mask is not read, and of the other arguments, which are those of
+    """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns `(1, tokens, heads,
+    value_dim)`. With `packing` the mask is not read, and of the other arguments, which are those of
     `sdpa`, dropout and scaling alone."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -183,7 +183,8 @@ def packed_attention(
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32, copies included.
     dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.device.type == "cpu" and dtype == torch.float32 and dropout == 0.0 and native.is_there():
+    one_width = value.shape[3] == query.shape[3]  # DeepSeek's values are narrower than its keys
+    if query.device.type == "cpu" and dtype == torch.float32 and dropout == 0.0 and one_width and native.is_there():
         queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         return attend(queries, keys, values, packing.sequences, scale).to(query.dtype)[None], None
     buckets = packing.buckets
@@ -202,7 +203,7 @@ def packed_attention(
         outputs.append(out.reshape(-1, out.shape[-1]).to(query.dtype))
     rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     mixed = take_rows(rows, buckets.of_heads(query.shape[1]).home)
-    return mixed.view(1, -1, query.shape[1], query.shape[3]), None
+    return mixed.view(1, -1, query.shape[1], value.shape[3]), None
 
 
 def _padded(x: Tensor, buckets: Buckets) -> list[Tensor]:

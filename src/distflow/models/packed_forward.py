@@ -1,7 +1,10 @@
 """Packed forwards: sequences one after the other in one row, no padding, no attention mask, no cache.
 
 With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other, so every model is
-checked before use: each packed sequence against itself alone, through the model's own forward.
+checked before use: each packed sequence against itself alone, through the model's own forward. In some families no
+attention keeps them apart: recurrent layers (Mamba, Qwen3.5) go on from the sequence before, and ALiBi (BLOOM, MPT)
+counts positions over the whole row. Their sequences are padded on the right instead, one a row: no real token of a
+causal model sees the padding.
 
 The whole pass, embedding to log-probs, is one method of the model: a wrapper that gathers or moves weights around a
 forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that uses all of them, output head included.
@@ -11,6 +14,7 @@ some fifty, which stay in the processor's cache; in a larger layer, and in bfloa
 native code the rest. `transformers` computes models and machines without native code.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -37,6 +41,7 @@ from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modul
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.prefix_sharing import Packing, Sequences, Sharing, shared_prefixes
+from distflow.models.sharding import is_spread
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
@@ -98,9 +103,13 @@ def _by_torchs_products(
     return hidden if added is None else hidden + added
 
 
-# Largest error of a logit, relative to the largest logit: rounding stays well below, a leak is far above.
+# Largest error of a logit, relative to the largest logit: rounding stays well below, another rule is far above.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
-_CHECK_LENGTHS = (5, 1, 11, 1, 3, 8)
+# The same where the tokens of other sequences change and no shape does: zero, but for the experts of a mixture, whose
+# products have as many rows as tokens chose them.
+_LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
+_CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)  # padded, some share a bucket
+_IN_ROWS = "sequences_in_rows"  # of a model: its sequences are padded, not packed
 
 
 def packed_hidden_states(
@@ -117,8 +126,11 @@ def packed_hidden_states(
     lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; an attention that is
     not ours computes them for each sequence.
     """
-    decoder = unwrapped(model).base_model
+    causal = unwrapped(model)
+    decoder = causal.model if causal.base_model is causal else causal.base_model  # Llama 4 names itself its base
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
+    if getattr(causal, _IN_ROWS, False):
+        return _in_rows(decoder, input_ids, lengths, wanted)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = torch.arange(int(lengths.sum())) - starts
     if decoder.config._attn_implementation != PACKED_ATTENTION:
@@ -145,6 +157,20 @@ def packed_hidden_states(
         return states if wanted is None else take_rows(states, wanted)
     place = send(sharing.place, states.device)
     return take_rows(states, place if wanted is None else place[wanted], repeats=True)
+
+
+def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | None) -> Tensor:
+    """As `packed_hidden_states`, each sequence in a row of its own, padded on the right."""
+    if is_spread(decoder):  # all ranks gather the same layers equally often: one table, whatever their lengths
+        buckets = Packing(lengths, input_ids.device).table
+    else:
+        buckets = Packing(lengths, input_ids.device).buckets
+    padded = input_ids[buckets.source].split([rows * longest for rows, longest in buckets.shapes])
+    states = [
+        decoder(input_ids=ids.view(shape), use_cache=False).last_hidden_state.flatten(0, 1)
+        for ids, shape in zip(padded, buckets.shapes, strict=True)
+    ]
+    return take_rows(torch.cat(states), buckets.home if wanted is None else buckets.home[wanted])
 
 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -177,9 +203,9 @@ def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing:
 
 def choose_attention(model: nn.Module) -> str:
     """Set and return the fastest attention that keeps packed sequences apart in this model, which has its
-    `packed_logits`.
+    `packed_logits`; where none does, "sdpa, padded" or "eager, padded".
 
-    Raises UserError if none does.
+    Raises UserError if padded sequences are not themselves either.
     """
     causal = unwrapped(model)
     # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
@@ -189,43 +215,56 @@ def choose_attention(model: nn.Module) -> str:
     if getattr(causal.config, "attn_logit_softcapping", None) is not None:
         candidates = ("eager",)
     errors = {}
-    for name in candidates:
-        causal.set_attn_implementation(name)
-        errors[name], allowed = packed_error(model)
-        if errors[name] <= allowed:
-            return name
-    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    for in_rows, name in [*((False, name) for name in candidates), *((True, name) for name in ("sdpa", "eager"))]:
+        tried = f"{name}, padded" if in_rows else name
+        try:
+            causal.set_attn_implementation(name)
+        except ValueError:  # an attention that the family does not have
+            errors[tried] = math.inf
+            continue
+        setattr(causal, _IN_ROWS, in_rows)
+        errors[tried], allowed = packed_error(model)
+        if errors[tried] <= allowed:
+            return tried
+    all_tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
     family = getattr(causal.config, "model_type", type(model).__name__)
     raise UserError(
-        f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
+        f"models of the family '{family}' cannot be trained: a sequence among others is not itself alone ({all_tried})"
     )
 
 
 @torch.no_grad()
 def packed_error(model: nn.Module) -> tuple[float, float]:
     """Largest difference of a logit between packed sequences, two of which begin alike, and each alone, relative to
-    the largest logit, and how large rounding may make it.
+    the largest logit, and how large rounding may make it; or, where that is exceeded, the same between packed
+    sequences whose neighbours have other tokens.
 
     `inf` if the attention that is set cannot run the model.
     """
     lengths = torch.tensor(_CHECK_LENGTHS)
     embedding = unwrapped(model).get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(embedding.shape[0], (int(lengths.sum()),), generator=generator)
+    ids, others = torch.randint(embedding.shape[0], (2, int(lengths.sum())), generator=generator)
     ids[-8:-5] = ids[-11:-8]
-    sharing, ids = shared_prefixes(ids, lengths), ids.to(embedding.device)
+    sharing, ids, others = shared_prefixes(ids, lengths), ids.to(embedding.device), others.to(embedding.device)
+    is_kept = (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths).to(ids.device)
     was_training = model.training
     model.eval()
+    packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]  # nn.Module declares no methods
     try:
-        packed: Tensor = model.packed_logits(ids, lengths, sharing)  # type: ignore[operator]  # nn.Module declares no methods
+        packed = packed_logits(ids, lengths, sharing)
+        before, after = (packed_logits(each, lengths) for each in (ids, torch.where(is_kept, ids, others)))
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
     except (TypeError, ValueError):  # a keyword that the family's layers do not take, softcap under sdpa, ...
-        return float("inf"), 0.0
+        return math.inf, 0.0
     finally:
         model.train(was_training)
-    expected = torch.cat(alone)
-    error = (packed - expected).abs().max() / expected.abs().max()
-    return float("inf") if error.isnan() else float(error), _TOLERANCE[packed.dtype]
+    largest = torch.cat(alone).abs().max()
+    error = float((packed - torch.cat(alone)).abs().max() / largest)
+    leak = float((after - before)[is_kept].abs().max() / largest)
+    if math.isnan(error + leak):
+        return math.inf, 0.0
+    return (leak, _LEAK[packed.dtype]) if leak > _LEAK[packed.dtype] else (error, _TOLERANCE[packed.dtype])
 
 
 @dataclass(frozen=True)
@@ -242,9 +281,6 @@ class ModelInputs:
     predicting: Tensor
     targets: Tensor
     sharing: Sharing | None = None
-
-
-PACKED_METHODS = ("packed_forward", "packed_logits")
 
 
 def attach_packed_forward(model: nn.Module) -> None:

@@ -89,13 +89,22 @@ class Packing:
 
     @cached_property
     def buckets(self) -> "Buckets":
+        return self._padded(_similar(self.lengths))
+
+    @cached_property
+    def table(self) -> "Buckets":
+        """All sequences in one bucket."""
+        return self._padded([torch.arange(len(self.lengths))])
+
+    def _padded(self, groups: list[Tensor]) -> "Buckets":
+        """groups: of the numbers of sequences that share a bucket."""
         lengths, sharing = self.lengths, self.sharing
         starts = lengths.cumsum(0) - lengths
         home = torch.empty(int(lengths.sum()), dtype=torch.int64)
         shapes: list[tuple[int, int]] = []
         sources: list[Tensor] = []
         num_padded = 0
-        for rows in _similar(lengths):
+        for rows in groups:
             longest = int(lengths[rows].max())
             offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
             real = offsets < lengths[rows][:, None]

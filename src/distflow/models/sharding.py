@@ -22,7 +22,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distflow.errors import UserError
 from distflow.models.lora import unwrapped
-from distflow.models.packed_forward import PACKED_METHODS
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEADS_DIM = 2  # of (batch, tokens, heads, width), the input of norms of queries and keys
@@ -132,7 +131,7 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
         if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that scales
-    for name in PACKED_METHODS:
+    for name in ("packed_forward", "packed_logits"):
         fsdp.register_fsdp_forward_method(model, name)
 
 

@@ -63,8 +63,8 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
         Raises UserError for a request that cannot run.
         """
-        config = self._model.config
-        sizes = (config.vocab_size, config.max_position_embeddings)
+        config = self._model.config.get_text_config()
+        sizes = (config.vocab_size, getattr(config, "max_position_embeddings", None))
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         await self._open.wait()
         cancelled = threading.Event()

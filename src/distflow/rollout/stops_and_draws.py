@@ -13,9 +13,16 @@ from distflow.rollout.engine import FinishReason, SamplingParams, Stream
 
 
 def check_request(
-    prompt_ids: tuple[int, ...], samples: tuple[int, ...], params: SamplingParams, vocab_size: int, max_positions: int
+    prompt_ids: tuple[int, ...],
+    samples: tuple[int, ...],
+    params: SamplingParams,
+    vocab_size: int,
+    max_positions: int | None,
 ) -> None:
-    """Raises UserError for a request that cannot be run: names the value and the key to change."""
+    """Raises UserError for a request that cannot be run: names the value and the key to change.
+
+    max_positions: None where the model has no bound, as a recurrent one.
+    """
     if not prompt_ids:
         raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
@@ -37,7 +44,7 @@ def check_request(
     for name, (holds, wanted) in rules.items():
         if not holds:
             raise UserError(f"rollout.{name} must be {wanted}, got {getattr(params, name)!r}")
-    if len(prompt_ids) + params.max_tokens > max_positions:
+    if max_positions is not None and len(prompt_ids) + params.max_tokens > max_positions:
         raise UserError(
             f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds the "
             f"{max_positions} positions of the model: lower data.max_prompt_length or data.max_response_length"
