@@ -146,7 +146,7 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
             driver.wait(10 * WITHIN_S)
     assert len(held[0].pids) > 4 and held[0].listening
     wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
-    with command(ground, *TWO, "trainer.total_training_steps=100") as driver:
+    with command(ground, *TWO, "trainer.total_training_steps=20") as driver:
         whole, out = held_until_the_end(driver)
     assert driver.returncode == 0, out
     assert len(whole.pids) > 4 and whole.listening and not whole.left()
