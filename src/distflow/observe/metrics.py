@@ -67,12 +67,8 @@ _LEAF = "/"  # the key of a value at a name that is also the start of other name
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that fits a name."""
-    return next((metric for metric in metric_table() if _pattern(metric.name).fullmatch(name)), None)
-
-
-@lru_cache
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(".+".join(re.escape(part) for part in name.split("*")))
+    patterns = ((".+".join(map(re.escape, metric.name.split("*"))), metric) for metric in metric_table())
+    return next((metric for pattern, metric in patterns if re.fullmatch(pattern, name)), None)
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:

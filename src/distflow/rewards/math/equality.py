@@ -9,9 +9,15 @@ import re
 from collections.abc import Callable
 
 from distflow.rewards.math.bounds import is_affordable
-from distflow.rewards.math.formula_equality import expressions_equal, is_approximation, numbers_equal, plain_number
+from distflow.rewards.math.formula_equality import (
+    expressions_equal,
+    has_form_of,
+    is_approximation,
+    is_number,
+    numbers_equal,
+    plain_number,
+)
 from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
-from distflow.rewards.math.unevaluated_answers import has_form_of, is_number
 from distflow.rewards.math.units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
 
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
