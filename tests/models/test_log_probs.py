@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.models.log_probs import token_log_probs
+from distflow.models.packed_forward import token_log_probs
 
 ROWS, WIDTH, VOCABULARY = 23, 8, 17
 
@@ -126,7 +126,7 @@ def test_the_entropy_alone_has_its_gradient() -> None:
 
 
 def test_rows_beyond_a_block_have_their_own_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.models.log_probs.BLOCK_ELEMENTS", 4 * VOCABULARY)
+    monkeypatch.setattr("distflow.models.packed_forward.BLOCK_ELEMENTS", 4 * VOCABULARY)
     test_values_and_gradients_are_those_of_full_logits(1000, 0.6)
 
 

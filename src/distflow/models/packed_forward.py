@@ -11,14 +11,17 @@ some fifty, which stay in the processor's cache; in a larger layer, and in bfloa
 native code the rest. `transformers` computes models and machines without native code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from distflow.data.batch import send
 from distflow.errors import UserError
@@ -34,9 +37,116 @@ from distflow.models.cpu_kernels.training_layer import (
     split_heads,
 )
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
-from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.prefix_sharing import Packing, Sequences, Sharing, shared_prefixes
+
+BLOCK_ELEMENTS = 2**19
+_NEVER = -1e4  # kept in place of what is below: e to it is 0 in any precision, and 0 times it is 0
+
+
+class _LogProbs(Function):
+    """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, where wanted, its entropies,
+    both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits that are differentiated are written
+    over.
+
+    Autograd by the formulas keeps, and makes on its way back, five matrices of the size of the logits. Here the
+    log-probs are written over the logits, the gradient over the log-probs, and intermediate results are made for a few
+    rows at a time, which stay in the processor's cache; on another device, where many small operations cost more than
+    they save, for all rows at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        memory = logits.detach() if ctx.needs_input_grad[0] else None
+        chosen = logits.new_empty(len(logits))
+        entropy = logits.new_empty(len(logits)) if with_entropy else None
+        for rows in _blocks(logits):
+            log_probs = logits[rows].log_softmax(-1)
+            chosen[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
+            if memory is not None or with_entropy:
+                log_probs = torch.clamp(log_probs, min=_NEVER, out=log_probs if memory is None else memory[rows])
+            if entropy is not None:
+                entropy[rows] = log_probs.exp().mul_(log_probs).sum(-1).neg_()
+        ctx.save_for_backward(memory, targets, entropy)
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """With p the probabilities and H the entropy: d log p_t / dz = 1_t − p, dH / dz = −p (log p + H)."""
+        grad, targets, entropy = ctx.saved_tensors
+        if of_chosen is None:
+            of_chosen = grad.new_zeros(len(grad))
+        for rows in _blocks(grad):
+            block, weight = grad[rows], -of_chosen[rows, None]
+            if of_entropy is not None:
+                of_log = -of_entropy[rows, None]
+                weight = torch.addcmul(weight + of_log * entropy[rows, None], block, of_log)
+            block.exp_().mul_(weight)
+        return grad.scatter_add_(-1, targets[:, None], of_chosen[:, None]), None, None
+
+
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    num_rows = max(1, BLOCK_ELEMENTS // matrix.shape[1] if matrix.device.type == "cpu" else len(matrix))
+    return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
+
+
+# Logits held at a time. A chunk is made again in the backward pass, unless one chunk is all there is.
+CHUNK_ELEMENTS = 2**25
+
+Head = Callable[[Tensor], Tensor]
+
+
+def token_log_probs(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocabulary: int,
+    with_entropy: bool = True,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with gradient.
+
+    hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or float `(n,)`.
+    vocabulary: logits a row. The softmax is taken in float32 (float64 where the model is), whatever the precision of
+    the head. A logit of −inf adds 0 to the entropy, which is None unless it is asked for. Raises ValueError for a
+    temperature that is not above 0; those that lie on a device already are not looked at.
+    """
+    if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
+        check_temperature(temperature)
+    num_rows = max(1, chunk_elements // vocabulary)
+    if hidden.shape[0] <= num_rows:
+        return _chunk(head, hidden, targets, temperature, with_entropy)
+    states, wanted = hidden.split(num_rows), targets.split(num_rows)
+    heat = temperature.split(num_rows) if isinstance(temperature, Tensor) else [temperature] * len(states)
+    parts = [
+        checkpoint(_chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(states, wanted, heat, strict=True)
+    ]
+    log_probs = torch.cat([part[0] for part in parts])
+    return log_probs, torch.cat([part[1] for part in parts]) if with_entropy else None
+
+
+def check_temperature(temperature: float | Tensor) -> None:
+    """Raises ValueError for one that is not above 0."""
+    if not bool(torch.as_tensor(temperature > 0).all()):
+        raise ValueError(f"temperature is {temperature}: the policy is softmax(logits / temperature), give one above 0")
+
+
+def _chunk(
+    head: Head, hidden: Tensor, targets: Tensor, temperature: float | Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    logits = head(hidden)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature[:, None]
+    elif temperature != 1.0:
+        logits = logits / temperature
+    return _LogProbs.apply(logits, targets, with_entropy)
+
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and

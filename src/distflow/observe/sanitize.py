@@ -147,6 +147,7 @@ def _escape_character(character: str, one_line: bool) -> str:
 _LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "peft", "torch", "transformers")
 _OUTDATED = (DeprecationWarning, FutureWarning)
 
+_LOGGER = "bitsandbytes.backends.cpu.ops"
 _LOGGED = "Failed to load CPU gemm_4bit_forward from kernels-community"  # an alternative that no run of ours takes
 
 
@@ -154,7 +155,7 @@ def quiet_libraries() -> None:
     """Leave those lines out from here on. What `-W`, PYTHONWARNINGS or user code asks for comes first."""
     for category in _OUTDATED:
         warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_wanted)
+    logging.getLogger(_LOGGER).addFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

@@ -33,7 +33,7 @@ from distflow.rewards.load_functions import (
     texts_in,
     with_options,
 )
-from distflow.rewards.pool.framing import Channel, PeerGone, encode
+from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
 from distflow.rewards.score import due_within, left_s, read_score
 
 TEXTS = "texts of its source"
@@ -81,7 +81,6 @@ def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]
 if TYPE_CHECKING:
     import asyncio
 
-EXIT_OUT_OF_MEMORY = 86
 _SHOWN_ERROR_CHARACTERS = 1000
 _PR_SET_PDEATHSIG = 1
 Arguments: TypeAlias = Mapping[str, object]
