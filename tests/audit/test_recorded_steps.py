@@ -21,8 +21,8 @@ from distflow.audit.optimizer_steps import (
     total_updates,
 )
 from distflow.audit.recorded_calls import GroupRecords, UpdateRecord
+from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups
-from distflow.audit.weight_versions import audit_weights
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeRole

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distflow.checks.nonfinite import NonFinite
+from distflow.checks.step_invariants import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from tests.checks.batches import WeightsOnly, sampled_batch

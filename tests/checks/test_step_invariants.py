@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.checks.nonfinite import NonFinite
-from distflow.checks.step_invariants import LiveChecks, LossTerms, Movement
+from distflow.checks.step_invariants import LiveChecks, LossTerms, Movement, NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from tests.checks.batches import WeightsOnly, sampled_batch

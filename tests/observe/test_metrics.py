@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.observe.metrics import (
-    HEADLINES,
     Kind,
     combine,
     find_metric,
     flatten,
+    headline_table,
     headlines,
     metric_table,
     nest,
@@ -94,7 +94,7 @@ def test_headlines_take_the_first_name_that_is_there() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.25, 1.0, 12.345, 99999.5, -1e7, 1e30, 1e-30, math.inf, -math.inf, math.nan])
 def test_a_headline_is_filled_up_to_its_width_and_never_long(value: float) -> None:
-    assert all(line.width <= len(line.text(value)) <= 9 for line in HEADLINES)
+    assert all(line.width <= len(line.text(value)) <= 9 for line in headline_table())
 
 
 def test_the_docs_hold_the_table_as_it_is() -> None:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from distflow.observe.sanitize import _LOGGED, SanitizedStream, TerminalOutput
+from distflow.observe.sanitize import _LOGGED, _LOGGER, SanitizedStream, TerminalOutput
 
 PROBE = """
 import logging, sys, types, warnings
@@ -46,10 +46,9 @@ def test_who_asks_for_warnings_gets_them() -> None:
 
 def test_the_lines_are_still_theirs() -> None:
     """One that they have changed would be shown again."""
-    for name, line in _LOGGED.items():
-        module = pytest.importorskip(name)
-        source = module.__loader__.get_source(name)
-        assert isinstance(module.logger, logging.Logger) and line in source
+    module = pytest.importorskip(_LOGGER)
+    source = module.__loader__.get_source(_LOGGER)
+    assert isinstance(module.logger, logging.Logger) and _LOGGED in source
 
 
 @pytest.mark.parametrize("kind", [TerminalOutput, SanitizedStream])

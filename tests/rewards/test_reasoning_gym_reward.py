@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 from reasoning_gym.factory import DATASETS, create_dataset  # noqa: E402
 
-from distflow.data.reasoning_gym import COLUMN, write_entry  # noqa: E402
+from distflow.data.task_packages import GYM, write_entry  # noqa: E402
 from distflow.rewards.reasoning_gym_reward import EVALUATED, EXPRESSIONS, compute_score, is_readable  # noqa: E402
 
 # Of each kind: plain texts, numbers, tuples in the entry, those that the package evaluates.
@@ -24,7 +24,7 @@ def row_of(name: str, index: int = 0, **settings: Any) -> tuple[dict[str, Any], 
     settings = {"seed": 3, "size": 5, **settings}
     dataset = create_dataset(name, **settings)
     entry = dataset[index]
-    return {COLUMN: {"name": name, "settings": settings, "entry": write_entry(entry)}}, entry, dataset
+    return {GYM: {"name": name, "settings": settings, "entry": write_entry(entry)}}, entry, dataset
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 
 from distflow.audit.check_base import RecordedStep
@@ -15,9 +14,6 @@ from distflow.audit.optimizer_steps import plan_of
 SHARE = 0.02
 """The share of the run's time that everything here may take. If the first audits and looks, which are made whatever
 they cost, took more, later ones have half of their shares until that is made up for."""
-
-SHARE_OF_AUDITS, SHARE_OF_LOOKS, SHARE_OF_QUICK_LOOKS = 0.004, 0.008, 0.008
-"""The shares of audits, of looks at other steps, and of quick looks at the steps that are left."""
 
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
@@ -36,10 +32,8 @@ class Depth(IntEnum):
     AUDIT = 3
 
 
-@dataclass
-class _Budget:
-    share: float
-    spent_s: float = 0.0
+SHARES = {Depth.AUDIT: 0.004, Depth.LOOK: 0.008, Depth.QUICK: 0.008}
+"""The shares of audits, of looks at other steps, and of quick looks at the steps that are left."""
 
 
 class AuditSchedule:
@@ -59,9 +53,8 @@ class AuditSchedule:
         self._num_made, self._last = 0, first_step
         self._first_step, self._told = first_step, 1
         self._began = time.monotonic()
-        shares = {Depth.AUDIT: SHARE_OF_AUDITS, Depth.LOOK: SHARE_OF_LOOKS, Depth.QUICK: SHARE_OF_QUICK_LOOKS}
-        self._budgets = {depth: _Budget(share) for depth, share in shares.items()}
-        self._spent_s = self._first_s = 0.0  # in all; by the first ones, which no budget counts
+        self._spent_s_of = dict.fromkeys(SHARES, 0.0)
+        self._spent_s = self._first_s = 0.0  # in all; by the first ones, which no share counts
 
     def is_due(self, step: int) -> bool:
         """Call once a step, in order."""
@@ -109,7 +102,7 @@ class AuditSchedule:
     def budget_s(self, step: int) -> float:
         """An audit's share of the time between two audits."""
         step_s = (time.monotonic() - self._began) / (step - self._first_step + 1)
-        return max(SHARE_OF_AUDITS * self.frequency * step_s, 0.05)
+        return max(SHARES[Depth.AUDIT] * self.frequency * step_s, 0.05)
 
     def score_again_s(self) -> float:
         """Time that a look may take to call reward functions again: none if the looks have used up their share."""
@@ -141,12 +134,12 @@ class AuditSchedule:
             if self._num_made <= NUM_FIRST if is_audit else step < self._first_step + NUM_FIRST_LOOKS:
                 self._first_s += spent_s
             elif depth is not Depth.NONE:
-                self._budgets[depth].spent_s += spent_s
+                self._spent_s_of[depth] += spent_s
 
     def _affords(self, depth: Depth) -> bool:
-        run_s, budget = time.monotonic() - self._began, self._budgets[depth]
+        run_s = time.monotonic() - self._began
         is_behind = self._spent_s > SHARE * run_s
-        return budget.spent_s <= budget.share * run_s * (0.5 if is_behind else 1.0)
+        return self._spent_s_of[depth] <= SHARES[depth] * run_s * (0.5 if is_behind else 1.0)
 
     def _is_named(self, step: int) -> bool:
         return step in self._always or self.frequency == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.audit import all_checks
-from distflow.audit.audited_steps import SHARE_OF_AUDITS, AuditSchedule, Depth, drawn_update
+from distflow.audit.audited_steps import SHARES, AuditSchedule, Depth, drawn_update
 from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
@@ -294,7 +294,7 @@ class Auditor:
             run.inputs.recorder.note(
                 "info",
                 f"audits are behind: the last was {since} steps ago, and trust.audit_freq={self._schedule.frequency} "
-                f"wants one in as many. They may take {SHARE_OF_AUDITS:.1%} of the run's time. Looks at the other "
+                f"wants one in as many. They may take {SHARES[Depth.AUDIT]:.1%} of the run's time. Looks at the other "
                 "steps go on; trust.audit_freq=1 audits every step, whatever it costs",
             )
 

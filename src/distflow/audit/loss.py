@@ -31,16 +31,8 @@ EXACT, ROUNDED = 1e-3, 0.15
 """Mean difference between the outputs that the loss is given and those of the policy's own forward."""
 MOST_TOKENS = 2**18
 COLUMNS = (
-    "advantages",
-    "old_log_probs",
-    "prox_log_probs",
-    "ref_log_prob",
-    "values",
-    "returns",
-    "rollout_is_weights",
-    "rollout_log_probs",
-    "selected_tokens",
-    "versions",
+    *("advantages", "old_log_probs", "prox_log_probs", "ref_log_prob", "values", "returns"),
+    *("rollout_is_weights", "rollout_log_probs", "selected_tokens", "versions"),
 )
 Outputs = Mapping[str, Tensor]
 Total = Callable[["MiniBatch", Outputs], Tensor]

@@ -76,14 +76,14 @@ def audit_responses(recorded: RecordedStep) -> str | None:
     known = [(sample, recorded.prompt_group(sample)) for sample in recorded.some_samples(most)]
     samples = [(sample, prompt_group) for sample, prompt_group in known if prompt_group is not None]
     for sample, prompt_group in samples:
-        row = _row_of(recorded, prompt_group)
+        row = recorded.run.spec.rows[_place_of(recorded, prompt_group)]
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
         if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised whole
             _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:
-            _generated(recorded, sample, found[0][1], prompt_group.version)
+            _generated(sample, found[0][1], prompt_group.version)
         elif recorded.record_of(sample) is not None and row.response_ids is None:
             raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
         if row.response_ids is None:
@@ -300,10 +300,6 @@ def audit_rows(recorded: RecordedStep) -> str | None:
     return None
 
 
-def _row_of(recorded: RecordedStep, prompt_group: PromptGroup) -> PromptRow:
-    return recorded.run.spec.rows[_place_of(recorded, prompt_group)]
-
-
 def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
     """The number of the group's row."""
     _, row = recorded.place_of(prompt_group)
@@ -321,7 +317,7 @@ def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
         raise Wrong(f"the prompt of sample {sample['uid']} is not the tokens of its text {_short(row.prompt_text)}")
 
 
-def _generated(recorded: RecordedStep, sample: Sample, generation: Generation, version: int) -> None:
+def _generated(sample: Sample, generation: Generation, version: int) -> None:
     """The sample is the engine's generation. version: of the engine when the group was requested."""
     _same(sample, "response_ids", sample["response_ids"].tolist(), list(generation.token_ids), "the engine")
     log_probs = torch.tensor(generation.rollout_log_probs, dtype=torch.float32)

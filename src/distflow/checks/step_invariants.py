@@ -1,22 +1,130 @@
 """The checks of every step, at the points of a step where their data is available: the columns of the batch are
-consistent, engine and trainer agree, every trained tensor moves, and every loss term that is on contributes."""
+consistent, engine and trainer agree, every trained tensor moves, and every loss term that is on contributes; losses,
+gradients and weights are finite, and weights have a plausible size. A non-finite update is skipped, and saved so that
+it can be replayed."""
 
+import json
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance, check_mismatch
-from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.models.sharding import on_any_rank, own_part
-from distflow.models.weight_fingerprints import bit_hash, magnitudes
+from distflow.models.sharding import on_any_rank, own_part, whole
+from distflow.models.weight_fingerprints import bit_hash, magnitudes, unsound
+from distflow.observe.crash_safe_files import read_object
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine, TrainState
+
+BATCH, WEIGHTS, CONFIG, FACTS = "batch.safetensors", "weights.safetensors", "config.yaml", "bundle.json"
+KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
+
+
+@dataclass
+class NonFinite:
+    """Saves a bundle for each skipped update and stops a run that only skips.
+
+    folder: of the bundles; the newest `limit` are kept. limit: consecutive skipped updates of one engine that end the
+    run. config_yaml: saved in each bundle. start: by role, the magnitude of each trained weight before the first
+    update.
+    """
+
+    folder: Path
+    limit: int
+    config_yaml: str
+    start: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    _in_a_row: Counter[str] = field(default_factory=Counter)
+    _last: dict[str, Path] = field(default_factory=dict)
+    _num_saved: int = 0
+
+    def updated(
+        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int
+    ) -> Path | None:
+        """Call after each update; returns the bundle's folder if the update was skipped.
+
+        Raises TrustError at the limit, and if an update left a weight that is not finite or implausibly large: such
+        weights must not be synced or saved.
+        """
+        if metrics.get("empty"):
+            return None  # nothing was computed
+        if not metrics.get("skipped"):
+            self._in_a_row[role] = 0
+            wrong = unsound(magnitudes(engine.state().trained_weights().items()), self.start.get(role))
+            if wrong:
+                raise TrustError(
+                    f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
+                    f"tensors, {wrong[0]} first); they were not synced or saved. Lower the learning rate, or resume "
+                    "from the last checkpoint"
+                )
+            return None
+        self._in_a_row[role] += 1
+        bundle = self._save(role, engine, batch, metrics, step)
+        if self._in_a_row[role] >= self.limit:
+            raise TrustError(
+                f"{self._in_a_row[role]} updates of the {role} in a row had a non-finite loss or gradient "
+                f"(trust.max_skipped_updates). Look at one with `distflow replay {bundle}`; lower "
+                "the learning rate, or resume from an earlier checkpoint"
+            )
+        return bundle
+
+    def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
+        bundle = self._make_folder(role, step)
+        names = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
+        batch.only(names).save(bundle / BATCH)
+        before = self._last.get(role, bundle) / WEIGHTS
+        if self._in_a_row[role] > 1 and before.is_file():
+            os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
+        else:
+            weights = engine.state().trained_weights()
+            save_file({name: whole(t).cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
+        (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
+        facts = {"role": role, "step": step, "metrics": {k: repr(v) for k, v in metrics.items()}}
+        (bundle / FACTS).write_text(json.dumps(facts, indent=2))
+        self._last[role] = bundle
+        self._remove_old()
+        return bundle
+
+    def _make_folder(self, role: str, step: int) -> Path:
+        """Under an unused name: an earlier start, or another rank, may have saved one of this step."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            self._num_saved += 1
+            bundle = self.folder / f"step-{step + 1:06d}-{role}-{self._num_saved}"
+            with suppress(FileExistsError):
+                bundle.mkdir(mode=0o700)
+                return bundle
+
+    def _remove_old(self) -> None:
+        """Removes only files that distflow writes; other files in a bundle stay."""
+        ours = (
+            path
+            for path in self.folder.iterdir()
+            if re.fullmatch(r"step-\d{6,}-[a-z]+-\d+", path.name) and not path.is_symlink()
+        )
+        bundles = sorted((path for path in ours if "role" in read_object(path / FACTS)), key=_written)
+        for old in bundles[: -self.limit]:
+            for name in (BATCH, WEIGHTS, CONFIG, FACTS):
+                (old / name).unlink(missing_ok=True)
+            with suppress(OSError):  # it is not empty, or another rank was there first
+                old.rmdir()
+
+
+def _written(bundle: Path) -> int:
+    try:
+        return bundle.stat().st_mtime_ns
+    except FileNotFoundError:  # another rank has just removed it
+        return 0
+
 
 DEAD_TERMS = {
     "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",

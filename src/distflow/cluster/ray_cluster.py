@@ -21,7 +21,7 @@ from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
 from distflow.launch.hardware import check_cores
-from distflow.observe.writing.slow_phase_notices import lasting
+from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
 from distflow.planning.threads import usable_cores
 from distflow.runtime.spec import Spec, WorkerNeeds

@@ -24,7 +24,7 @@ from distflow.errors import UserError
 from distflow.launch.hardware import places_of
 from distflow.launch.run_setup import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
-from distflow.observe.writing.slow_phase_notices import lasting
+from distflow.observe.writing.timing import lasting
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Outcome, Spec

@@ -58,7 +58,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.trace import write_trace
+    from distflow.observe.report.timelines import write_trace
 
     target = Path(arguments.to or Path(arguments.run_dir) / "trace.json")
     first, last = write_trace(Path(arguments.run_dir), arguments.steps, target)

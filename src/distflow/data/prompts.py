@@ -16,14 +16,7 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
-    "uid",
-    "prompts",
-    "prompt_ids",
-    "domain",
-    "ground_truth",
-    "extra_info",
-    "group_index",
-    "episode_index",
+    *("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index", "episode_index"),
     "agent",
 )
 """The fields that exist before any node has run."""

@@ -1,20 +1,15 @@
-"""Rows of Python code: passed by the caller, and written to the run's folder as JSON lines, so that a resumed run reads
-the same; or printed by a module of ours in a process of its own, where imports of another package stay."""
+"""Rows that a caller passes from Python, written to the run's folder as JSON lines, so that a resumed run reads the
+same."""
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
-from distflow.data.dataset_columns import Record, plain
+from distflow.data.dataset_columns import plain
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import JSON, write_atomically
+from distflow.observe.crash_safe_files import write_atomically
 
 MAX_ROWS = 1_000_000
 
@@ -69,55 +64,6 @@ def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_row
             "Set data.train_max_samples (data.val_max_samples) to the number wanted"
         )
     return texts
-
-
-def read_printed_rows(module: str, arguments: Sequence[str], source: str, key: str) -> Iterator[Record]:
-    """The lines that `python -m module` prints with these arguments: each a row as JSON, or `{"error": reason}`.
-
-    Hashes of texts, on which some packages depend, do not vary in that process. Raises UserError, naming the config's
-    `key` and its `source`, for such an error and if the process fails.
-    """
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", module, *arguments],
-        env={
-            **os.environ,
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),
-        },
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if process.returncode:
-        reason = (process.stderr.strip() or f"its process ended with {process.returncode}").splitlines()[-1]
-        raise UserError(f"{key}: '{source}' gives no rows: {reason}")
-    for number, line in enumerate(process.stdout.splitlines(), 1):
-        found = json.loads(line)
-        if "error" in found:
-            raise UserError(f"{key}: '{source}': {found['error']}")
-        yield Record(f"{source}, row {number}", found)
-
-
-def print_rows(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows, or an error, for `read_printed_rows`; other output of their code goes to standard error."""
-    out = sys.stdout
-    with redirect_stdout(sys.stderr):
-        try:
-            for row in rows:
-                print(json.dumps(row, default=str), file=out)
-        except UserError as error:
-            print(json.dumps({"error": str(error)}), file=out)
-
-
-def read_settings(query: str) -> dict[str, JSON]:
-    """The settings in `a=1&b=x`: values that are JSON are parsed, others are texts."""
-    settings: dict[str, JSON] = {}
-    for name, text in parse_qsl(query, keep_blank_values=True):
-        try:
-            settings[name] = json.loads(text)
-        except ValueError:
-            settings[name] = text
-    return settings
 
 
 def _iterable(values: Any, name: str) -> object:

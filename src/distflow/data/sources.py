@@ -22,10 +22,10 @@ from urllib.request import getproxies
 import pyarrow
 
 from distflow.builtin_names import HUB_DATA
-from distflow.data import reasoning_gym, verifiers_tasks
 from distflow.data.dataset_columns import BadRows, Columns, RawRow, Record, read_rows
 from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.python_rows import MAX_ROWS, json_lines
+from distflow.data.task_packages import read_records
 from distflow.errors import UserError, missing_path
 from distflow.import_target import LoadError, load_function
 from distflow.untrusted_files import MAX_JSON_VALUES, MAX_LINE_BYTES, count_values, lines_of
@@ -91,7 +91,7 @@ def forget_rows(run_folder: Path) -> None:
 
 def is_function(source: str) -> bool:
     """Whether the source names a function that `load_rows` imports and calls, not a data set with a similar name."""
-    if source.startswith(("builtin:", verifiers_tasks.PREFIX)) or not _FUNCTION.fullmatch(source):
+    if source.startswith(("builtin:", "verifiers:")) or not _FUNCTION.fullmatch(source):
         return False
     return not (Path(source).expanduser().is_file() or Path(source.partition(":")[0]).expanduser().is_dir())
 
@@ -163,10 +163,8 @@ def _records(text: str, key: str, file: Path | None, wanted: int) -> Iterator[Re
         if file is None:
             raise UserError(f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept in")
         return _rows_of_function(text, file, key, wanted)
-    if text.startswith(reasoning_gym.PREFIX):
-        return reasoning_gym.read_records(text, key, wanted)
-    if text.startswith(verifiers_tasks.PREFIX):
-        return verifiers_tasks.read_records(text, key, wanted)
+    if text.startswith(("reasoning-gym:", "verifiers:")):
+        return read_records(text, key, wanted)
     if text.startswith("builtin:"):
         name = text.removeprefix("builtin:")
         file = BUILTIN_FOLDER / f"{name}.jsonl"

@@ -42,8 +42,7 @@ from distflow.models.tokenizer import end_token_ids
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum
-from distflow.scheduling.data_order import total_steps
-from distflow.scheduling.data_plan import DataPlan, DomainPlan, Frequency
+from distflow.scheduling.data_plan import DataPlan, DomainPlan, Frequency, total_steps
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:

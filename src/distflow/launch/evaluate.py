@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from distflow.audit.recorded_calls import GroupRecords
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
-from distflow.observe.writing.slow_phase_notices import lasting
+from distflow.observe.writing.timing import lasting
 from distflow.rewards.score import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.node_errors import warn_of_errors

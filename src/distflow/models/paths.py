@@ -19,13 +19,8 @@ BUILTIN_PREFIX = "builtin:"
 PACKAGE_PREFIX = "package:"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "tekken.json"),
 )
 
 

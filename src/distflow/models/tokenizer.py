@@ -11,13 +11,7 @@ from distflow.observe.crash_safe_files import read_object
 
 # Ends of a chat turn. They count only where the tokenizer has them as one special token.
 CHAT_END_TOKENS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|end_of_text|>",
-    "<|return|>",
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|return|>"),
 )
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Kind = Literal["mean", "sum", "max", "min", "last"]
 Nested: TypeAlias = dict[str, "float | Nested"]
@@ -23,18 +23,21 @@ class Metric(NamedTuple):
     doc: str
 
 
+def read_table(name: str) -> dict[str, Any]:
+    """A TOML file of this folder."""
+    import tomllib  # only where a table is asked for
+
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
 @cache
 def metric_table() -> tuple[Metric, ...]:
     """The entries of `metrics.toml`, in their order."""
-    import tomllib  # only where the table is asked for
-
-    table = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
-    return tuple(Metric(name, *entry) for name, entry in table.items())
+    return tuple(Metric(name, *entry) for name, entry in read_table("metrics.toml").items())
 
 
 class Headline(NamedTuple):
-    """One number of a step's line of text. names: of the metrics that may carry it, the first present one counts.
-    width: of the formatted value, which is filled up to it, so that lines stand under one another."""
+    """One number of a step's line of text, an entry of `charts.toml`."""
 
     label: str
     names: tuple[str, ...]
@@ -47,19 +50,11 @@ class Headline(NamedTuple):
         return format(shown if len(shown) <= 9 else format(value, ".2e"), f">{self.width}")
 
 
-HEADLINES = (
-    Headline("reward", ("reward/mean_score",), ".3f", 6),
-    Headline("loss", ("sft/loss", "rm/loss", "loss"), ".4f", 7),
-    Headline("val loss", ("sft/val_loss", "rm/val_loss"), ".4f", 7),
-    Headline("accuracy", ("val_correct/all/mean", "rm/val_accuracy", "rm/accuracy"), ".3f", 5),
-    Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f", 7),
-    Headline("value loss", ("critic/vf_loss",), ".4f", 7),
-    Headline("entropy", ("actor/entropy",), ".3f", 6),
-    Headline("length", ("rollout/avg_response_length",), ".1f", 6),
-    Headline("truncated", ("rollout/truncated",), ".0%", 4),
-    Headline("grad norm", ("actor/grad_norm", "sft/grad_norm", "rm/grad_norm"), ".3f", 6),
-    Headline("tokens/s", ("throughput/tokens_per_s",), ",.0f", 7),
-)
+@cache
+def headline_table() -> tuple[Headline, ...]:
+    """All numbers of a step's line of text, in their order."""
+    return tuple(Headline(**{**row, "names": tuple(row["names"])}) for row in read_table("charts.toml")["headlines"])
+
 
 _LEAF = "/"  # the key of a value at a name that is also the start of other names; no part of a name can be "/"
 
@@ -67,17 +62,13 @@ _LEAF = "/"  # the key of a value at a name that is also the start of other name
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that fits a name."""
-    return next((metric for metric in metric_table() if _pattern(metric.name).fullmatch(name)), None)
-
-
-@lru_cache
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(".+".join(re.escape(part) for part in name.split("*")))
+    patterns = ((".+".join(map(re.escape, metric.name.split("*"))), metric) for metric in metric_table())
+    return next((metric for pattern, metric in patterns if re.fullmatch(pattern, name)), None)
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
     """The metrics among these that a line of text shows."""
-    present = {line: next((name for name in line.names if name in values), None) for line in HEADLINES}
+    present = {line: next((name for name in line.names if name in values), None) for line in headline_table()}
     return {line: values[name] for line, name in present.items() if name is not None}
 
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from distflow.data.reasoning_gym import COLUMN, MISSING, make_dataset, read_entry
+from distflow.data.task_packages import GYM, make_dataset, missing, read_entry
 from distflow.rewards.score import Case
 
 try:
     from reasoning_gym.utils import extract_answer
 except ImportError as error:
-    raise ImportError(f"the reward 'reasoning_gym' {MISSING}") from error
+    raise ImportError(f"the reward 'reasoning_gym' {missing('reasoning-gym')}") from error
 
 EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 """Data sets that call `eval` on an answer."""
@@ -33,7 +33,7 @@ _LONGEST = 1000
 
 
 _ENTRY = {"question": "How many legs has a cow?", "answer": "4", "metadata": {}}
-_LEGS: dict[str, object] = {COLUMN: {"name": "leg_counting", "settings": {"seed": 1, "size": 1}, "entry": repr(_ENTRY)}}
+_LEGS: dict[str, object] = {GYM: {"name": "leg_counting", "settings": {"seed": 1, "size": 1}, "entry": repr(_ENTRY)}}
 CASES = (
     Case("It has four: <answer>4</answer>", "4", True, _LEGS),
     Case("<answer>5</answer>", "4", False, _LEGS),
@@ -48,9 +48,9 @@ def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = N
     An answer that the data set cannot read scores 0.0, like none.
     Raises ValueError for a row of another data set, UserError for one that this version of the package does not know.
     """
-    made = (extra_info or {}).get(COLUMN)
+    made = (extra_info or {}).get(GYM)
     if not isinstance(made, Mapping) or not isinstance(made.get("entry"), str):
-        raise ValueError(f"the row has no column '{COLUMN}': its data must be reasoning-gym:NAME")
+        raise ValueError(f"the row has no column '{GYM}': its data must be reasoning-gym:NAME")
     name, entry = str(made["name"]), read_entry(str(made["entry"]))
     dataset, answer = _dataset(name, json.dumps(made["settings"])), extract_answer(solution_str)
     try:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from distflow.data.verifiers_tasks import COLUMN, MISSING, read_task
+from distflow.data.task_packages import VERIFIERS, missing, read_task
 from distflow.rewards.score import Case
 
 try:
     import verifiers.v1 as vf
 except ImportError as error:
-    raise ImportError(f"the reward 'verifiers' {MISSING}") from error
+    raise ImportError(f"the reward 'verifiers' {missing('verifiers')}") from error
 
 CASES: tuple[Case, ...] = ()
 """No known cases: each taskset has its own."""
@@ -22,9 +22,9 @@ async def compute_score(solution_str: str, extra_info: Mapping[str, object] | No
 
     Raises ValueError for a row of other data and for a reward that returned None, and what the rewards raise.
     """
-    task_column = (extra_info or {}).get(COLUMN)
+    task_column = (extra_info or {}).get(VERIFIERS)
     if not isinstance(task_column, Mapping):
-        raise ValueError(f"the row has no column '{COLUMN}': its data must be verifiers:ID")
+        raise ValueError(f"the row has no column '{VERIFIERS}': its data must be verifiers:ID")
     task = _task(str(task_column["name"]), json.dumps(task_column["settings"]), json.dumps(task_column["task"]))
     trace = _trace(task, solution_str)
     await task.score(trace)

@@ -29,7 +29,7 @@ from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.data_order import minibatches
+from distflow.scheduling.data_plan import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]

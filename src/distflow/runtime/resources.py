@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from distflow.models.sharding import whole
-from distflow.observe.writing.slow_phase_notices import lasting
+from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import RankPlan
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter

@@ -13,9 +13,8 @@ from typing import Any, cast
 
 from distflow.errors import UserError
 from distflow.sandbox import interface
-from distflow.sandbox.fork_server_process import ForkServer, LevelName, ServerGone
+from distflow.sandbox.fork_server import ForkServer, LevelName, Program, ServerGone
 from distflow.sandbox.inside.values import from_text, to_text
-from distflow.sandbox.running_program import Program
 
 LEVELS: tuple[LevelName, ...] = ("namespaces", "floor")
 """The stronger first."""

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -103,26 +105,16 @@ def graded(solution_str: str) -> float:
 
 _DEADLINE_S = 300.0
 _STEP_S = 0.05  # about what one takes
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-PRESET_KEYS = {
-    "grpo": (f"{_ROLLOUT}.n=4", f"{_ACTOR}.kl_loss_coef=0.1", f"{_ACTOR}.entropy_coef=0.01"),
-    "ppo": (
-        f"{_ROLLOUT}.n=2",
-        "critic.optim.lr=3e-3",
-        "critic.ppo_epochs=2",
-        "algorithm.kl_ctrl.kl_coef=0.05",
-        "algorithm.gamma=0.97",
-    ),
-}
-"""Keys of each preset: every step has two updates, and every term of the loss counts."""
+_KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
+PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]
 
 REPLAYED = ("dag.pipeline=distflow.selftest.runs:replayed", "trust.audit_freq=0")
 """The audit needs the engine's requests, and there are none; the reference loop checks each step instead."""
 
-_SHARDED, _UNAUDITED = f"{_ACTOR}.strategy=fsdp", "trust.audit_freq=0"
+_SHARDED, _UNAUDITED = "actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=0"
 """The audit needs whole weights, which no rank has then."""
 
-AHEAD = ("async.max_staleness=1", f"{_ROLLOUT}.num_threads=1")
+AHEAD = ("async.max_staleness=1", "actor_rollout_ref.rollout.num_threads=1")
 
 
 class Died(Exception):
@@ -153,36 +145,9 @@ class Lab:
 
     def keys(self, name: str) -> list[str]:
         """The config of the run `name` as lines of a command."""
-        batch_size = len(self.prompts[0])
-        return [
-            f"trainer.default_local_dir={self.folder / name}",
-            f"trainer.total_training_steps={len(self.prompts)}",
-            "trainer.device=cpu",
-            "trainer.num_threads=1",
-            "trainer.logger=[]",
-            "trainer.test_freq=-1",
-            "trainer.save_freq=1",
-            f"trainer.keep_last={len(self.prompts)}",
-            "trainer.save_groups=all",
-            "trust.on_mismatch=warn",
-            f"data.train_files={self.folder / 'rows.jsonl'}",
-            "data.shuffle=false",
-            "data.num_loader_workers=0",
-            f"data.train_batch_size={batch_size}",
-            "data.max_prompt_length=16",
-            "data.max_response_length=10",
-            f"actor_rollout_ref.model.path={self.folder / 'policy'}",
-            f"actor_rollout_ref.model.tokenizer_path={TOKENIZER}",
-            "actor_rollout_ref.model.dtype=float32",
-            f"{_ACTOR}.ppo_mini_batch_size={batch_size // 2}",
-            f"{_ACTOR}.optim.lr=1e-3",
-            f"{_ROLLOUT}.temperature=0.9",
-            f"{_ROLLOUT}.stop=['0','5','a','e','i','o','u',' ']",
-            "reward.functions={default: ['distflow.selftest.runs:graded']}",
-            "reward.num_workers=1",
-            *([f"critic.model.path={self.folder / 'critic'}"] if self.preset == "ppo" else []),
-            *PRESET_KEYS[self.preset],
-        ]
+        batch, lines = len(self.prompts[0]), (*_KEYS["every"], *PRESET_KEYS[self.preset])
+        sizes = {"num_steps": len(self.prompts), "batch": batch, "half": batch // 2}
+        return [Template(line).substitute(sizes, folder=self.folder, run=name) for line in lines]
 
     def replayed(self) -> Figures:
         """A synchronous run on the recorded responses."""

@@ -25,7 +25,6 @@ class LossFn(Protocol):
     def counts(self, batch: Batch) -> Counts:
         """Denominators of the loss. They add over micro-batches and ranks. `tokens` are those that count: without any
         in a mini-batch no optimizer step is taken."""
-        ...
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to the loss),
@@ -33,11 +32,9 @@ class LossFn(Protocol):
 
         A statistic that stays a tensor on the device is read after all micro-batches; converting it to a number here
         waits for the device."""
-        ...
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         """Metrics of the mini-batch from the summed statistics."""
-        ...
 
 
 MODEL_PREFIX = "model."
@@ -71,7 +68,6 @@ class Scorer(Protocol):
 
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """The wanted per-token outputs as response columns, without gradient."""
-        ...
 
 
 class TrainEngine(Scorer, Protocol):
@@ -79,11 +75,9 @@ class TrainEngine(Scorer, Protocol):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step over `batch`."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names."""
-        ...
 
     def state(self) -> TrainState: ...
 
@@ -92,11 +86,9 @@ class TrainEngine(Scorer, Protocol):
     def offload(self, weights: bool = True, moments: bool = True) -> None:
         """Free the device of the weights, the optimizer's moments or both, which wait in the host's memory. Without its
         weights an engine is asked for `weights` and `state` alone, until `onload`. Both come back bit for bit."""
-        ...
 
     def onload(self) -> None:
         """Weights are back; moments come with the next optimizer step."""
-        ...
 
 
 Named = dict[str, float]
@@ -116,12 +108,10 @@ class Collective(Protocol):
     @property
     def rank(self) -> int:
         """This process's place in the group, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     def sum(self, value: Reducible) -> Reducible: ...
 
@@ -129,7 +119,6 @@ class Collective(Protocol):
 
     def gather(self, value: Plain) -> list[Plain]:
         """The values of all ranks, in order: plain data and small tensors."""
-        ...
 
 
 class OneRank:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.rewards.math.formula_equality import is_number
 from distflow.rewards.math.reward import compute_score
-from distflow.rewards.math.unevaluated_answers import is_number
 
 # ground truth ## a box that does not state it, though a parser may find the same value in it
 NOT_STATED = r"""

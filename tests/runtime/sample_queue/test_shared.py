@@ -11,7 +11,7 @@ from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, 
 from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_step
-from distflow.scheduling.data_order import minibatches
+from distflow.scheduling.data_plan import minibatches
 from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import coordinator
 

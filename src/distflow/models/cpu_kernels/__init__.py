@@ -1,7 +1,6 @@
 """Native kernels for a CPU: C, compiled where it runs (`build.py`), and the Python that calls it. Without a compiler
 torch does it all.
 
-`decode_step.py`: one decode step and sampling (`decode.c`, `draw.c`). `weight_layout.py`: how its weights are packed.
-`layer.py`: attention over packed sequences (`attend.c`), and the rest of a layer in float32 (`before.c`, `after.c`), or
-operations between torch's products in a larger layer, or in bfloat16 (`between.c`). The headers are shared.
+`decode_step.py` calls `decode.c` and `draw.c`, with weights packed by `weight_layout.py`; `training_layer.py` calls
+`attend.c`, `before.c`, `after.c` and `between.c`.
 """

@@ -165,15 +165,13 @@ def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
     """The steps that have a sample file, rolled back or not, ascending. `read_samples` tells."""
     pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,18})(?:\.\d+)?"))
-    folder = samples_dir(run_dir, split)
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
+    files = samples_dir(run_dir, split).glob("*.jsonl")
+    return sorted({int(match[1]) for file in files if (match := pattern.fullmatch(file.name))})
 
 
 def sample_splits(run_dir: Path) -> list[str]:
     """The splits that have sample files, "train" first if it is there; without what was dropped."""
-    folder = run_dir / "samples"
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    names = [file.name for file in (run_dir / "samples").glob("*.jsonl")]
     found = {match[1] or "train" for name in names if (match := re.fullmatch(r"(?:(.+)-)?\d{6,18}\.jsonl", name))}
     return sorted(found, key=lambda split: (split != "train", split))[:_MAX_SPLITS]
 

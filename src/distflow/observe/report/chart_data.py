@@ -8,12 +8,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
 from distflow.observe.crash_safe_files import JSON, MAX_NUMBER
-from distflow.observe.metrics import find_metric
+from distflow.observe.metrics import find_metric, read_table
 from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
 Column: TypeAlias = Sequence[float | str | None]
@@ -28,17 +27,6 @@ _STALENESS = "staleness of the oldest token"
 Z_95 = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 _MAX_LINES = 8
-_LARGE = r"(rollout|train_step|update_weights|recompute_logp)"  # the phases whose memory is looked for first
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A question and the patterns of the metrics in it; "stack" adds its series up."""
-
-    question: str
-    patterns: tuple[str, ...]
-    kind: Literal["line", "stack"] = "line"
-    unit: str = ""
 
 
 class ChosenChart(TypedDict):
@@ -53,28 +41,6 @@ class ChosenChart(TypedDict):
     colors: NotRequired[dict[str, int]]
 
 
-CHARTS = (
-    Chart("Does it solve more validation problems?", (r"val_correct/.*",), unit="share correct"),
-    Chart("Does the reward rise?", (r"reward/mean_score", r"reward/.*/mean", r"reward/(max|min)"), unit="score"),
-    Chart("Does the loss fall?", (r"(sft|rm)/.*loss", r"loss"), unit="loss"),
-    Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
-    Chart("How far does one step move it?", (r"actor/ppo_kl",), unit="nats"),
-    Chart("Does it still explore?", (r"actor/entropy",), unit="entropy, nats"),
-    Chart("Do responses get longer?", (r"rollout/avg_response_length", r"rollout/response_length/.*"), unit="tokens"),
-    Chart("How many responses are truncated?", (r"rollout/truncated",), unit="share"),
-    Chart("How many groups carry no gradient?", (r"reward/frac_reward_zero_std",), unit="share"),
-    Chart("Are the gradients healthy?", (r"(actor|critic|sft|rm)/grad_norm",), unit="norm"),
-    Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
-    Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
-    Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
-    Chart("Were there reward errors?", (r"reward/(errors|timeouts|calls)",), unit="samples"),
-    Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
-    Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$|save_wait$).*",), "stack", "seconds"),
-    Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
-    Chart("How much memory does it take on the GPU?", (rf"memory/cuda/{_LARGE}", r"memory/cuda/.*"), unit="GiB"),
-    Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
-)
-
 _NUM_FIRST = 2
 
 
@@ -87,15 +53,16 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
     in_domain_charts = {name for chart in by_domain for name in chart["names"]}
     remaining = sorted(set(names) - in_domain_charts)
     charts: list[ChosenChart] = []
-    for position, chart in enumerate(CHARTS):
+    for position, chart in enumerate(read_table("charts.toml")["charts"]):
         if position == _NUM_FIRST:
             charts += by_domain
-        fitting = (name for pattern in chart.patterns for name in remaining if re.fullmatch(pattern, name))
+        fitting = (name for pattern in chart["patterns"] for name in remaining if re.fullmatch(pattern, name))
         matching = list(dict.fromkeys(fitting))
-        if chart.kind == "line":
+        if chart["kind"] == "line":
             matching = matching[:_MAX_LINES]
         if matching:
-            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": matching})
+            shown = {key: chart[key] for key in ("question", "kind", "unit")}
+            charts.append(cast(ChosenChart, {**shown, "names": matching}))
             remaining = [name for name in remaining if name not in matching]
     return charts, remaining
 

@@ -178,7 +178,8 @@ def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, 
             else:
                 kind = "better" if now > then else "worse" if now < then else "same"
             pair = {"split": split, "before": _response(old[key], then), "after": _response(new[key], now)}
-            pairs[kind].append(pair | _problem(old[key][0]))
+            asked = {name: cut(old[key][0].get(name), 1200) for name in ("prompt", "ground_truth", "domain")}
+            pairs[kind].append(pair | {name: value for name, value in asked.items() if value is not None})
             for rows, kept in zip((old[key], new[key]), lengths, strict=True):
                 kept.extend(n for row in rows if (n := to_number(row.get("response_length"))) is not None)
     return {
@@ -226,10 +227,6 @@ def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
     scored = [row for row in rows if not row.get("errors")]
     scores = [score for row in scored if isinstance(score := row.get("acc", row.get("score")), float)]
     return sum(scores) / len(scores) if scores else None
-
-
-def _problem(row: Mapping[str, object]) -> dict[str, object]:
-    return {key: cut(row.get(key), 1200) for key in ("prompt", "ground_truth", "domain") if row.get(key) is not None}
 
 
 def _response(rows: Sequence[Mapping[str, object]], score: float | None) -> dict[str, object]:

@@ -1,14 +1,19 @@
 """How steps run: the pipeline as a graph, from plan.json, and timelines of the activities and waits of rollout loop and
-training loop, from the run's spans and ledger."""
+training loop, from the run's spans and ledger. Also some steps as a Chrome trace, which ui.perfetto.dev and
+chrome://tracing open: a process for each worker of the run, a track for each lane of its spans, and counters of its
+speeds and tokens."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distflow.observe.crash_safe_files import JSON, read_object, read_records
+from distflow.errors import UserError
+from distflow.observe.crash_safe_files import JSON, encode, read_object, read_records, to_number, write_atomically
+from distflow.observe.reading import run_reader as reader
 from distflow.observe.reading.run_reader import MetricsRecord, read_spans
 from distflow.observe.report.judgements import Steps
 from distflow.observe.writing.run_folder import Span
@@ -280,3 +285,89 @@ def _node(node: Mapping[str, JSON], steps: Steps) -> dict[str, Any]:
     timing = f"timing_s/{texts['phase']}"
     times = [values[timing] for values in steps.values() if timing in values and texts["plane"] == "training"]
     return {**texts, **names, "layer": 0, "seconds": float(f"{sum(times) / len(times):.4g}") if times else None}
+
+
+_NUM_LAST = 5
+_Json = dict[str, Any]
+_Windows = Mapping[int, tuple[float, float]]  # when steps began and ended
+
+
+def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, int]:
+    """steps: "12", "10-14", or None for the last few. Returns the first and the last step that the file has."""
+    timeline, num_files = reader.read_timeline(run_dir), len([*(run_dir / "spans").glob("*.jsonl")])
+    happened, metrics = reader.read_events(run_dir, timeline), reader.read_metrics(run_dir, timeline)
+    spans = {
+        actor: [span for span in own if timeline.survives(span.restart, span.step or 0)]
+        for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES // max(num_files, 1)).items()
+    }
+    is_over = bool(happened) and happened[-1].fields.get("status") in ("finished", "stopped")
+    last_step = max((record.step for record in metrics), default=0) if is_over else None
+    windows = _windows(spans.get("training", ()), last_step, steps, run_dir)
+    begin, end = min(first for first, _ in windows.values()), max(last for _, last in windows.values())
+    tracks: dict[tuple[int, str], int] = {(0, "steps"): 0}
+    events = [_event("X", f"step {step}", *window) for step, window in windows.items()]
+    for actor, found in spans.items():
+        for worker, title, span in _titled(actor, [s for s in found if s.start <= end and s.end >= begin]):
+            facts = {"step": span.step, "group": span.group_id, "version": span.version}
+            place = {"pid": worker, "tid": tracks.setdefault((worker, title), len(tracks))}
+            name = f"{span.what}, on {span.on}" if span.on else span.what
+            events.append(_event("X", name, span.start, span.end, **place, args=facts))
+    for (worker, title), track in tracks.items():
+        for kind, name in (("process_name", f"worker {worker}"), ("thread_name", title)):
+            events.append(_event("M", kind, begin, pid=worker, tid=track, args={"name": name}))
+    for event in (event for event in happened if begin <= event.t <= end and not event.rolled_back):
+        events.append(_event("i", event.kind, event.t, s="g", args={"message": event.message}))
+    try:
+        write_atomically(target, encode({"traceEvents": [*events, *_counters(run_dir, metrics, windows)]}))
+    except OSError as error:
+        raise UserError(f"the trace {target} cannot be written: {error.strerror}") from error
+    return min(windows), max(windows)
+
+
+def _event(phase: str, name: str, start: float, end: float | None = None, **fields: Any) -> _Json:
+    """Of the trace, in microseconds."""
+    length = {} if end is None else {"dur": round((end - start) * 1e6)}
+    return {"ph": phase, "name": name, "ts": round(start * 1e6), "pid": 0, "tid": 0, **length, **fields}
+
+
+def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir: Path) -> _Windows:
+    """Of the wanted steps. spans: of the trainer that leads. last: step of the run, None if it did not end well."""
+    known = dict[int, tuple[float, float]]()
+    for step, span in ((span.step or 0, span) for span in spans if span.kind == "phase"):
+        if 0 < step <= (last or step):
+            begin, end = known.get(step, (span.start, span.end))
+            known[step] = min(begin, span.start), max(end, span.end)
+    if not known:
+        raise UserError(f"{run_dir} holds no spans of a training step in spans/training.jsonl: nothing to trace")
+    wanted = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps or f"{max(max(known) - _NUM_LAST + 1, 0)}-{max(known)}")
+    if wanted is None:
+        raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, and not '{steps}'")
+    first_step, last_step = int(wanted[1]), int(wanted[2] or wanted[1])
+    if not (windows := {step: window for step, window in known.items() if first_step <= step <= last_step}):
+        raise UserError(f"{run_dir} holds the spans of steps {min(known)} to {max(known)}, and none of {steps}")
+    return windows
+
+
+def _titled(actor: str, spans: Sequence[Span]) -> Iterator[tuple[int, str, Span]]:
+    """Each span with its worker and the title of its track: several where spans overlap (but for phases)."""
+    name, _, part = actor.rpartition("-") if re.search(r"-[0-9]{1,6}$", actor) else (actor, "", "0")
+    for (kind, lane), own in by_lane(name, spans).items():
+        ends: list[tuple[float, int]] = []
+        for span in sorted(own, key=lambda span: (span.start, -span.end)):
+            is_free = ends and (kind == "phase" or ends[0][0] <= span.start)
+            number = heappop(ends)[1] if is_free else len(ends)
+            heappush(ends, (span.end, number))
+            yield int(part), f"{lane} {number + 1}" if number else lane, span
+
+
+def _counters(run_dir: Path, metrics: Sequence[reader.MetricsRecord], windows: _Windows) -> Iterator[_Json]:
+    """The speeds of each step from its begin on, and the tokens of all groups that were completed so far."""
+    for step, values in ((each.step, each.values) for each in metrics if each.kind == "train" and each.step in windows):
+        for name in (name for name in values if name.startswith("throughput/")):
+            yield _event("C", name, windows[step][0], args={name: values[name]})
+    tokens, begin, end = 0.0, min(windows.values())[0], max(last for _, last in windows.values())
+    for record in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
+        t = to_number(record.get("t")) or 0.0
+        if record.get("kind") == "complete" and begin <= t <= end:
+            tokens += to_number(record.get("tokens")) or 0.0
+            yield _event("C", "tokens of completed groups", t, args={"tokens": tokens})

@@ -21,31 +21,12 @@ MARK: Final = ".distflow-run"
 """Says that the folder is a run's."""
 
 FILES: Final = (
-    "run.json",
-    "config.yaml",
-    "plan.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "ledger.jsonl",
-    "report.html",
-    "trace.json",
-    "wandb.json",
-    *("trackio.json", "mlflow.json", "mlflow.db", "swanlab.json"),
+    *("run.json", "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html"),
+    *("trace.json", "wandb.json", "trackio.json", "mlflow.json", "mlflow.db", "swanlab.json"),
 )
 FOLDERS: Final = (
-    "checkpoints",
-    "samples",
-    "dropped",
-    "spans",
-    "tokens",
-    "data",
-    "bundles",
-    "tensorboard",
-    "wandb",
-    "models",
-    "huggingface",
-    *("mlartifacts", "swanlog"),
-    "earlier",
+    *("checkpoints", "samples", "dropped", "spans", "tokens", "data", "bundles", "tensorboard", "wandb", "models"),
+    *("huggingface", "mlartifacts", "swanlog", "earlier"),
 )
 _LOCK: Final = "hhqqi4x"
 """`struct flock` of Linux on 64 bits: type, whence, start, length, process."""

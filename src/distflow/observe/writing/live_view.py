@@ -5,12 +5,14 @@ widths. Text of models and data goes through `escape_control` and is never read 
 """
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
@@ -22,7 +24,58 @@ from rich.text import Text
 
 from distflow.observe.metrics import Headline, headlines
 from distflow.observe.sanitize import SanitizedStream, TerminalOutput, escape_control
-from distflow.observe.writing.sparkline import WIDTH, Curve, sparkline
+from distflow.observe.writing.timing import duration
+
+WIDTH = 40
+"""Bars of a curve at most."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Curve:
+    """The values of a whole run: means of equally many neighbours, so that there are never many."""
+
+    def __init__(self) -> None:
+        self.low, self.high = math.inf, -math.inf
+        self._means: list[float] = []
+        self._each, self._open = 1, list[float]()
+
+    def append(self, value: float) -> None:
+        if math.isfinite(value):
+            self.low, self.high = min(self.low, value), max(self.high, value)
+        self._open.append(value)
+        if len(self._open) == self._each:
+            self._means.append(_mean(self._open))
+            self._open = []
+        if len(self._means) == 4 * WIDTH:
+            self._means, self._each = means(self._means, 2 * WIDTH), 2 * self._each
+
+    @property
+    def values(self) -> list[float]:
+        return self._means + ([_mean(self._open)] if self._open else [])
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values in `width` bars at most, between the least and the greatest; one that is not finite is "×"."""
+    shown = means(values, max(width, 0)) if len(values) > width else values
+    finite = [value for value in shown if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+
+    def bar(value: float) -> str:
+        height = (value - low) / (high - low) if high > low else 0.5
+        return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]
+
+    return "".join(bar(value) if math.isfinite(value) else "×" for value in shown)
+
+
+def means(values: Sequence[float], number: int) -> list[float]:
+    """The means of so many parts of the values, in their order; of as many values each, or one more."""
+    ends = [len(values) * part // max(number, 1) for part in range(number + 1)]
+    return [_mean(values[start:end]) for start, end in pairwise(ends)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
 
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
 _LABEL, _VALUE, _RANGE = 10, 9, 15
@@ -340,13 +393,6 @@ class Panel:
         rates = [(name.removeprefix("throughput/"), n) for name, n in self.values.items() if "throughput/" in name]
         speeds = [f"{name} {speed:,.0f}" for name, speed in rates if name != "tokens_per_s"]
         return [_row("tokens/s", " · ".join(speeds))] if speeds else []
-
-
-def duration(seconds: float) -> str:
-    """`0:07`, `12:30`, `3:05:00`."""
-    whole = max(int(seconds), 0)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _row(label: str, text: str, tail: str = "", style: str = "") -> RenderableType:

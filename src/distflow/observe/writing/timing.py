@@ -1,9 +1,10 @@
-"""Where the time of a step goes: named phases that add up to the step, and spans for the run's folder."""
+"""Where the time of a step goes: named phases that add up to the step, and spans for the run's folder. Also progress
+lines of what takes long while a run has no view."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class PhaseTimer:
@@ -74,3 +75,35 @@ class PhaseTimer:
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
         return now
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:05:00`."""
+    whole = max(int(seconds), 0)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@contextmanager
+def lasting(
+    say: Callable[[str], None], what: str, detail: Callable[[], str] = lambda: "", first_s: float = 10.0
+) -> Iterator[None]:
+    """While it is entered, `say` is called with `what`, the time so far and `detail()`: after 10 s, then ever more
+    rarely, at least once a minute."""
+    started, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        wait = first_s
+        while not ended.wait(wait):
+            seconds = time.monotonic() - started
+            with suppress(OSError):  # nobody reads any more, which the main thread finds out
+                say(f"{what}: {duration(seconds)} so far{detail()}")
+            wait = min(max(seconds, first_s), 60.0)
+
+    reporter = threading.Thread(target=report, name="progress", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()

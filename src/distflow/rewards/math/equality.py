@@ -9,9 +9,15 @@ import re
 from collections.abc import Callable
 
 from distflow.rewards.math.bounds import is_affordable
-from distflow.rewards.math.formula_equality import expressions_equal, is_approximation, numbers_equal, plain_number
+from distflow.rewards.math.formula_equality import (
+    expressions_equal,
+    has_form_of,
+    is_approximation,
+    is_number,
+    numbers_equal,
+    plain_number,
+)
 from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
-from distflow.rewards.math.unevaluated_answers import has_form_of, is_number
 from distflow.rewards.math.units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
 
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
@@ -177,10 +183,6 @@ def _is_name(side: str) -> bool:
     return bool(_LETTER.search(rest)) and not _NO_NAME.search(rest)
 
 
-def _formulas(gold: str, answer: str) -> bool:
-    return has_form_of(gold, answer) and expressions_equal(gold, answer)
-
-
 def _measures(gold: str, answer: str) -> bool | None:
     """The same number with a unit or without; two units are converted; 50 % is 50 and 0.5; 180° is 180 and π."""
     gold_value, gold_unit = split_unit(gold)
@@ -309,5 +311,5 @@ def _texts(gold: str, answer: str) -> bool | None:
 
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
     _numbers, _choices, _named_tuples, _bases, _clock_times, _congruences, _chains, _measures, _ratios, _relations,
-    _lists, _texts, _formulas,
+    _lists, _texts, lambda gold, answer: has_form_of(gold, answer) and expressions_equal(gold, answer),
 )  # fmt: skip

@@ -1,30 +1,20 @@
 r"""Answers as text: normalisation of notations, and splitting of lists at the top level."""
 
 import re
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 from distflow.rewards.extracted_answers import unboxed
 
 MAX_RAW_CHARACTERS = 2_000
 
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
-_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox)"
-_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|ln|log|exp"
-_VERBS = "is|are|was|were|has|have|had|equals?"
-_CURRENCIES = {r"\$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
-_SYMBOLS = str.maketrans(
-    {
-        "−": "-", "–": "-", "×": r" \times ", "·": r" \cdot ", "⋅": r" \cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
-        "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "∪": r" \cup ", "∩": r" \cap ", "∈": r" \in ",
-        "∅": r"\emptyset ", "±": r"\pm ", "ℝ": r"\mathbb{R}", "°": r"^\circ ",
-        "\u2009": " ", "\u202f": " ", "\u00a0": " ", "≈": r"\approx ", "。": ".",
-        **{chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)},  # full width, as beside Chinese
-        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    }
-)  # fmt: skip
-_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+_TABLE = tomllib.loads(Path(__file__).with_name("notation.toml").read_text("utf-8"))
+_SCALES, _PARTS = _TABLE["scales"], {**_TABLE["parts"], "SCALES": "|".join(_TABLE["scales"])}
+_TEXT, _SUPERSCRIPTS = _PARTS["TEXT"], _PARTS["SUPERSCRIPTS"]
+_FULL_WIDTH = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # as beside Chinese
+_SYMBOLS = str.maketrans(_TABLE["symbols"] | _FULL_WIDTH)
 _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS, "0123456789-")
-_THIN_SPACE = r"(?:\\[,;:! ]|~|\\thinspace(?![A-Za-z])| )"
 
 
 def _as_integer(match: re.Match[str]) -> str:
@@ -47,65 +37,19 @@ def _as_improper(match: re.Match[str]) -> str:
     return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
 
 
-# (pattern, replacement), applied in this order.
-_RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern, re.ASCII), replacement)
-    for pattern, replacement in (
-        (rf"[{_SUPERSCRIPTS}]+", lambda match: f"^{{{match[0].translate(_FROM_SUPERSCRIPT)}}}"),
-        (r"(?<=[\w)}\]])\*\*(-?\d+|[A-Za-z])", r"^{\1}"),  # a power in Python notation; any other ** is bold print
-        (r"(?<=[\w)}\]])\*\*(?=[({\\])", "^"),
-        (r"\*\*", ""),
-        (r"(?<=\d)\s*,\s*\\!\s*(?=\d{3}(?!\d))", ","),
-        (r"\\(?:displaystyle|textstyle|left|right|[bB]igg?[lr]?|mleft|mright|limits)(?![A-Za-z])|\\!", ""),
-        (r"\\(?:quad|qquad|thinspace|enspace|space|hspace\{[^{}]*\})(?![A-Za-z])", " "),
-        (rf"(?<=\d){_THIN_SPACE}(?=\d{{3}}(?!\d))", ""),
-        (r"\{,\}", ","),
-        (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", _as_integer),
-        (r"\^-(\d+|[A-Za-z])", r"^{-\1}"),
-        (r"(?:^|\{)([^{}\\]+)\\choose\s*([^{}\\]+)(?:$|\})", r"\\binom{\1}{\2}"),
-        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?=\s*[({{\\^_\d]|\s+[A-Za-z](?![A-Za-z]))", r"\\\1 "),
-        (r"(?<![\\A-Za-z])(sec|csc)(?=\s*\(|\^)", r"\\\1 "),
-        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?i)(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])|(?<![\\\w])oo(?!\w)", r"\\infty "),
-        (rf"(?<=\d)\s*\^?\s*\{{?\s*(?:{_TEXT}\s*\{{\s*)?(?:st|nd|rd|th)\s*\}}{{0,2}}\s*\.?$", ""),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\^?\s*\\(?:degree|textdegree)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
-        (r"\\sqrt\s*\[([3579])\]\s*\{-(\d+)\}", r"-\\sqrt[\1]{\2}"),  # the real root is meant
-        (r"\\lg(?![A-Za-z])", r"\\log"),
-        (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=|=<", r"\\le "),
-        (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"(?<=[\d)])!=", "! ="),
-        (r"\\neq?(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
-        (r"\\([lr])brace(?![A-Za-z])", lambda match: r"\{" if match[1] == "l" else r"\}"),
-        (r"\\([lr])brack(?![A-Za-z])", lambda match: "[" if match[1] == "l" else "]"),
-        (r"m?\\angle(?![A-Za-z])", ""),
-        (
-            r"^(-?)\s*(\\\$|[€£¥₹])\s*(-?\d[^$€£¥₹]*?)[\s.,;:]*$",
-            lambda m: rf"{m[1]}{m[3]} \text{{{_CURRENCIES[m[2]]}}}",
-        ),
-        (r"(\d)\s*€$", r"\1 \\text{euros}"),
-        (r"(?<=\d)\"$", r" \\text{inches}"),
-        (r"\\?\$", ""),
-        (rf"^{_TEXT}\s*\{{([^{{}}]*\d[^{{}}]*)\}}$", r"\1"),
-        (rf"^(?:{_TEXT}\s*\{{\s*)?(?:[Oo]ption|[Cc]hoice) (\(?[A-J]\)?)\s*\}}?\.?$", r"\1"),
-        (r"^(?:=|\\approx|\\therefore|\\implies|\\Rightarrow)\s*", ""),
-        (rf"^(?:{_TEXT}\s*\{{\s*)?[A-Za-z][A-Za-z ,']*(?:\b(?:{_VERBS})\s*:?|nswer:)\s*\}}?\s*(?=[-+\d\\(])", ""),
-        (r"\\[()\[\]]", ""),
-        (r"\\overline\s*\{([A-Z]{2,})\}", r"\1"),
-        (r"(\d*)\.(\d{0,50})(?:\\(?:overline|bar)\s*\{(\d{1,50})\}|\\dot\s*\{?(\d)\}?)", _as_fraction),
-        (rf"(?i){_TEXT}\s*\{{\s*({'|'.join(_SCALES)})s?\b", r"\1 \\text{"),
-        (rf"(?i)(?<=[\d}}])\s*({'|'.join(_SCALES)})s?\b", lambda m: rf" \cdot 10^{{{_SCALES[m[1].lower()]}}} "),
-        (r"\\text\{\s*\}", ""),
-        (r"(?<![\w\\.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)", r"\1 \\cdot 10^{\2}"),
-        (r"(?<![\d.,/^_}])(?<!\d )(\d+)(?:\s+|\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?!\.?\d)", _as_improper),
-        (r"(?<=,)\s*(?:\.{3,}|…)|…", r"\\ldots "),  # a list that continues
-        (r"(?:\\[,;: ]|~|[\s.,;:])+\\?$|\\$", ""),
-        (r"\s+", " "),
-    )
-)
+_REWRITES: dict[str, Callable[[re.Match[str]], str]] = {
+    "<superscript>": lambda match: f"^{{{match[0].translate(_FROM_SUPERSCRIPT)}}}",
+    "<integer>": _as_integer,
+    "<currency>": lambda match: rf"{match[1]}{match[3]} \text{{{_TABLE['currencies'][match[2]]}}}",
+    "<fraction>": _as_fraction,
+    "<scale>": lambda match: rf" \cdot 10^{{{_SCALES[match[1].lower()]}}} ",
+    "<improper>": _as_improper,
+}
+_PART = re.compile(f"<({'|'.join(_PARTS)})>")
+_RULES = [
+    (re.compile(_PART.sub(lambda name: _PARTS[name[1]], pattern), re.ASCII), _REWRITES.get(replacement, replacement))
+    for pattern, replacement in _TABLE["rules"]
+]
 TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
 _LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _PUNCTUATION = re.compile(r"""[\s()\[\].,;:!?'"~-]+""")

@@ -5,60 +5,21 @@ the same number with any unit.
 """
 
 import re
+import tomllib
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from distflow.rewards.math.text import TEXT
 
-# dimension: {names of a unit: its size in the base unit}. Plurals are looked up by their singular.
-_TABLE: dict[str, dict[str, str]] = {
-    "length": {
-        "m meter metre": "1", "km kilometer kilometre": "1000", "cm centimeter centimetre": "1/100",
-        "mm millimeter millimetre": "1/1000", "dm decimeter decimetre": "1/10", "nm nanometer": "1/1000000000",
-        "in inch": "127/5000", "ft foot feet": "381/1250", "yd yard": "1143/1250", "mi mile": "201168/125",
-    },
-    "mass": {
-        "g gram gm": "1", "kg kilogram kilo": "1000", "mg milligram": "1/1000", "ton tonne": "1000000",
-        "lb pound": "45359237/100000", "oz ounce": "45359237/1600000",
-    },
-    "time": {
-        "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800",
-        "ms millisecond": "1/1000",
-    },
-    "calendar": {"month": "1", "year yr": "12", "decade": "120", "century": "1200"},
-    "volume": {"l liter litre": "1", "ml milliliter millilitre": "1/1000", "gallon gal": "1", "quart qt": "1/4",
-               "pint": "1/8", "cup": "1/16"},
-    "angle": {"degree deg": "1", "rad radian": r"\frac{180}{\pi}"},
-    "dollar": {"dollar usd buck": "1", "cent": "1/100"},
-    "number": {"percent percentage pct": "1/100", "dozen": "12"},
-    "temperature": {"kelvin": "1"}, "celsius": {"celsius": "1"}, "fahrenheit": {"fahrenheit": "1"},
-    "energy": {"j joule": "1", "kj kilojoule": "1000"}, "power": {"w watt": "1", "kw kilowatt": "1000"},
-    "force": {"n newton": "1"}, "charge": {"c coulomb": "1"}, "voltage": {"v volt": "1"},
-    "current": {"a ampere amp": "1"},
-    "frequency": {"hz hertz": "1"}, "pressure": {"pa pascal": "1"}, "amount": {"mol mole": "1"},
-}  # fmt: skip
-_US_VOLUMES = ("gallon", "gal", "quart", "qt", "pint", "cup")
+_TABLE = tomllib.loads(Path(__file__).with_name("units.toml").read_text("utf-8"))
 _NAMES = {
-    name: ("us volume" if name in _US_VOLUMES else dimension, size)
-    for dimension, units in _TABLE.items()
+    name: (dimension, size)
+    for dimension, units in _TABLE["sizes"].items()
     for names, size in units.items()
     for name in names.split()
 }
-_SPELLED = (
-    (r"\\?%", " percent "),
-    (r"\^\s*\\circ\s*(?:\\text\{)?\s*C\b\}?", " celsius "),
-    (r"\^\s*\\circ\s*(?:\\text\{)?\s*F\b\}?", " fahrenheit "),
-    (r"\^\s*\\circ", " degree "),
-    (r"\bdegrees? (celsius|fahrenheit)", r" \1 "),
-    (r"\bmph\b", " mile/hour "),
-    (r"\bk(?:m|p|mp)h\b", " km/hour "),
-    (r"\b(?:square|sq\.?) ([A-Za-z]+)", r" \1^2 "),
-    (r"\b(?:cubic|cu\.?) ([A-Za-z]+)", r" \1^3 "),
-    (r"\b([A-Za-z]+) squared\b", r" \1^2 "),
-    (r"\b([A-Za-z]+) cubed\b", r" \1^3 "),
-    (r"\bper\b", "/"),
-    (r"\\cdot|\\times|\\[,;: ]|~|\*", " "),
-)
+_NO_UNITS, _PLURALS = (frozenset(_TABLE[name].split()) for name in ("no_units", "plurals"))
 _TAIL = re.compile(
     r"(?P<value>.*?[^\s\\])(?P<tail>(?:(?<![A-Za-z])|(?![A-Za-z]))(?!\^\s*\{?-?\d)(?:"
     + TEXT.pattern
@@ -67,15 +28,6 @@ _TAIL = re.compile(
 _PART = re.compile(r"(/)?\s*([A-Za-z]+)\s*(?:\^\s*\{?(-?\d)\}?)?\s*")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lim|operatorname|text)(?![A-Za-z])")
 _PLAIN_VALUE = re.compile(r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|^[A-Za-z]\s*=)+")
-_NO_UNITS = frozenset(  # words that change the number
-    ("or", "and", "not", "to", "no", "than", "less", "least", "most", "if", "mod", "modulo", "base", "minus", "plus")
-    + ("below", "under", "above", "squared", "cubed", "factorial", "half", "halve", "third", "fourth", "fifth")
-    + ("tenth", "hundredth", "thousandth", "is", "was", "this", "thus", "yes", "perhaps", "always", "sometimes")
-)
-_PLURALS = frozenset(  # without an s
-    ("people", "men", "women", "children", "mice", "geese", "teeth", "sheep", "fish", "deer", "yuan", "yen", "won")
-    + ("total", "each", "altogether", "apiece", "remaining", "left", "old", "tall", "long", "wide", "high", "deep")
-)
 _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of up to two letters
 
 
@@ -133,7 +85,7 @@ def is_unit(word: str) -> bool:
 
 def _spelled(tail: str) -> str:
     tail = TEXT.sub(r" \1 ", tail)
-    for pattern, replacement in _SPELLED:
+    for pattern, replacement in _TABLE["spelled"]:
         tail = re.sub(pattern, replacement, tail)
     return re.sub(r"\s+", " ", tail.replace(".", " ")).strip()
 

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from distflow.errors import UserError
-from distflow.rewards.pool.framing import PeerGone, encode
-from distflow.rewards.pool.process import Request, RewardProcess, StartFailed, take
+from distflow.rewards.pool.process import PeerGone, Request, RewardProcess, StartFailed, encode, take
 from distflow.rewards.score import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30

@@ -1,7 +1,8 @@
 """The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
 one response, or several for a function that is async or batched. Imports no torch by itself.
 
-Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
+Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`. The probe is a reward
+function that calls another one, and also returns the texts in that one's source.
 """
 
 import ctypes
@@ -18,16 +19,68 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from distflow.data import global_generators
 from distflow.errors import UserError, users_place
-from distflow.import_target import is_async
+from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.load_functions import call, call_batched, is_batched, load_reward, split_batch, takes_groups
-from distflow.rewards.pool.framing import Channel, PeerGone, encode
-from distflow.rewards.score import due_within, read_score
+from distflow.rewards.load_functions import (
+    PROMPT,
+    call,
+    call_arguments,
+    call_batched,
+    is_batched,
+    load_reward,
+    split_batch,
+    takes_groups,
+    texts_in,
+    with_options,
+)
+from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
+from distflow.rewards.score import due_within, left_s, read_score
+
+TEXTS = "texts of its source"
+NO_NETWORK = "a reward function is tried without a network"
+
+
+def probe_target(target: str, network: bool) -> str:
+    """Of a function that returns what `target` does, and the texts in its source. network: whether it may use one."""
+    return with_options(f"{__name__}:probe", {"target": target, "network": network})
+
+
+def probe(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
+    prompt: str = "",
+    target: str = "",
+    network: bool = True,
+) -> dict[str, object]:
+    """See `probe_target`."""
+    function, texts = _load(target, network)
+    asked = {PROMPT: prompt, **call_arguments(data_source, solution_str, ground_truth, extra_info or {})}
+    (answer,) = score_all(target, function, [asked], left_s())
+    if "score" not in answer:
+        raise ValueError(answer.get("error", "it timed out"))
+    return {TEXTS: texts, **cast(dict[str, object], answer["extra"]), "score": answer["score"]}
+
+
+@cache
+def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]:
+    """The function, and the short texts in it and the helpers of its module."""
+
+    def refuse(*_: object) -> None:
+        raise ConnectionError(NO_NETWORK)
+
+    for name in () if network else ("connect", "connect_ex", "sendto"):
+        setattr(socket.socket, name, refuse)
+    function = load_reward(target)
+    plain = inspect.unwrap(innermost(function))
+    texts = dict.fromkeys(texts_in(plain, str(getattr(plain, "__module__", "")), set()))
+    return function, [text for text in texts if 0 < len(text) <= 80][:40]
+
 
 if TYPE_CHECKING:
     import asyncio
 
-EXIT_OUT_OF_MEMORY = 86
 _SHOWN_ERROR_CHARACTERS = 1000
 _PR_SET_PDEATHSIG = 1
 Arguments: TypeAlias = Mapping[str, object]

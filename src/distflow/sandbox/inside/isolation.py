@@ -3,20 +3,121 @@
 Landlock (https://docs.kernel.org/userspace-api/landlock.html) decides which files it may open: those that Python itself
 needs. It does not hide whether a file exists and how large it is (`stat`). The standard library has no functions for
 these system calls, so they go through libc.
+
+The filter of system calls is in classic BPF (linux/seccomp.h): a call that is not on the list fails with EPERM. It is a
+list of allowed calls (`system_calls.json`): calls that a kernel adds later stay forbidden. Left out on purpose are
+calls that reach other processes (kill, ptrace, process_vm_*, pidfd_*, prlimit of another), start one (fork, clone,
+exec), reach the network or the memory of another process (sockets, System V and POSIX shared memory, queues, memfd),
+change files by name without opening them, which Landlock would not see (chmod, chown, utimens, setxattr, truncate,
+link, symlink), use kernel facilities (io_uring, bpf, perf, userfaultfd, keyctl, inotify, fanotify, mount, namespaces),
+change properties of the process (prctl, personality, setuid, setrlimit, sched_*), or reveal them (readlink, mincore,
+statfs).
 """
 
 import ctypes
+import errno
 import glob
+import json
 import os
 import platform
 import resource
 import signal
 import stat
+import struct
 import sys
 import sysconfig
 from typing import NamedTuple
 
-from distflow.sandbox.inside.seccomp import ARCHITECTURES, make_filter
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""As the kernel names them to a filter (linux/audit.h)."""
+FCNTL = {"x86_64": 72, "aarch64": 25}
+IOCTL = {"x86_64": 16, "aarch64": 29}
+PRLIMIT64 = {"x86_64": 302, "aarch64": 261}
+CLONE3 = {"x86_64": 435, "aarch64": 435}
+
+with open(os.path.join(os.path.dirname(__file__), "system_calls.json"), encoding="ascii") as _file:
+    ALLOWED: dict[str, dict[str, int]] = json.load(_file)
+
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: not F_SETOWN and F_SETSIG, which send signals to other
+processes, nor locks, leases, and the size of pipes."""
+
+IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_X32 = 0x40000000  # numbers of the third system call interface of x86-64 kernels
+_Instruction = tuple[int, int, int, int]
+_Code = list[_Instruction]
+_ENDS: tuple[_Instruction, _Instruction] = ((_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM))
+
+
+def make_filter(machine: str) -> bytes:
+    """machine: as in `os.uname()`, a key of `ARCHITECTURES`. A call of another architecture kills the process."""
+    special = {
+        FCNTL[machine]: _if_argument_in(1, FCNTL_COMMANDS),
+        IOCTL[machine]: _if_argument_in(1, IOCTL_REQUESTS),
+        PRLIMIT64[machine]: _if_all_zero(0, 2),
+        CLONE3[machine]: [_return(_FAIL | errno.ENOSYS)],
+        _X32: [_return(_KILL)],
+    }
+    allow, refuse = ([end] for end in _ENDS)
+    by_number = {number: allow for number in ALLOWED[machine].values()} | special
+    starts: list[tuple[int, _Code]] = [(0, refuse)]  # (first number, code for it and those up to the next entry)
+    for number, code in sorted(by_number.items()):
+        if starts[-1][0] == number:
+            starts.pop()
+        if not starts or starts[-1][1] != code:
+            starts.append((number, code))
+        if number != _X32 and number + 1 not in by_number:
+            starts.append((number + 1, refuse))
+    code = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
+        _return(_KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        *_search(starts, list(_ENDS))[1],
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _search(starts: list[tuple[int, _Code]], rest: _Code) -> tuple[int, _Code]:
+    """A binary search: the kernel evaluates a new filter for every number, each time that a program starts.
+
+    rest: the code that follows, which ends with `_ENDS`. Returns the position of the entry point for these numbers,
+    counted from the end, and the whole code."""
+    if len(starts) == 1 and starts[0][1][0] in _ENDS:
+        return len(_ENDS) - _ENDS.index(starts[0][1][0]), rest
+    if len(starts) == 1:
+        return len(starts[0][1]) + len(rest), [*starts[0][1], *rest]
+    middle = len(starts) // 2
+    above, rest = _search(starts[middle:], rest)
+    below, rest = _search(starts[:middle], rest)
+    jump = (_JUMP_AT_LEAST, len(rest) - above, len(rest) - below, starts[middle][0])
+    return len(rest) + 1, [jump, *rest]
+
+
+def _return(action: int) -> _Instruction:
+    return (_RETURN, 0, 0, action)
+
+
+def _if_argument_in(index: int, values: tuple[int, ...]) -> _Code:
+    """Allow if the lower half is one of the values, as the kernel itself reads a 32-bit argument."""
+    code: _Code = [(_LOAD, 0, 0, _ARGUMENTS + 8 * index)]
+    for value in values:
+        code += [(_JUMP_EQUAL, 0, 1, value), _return(_ALLOW)]
+    return [*code, _return(_FAIL | errno.EPERM)]
+
+
+def _if_all_zero(*indices: int) -> _Code:
+    """Allow if these arguments are 0, both halves of each."""
+    code: _Code = []
+    for offset in (_ARGUMENTS + 8 * index + half for index in indices for half in (0, 4)):
+        code += [(_LOAD, 0, 0, offset), (_JUMP_EQUAL, 1, 0, 0), _return(_FAIL | errno.EPERM)]
+    return [*code, _return(_ALLOW)]
+
 
 DEVICES_READ = ("/dev/zero", "/dev/random", "/dev/urandom")
 DEVICES_WRITTEN = ("/dev/null",)

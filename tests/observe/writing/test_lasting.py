@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from distflow.observe.writing.slow_phase_notices import lasting
+from distflow.observe.writing.timing import lasting
 
 
 def test_what_lasts_says_so_and_stops_at_its_end() -> None:

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from distflow.sandbox.inside.seccomp import (
+from distflow.sandbox.inside.isolation import (
     ALLOWED,
     ARCHITECTURES,
     CLONE3,

@@ -8,8 +8,8 @@ from urllib.parse import parse_qsl
 import pytest
 
 from distflow.data.dataset_columns import Columns, RawRow
-from distflow.data.reasoning_gym import COLUMN, make_dataset, read_entry, write_entry
 from distflow.data.sources import load_rows
+from distflow.data.task_packages import GYM, make_dataset, read_entry, write_entry
 from distflow.errors import UserError
 
 
@@ -43,7 +43,7 @@ def test_settings_reach_the_data_set_and_rows_are_its_own() -> None:
     wanted = create_dataset("chain_sum", seed=5, size=3, min_terms=7, max_terms=7)
     assert [row.prompt for row in rows] == [entry["question"] for entry in wanted]
     assert [row.answer for row in rows] == [entry["answer"] for entry in wanted]
-    made = rows[0].extra_info[COLUMN]
+    made = rows[0].extra_info[GYM]
     assert isinstance(made, dict) and read_entry(str(made["entry"])) == wanted[0]
     assert made["settings"] == {"seed": 5, "size": 3, "min_terms": 7, "max_terms": 7}
 
