@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
-from distflow.planning.layout import Axis, Layout, Part
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Axis, Layout, Part, Plan
 from distflow.runtime.rank_info import Place, dp_group_layout
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, OneRank, Plain, Reducible

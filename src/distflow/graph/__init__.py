@@ -5,8 +5,7 @@ from distflow.graph.contract import REQUIRED, Form
 from distflow.graph.fields import Field, PipelineError, find_field, register_field
 from distflow.graph.node_spec import SCORE_FIELDS, NodeRole, NodeType, node, node_factory, spec_of
 from distflow.graph.nodes import Drop, Node, NodeOutput
-from distflow.graph.pipeline import Pipeline, pipeline_from_config
-from distflow.graph.task_graph import TaskGraph
+from distflow.graph.task_graph import Pipeline, TaskGraph, pipeline_from_config
 
 __all__ = [
     "REQUIRED",

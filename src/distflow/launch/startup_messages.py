@@ -12,10 +12,9 @@ from distflow.errors import hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.hardware import choose_device, threads_of
+from distflow.launch.hardware import choose_device, own_cores, threads_of
 from distflow.launch.load_inputs import Data, Reading
 from distflow.pipelines.nodes.by_domain import options_of
-from distflow.planning.threads import own_cores
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 

@@ -19,7 +19,7 @@ from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults import is_free
 from distflow.errors import UserError, hint
 from distflow.graph.node_spec import ENGINES
-from distflow.planning.layout import Axis, Sizes
+from distflow.planning.plan import Axis, Sizes
 
 KEY = "trainer.allocation"
 _LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}

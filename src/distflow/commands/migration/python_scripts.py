@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from distflow.commands.migration.foreign_settings import ForeignSettings, Unread
-from distflow.commands.migration.shell_commands import calculate
+from distflow.commands.migration.foreign_settings import ForeignSettings, Unread, calculate
 from distflow.errors import UserError
 
 METHODS = {"GRPO": "grpo", "RLOO": "grpo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
