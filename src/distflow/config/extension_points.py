@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-BUILTIN_NAMES = "builtin_names.py"
+BUILTIN_NAMES = "builtin_names.toml"
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,18 @@ class ExtensionPoint:
     line: str
 
 
-def _entry(
-    kind: str, folder: str, defines: str, table: str, entry: str, *, registered: str = '"{target}"'
-) -> ExtensionPoint:
-    """A kind whose parts have entries in a table of `builtin_names.py`."""
-    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
+def _entry(kind: str, folder: str, defines: str, table: str, registered: str = '"{target}"') -> ExtensionPoint:
+    """A kind whose parts have entries in a table of `builtin_names.toml`."""
+    line = '{name} = {{ description = "DESCRIPTION", target = "{target}" }}'
     return ExtensionPoint(kind, (folder,), defines, BUILTIN_NAMES, table, registered, line)
 
 
-def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str, entry: str) -> ExtensionPoint:
+def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str) -> ExtensionPoint:
     """A kind whose functions are registered by a decorator or have its names."""
     decorated = rf'{decorator}\(\s*"(?P<name>\w+)"(?=(?:.*?\ndef (?P<attribute>\w+))?)'
     named = rf"^def (?P<function>compute_(?P<stem>\w+)_{ending})\("
-    return _entry(kind, folder, f"{decorated}|{named}", table, entry, registered=rf'"{{name}}": {entry}\(')
+    registered = rf"(?m)^\[{table}\.{{name}}\]|^{{name}} = .*distflow\.{folder.replace('/', '.')}\."
+    return _entry(kind, folder, f"{decorated}|{named}", table, registered)
 
 
 def _classes(ending: str) -> str:
@@ -57,15 +56,13 @@ def _classes(ending: str) -> str:
 _REWARDS = r"^(?:async )?def (?P<attribute>compute_score)\(|^CASES\b"
 _PIPELINES = r"^def (?P<attribute>(?P<name>\w+)_pipeline)\("
 EXTENSION_POINTS = (
-    _algorithm(
-        "advantage estimator", "algorithms/advantages", "advantage", "register_adv_est", "ESTIMATORS", "Estimator"
-    ),
-    _algorithm("policy loss", "algorithms/losses", "loss", "register_policy_loss", "POLICY_LOSSES", "PolicyLoss"),
-    _entry("reward function", "rewards", _REWARDS, "REWARDS", "Reward", registered='"{module}:'),
-    _entry("pipeline", "pipelines", _PIPELINES, "PIPELINES", "BuiltinPipeline"),
-    _entry("rollout engine", "rollout", _classes("Engine"), "ROLLOUT_ENGINES", "RolloutEngineEntry"),
-    _entry("train engine", "training", _classes("Engine"), "TRAIN_ENGINES", "TrainEngineEntry"),
-    _entry("tracker", "observe/writing", _classes("Tracker"), "TRACKERS", "Tracker"),
+    _algorithm("advantage estimator", "algorithms/advantages", "advantage", "register_adv_est", "ESTIMATORS"),
+    _algorithm("policy loss", "algorithms/losses", "loss", "register_policy_loss", "POLICY_LOSSES"),
+    _entry("reward function", "rewards", _REWARDS, "REWARDS", '"{module}:'),
+    _entry("pipeline", "pipelines", _PIPELINES, "PIPELINES"),
+    _entry("rollout engine", "rollout", _classes("Engine"), "ROLLOUT_ENGINES"),
+    _entry("train engine", "training", _classes("Engine"), "TRAIN_ENGINES"),
+    _entry("tracker", "observe/writing", _classes("Tracker"), "TRACKERS"),
     ExtensionPoint(
         "check of an audited step",
         ("audit",),

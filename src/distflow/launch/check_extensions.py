@@ -66,7 +66,7 @@ class Kind:
 
     @property
     def table(self) -> str:
-        """The name of its table in `builtin_names.py`."""
+        """The name of its table in `builtin_names.toml`."""
         return next(point.table for point in EXTENSION_POINTS if point.kind == self.name)
 
     @property
@@ -93,7 +93,7 @@ def find_gaps(config: Config) -> list[str]:
 
 def faults_of(kind: Kind, part: Part) -> list[str]:
     """Why the part cannot work, each as a whole message."""
-    registered = f" ({kind.table} in builtin_names.py)" if part.entry is not None else ""
+    registered = f" ({kind.table} in builtin_names.toml)" if part.entry is not None else ""
     try:
         if kind.is_imported:
             load(part.target)
