@@ -53,7 +53,6 @@ class AdvEstimator:
 
     @property
     def options(self) -> dict[str, object]:
-        """Its options and their defaults."""
         return _options(self.fn)
 
 

@@ -87,7 +87,6 @@ def reply_of(ref: Any, number: int) -> Any:
 
 
 def kill(actor: Any) -> None:
-    """Kill the process of a Ray actor, if there is one still."""
     import ray
 
     with suppress(Exception):  # Ray itself may be what has failed
@@ -95,7 +94,6 @@ def kill(actor: Any) -> None:
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning where it is long."""
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text):,} characters)"
 
 
@@ -140,12 +138,10 @@ class Heartbeat:
             self.follow(rank, actor)
 
     def follow(self, rank: int, actor: Any) -> None:
-        """Ask it from now on."""
         self._actors[rank] = actor
         self._asked[rank] = (future_of(actor.alive.remote()), time.monotonic())
 
     def forget(self, rank: int) -> None:
-        """Stop asking it."""
         self._actors.pop(rank, None)
         self._asked.pop(rank, None)
 

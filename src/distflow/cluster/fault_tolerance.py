@@ -147,7 +147,6 @@ class Blame:
 
 
 def _process_of(err: RayActorError) -> str:
-    """The process that Ray's message names."""
     return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
 
 

@@ -67,7 +67,6 @@ class TrainingRanks:
         self.resources = SimpleNamespace(tokenizer=Get(spec.factories, spec.plan.ranks[0], {})("tokenizer"), **engines)
 
     def take(self, wanted: int, deadline: float | None) -> TrainingStep[Batch] | None:
-        """The part of all ranks: see `Worker.take`."""
         try:
             while isinstance(step := self._queue.take(self.step, 0, wanted, deadline), NewWorkers):
                 if self._has_trained:
@@ -82,26 +81,21 @@ class TrainingRanks:
         return step
 
     def reward_metrics(self) -> dict[str, float]:
-        """See `Worker.reward_metrics`."""
         counts, self._reward_counts = self._reward_counts, RewardCounts()
         leader, *others = self._run.training_ranks
         replies = self._run.call("reward_metrics", {leader: (counts,), **dict.fromkeys(others, ())})
         return cast(dict[str, float], replies[leader][1])
 
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """See `Scorer.forward`."""
         return cast(Batch, self._call("forward", self._having(role), role, batch, outputs)[0])
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """See `Worker.learn`."""
         return self._call("learn", self._dp_groups, group_ids, batch)
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """See `Worker.train_step`."""
         return cast(dict[str, float], self._call("train_step", self._having(role), role, batch, loss)[1])
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """See `Worker.finish`."""
         _, recorded = self._call("finish", self._dp_groups, batch, metrics)
         self.step, self._has_trained = self.step + 1, False
         return cast(dict[str, float], recorded)

@@ -39,8 +39,6 @@ def remove_meetings(run_dir: Path) -> None:
 
 
 class ProcessGroups:
-    """The process groups of the plan, by their ranks."""
-
     def __init__(self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
         """dp_groups: the training ranks, in the order of the process group of all of them, which exists already.
         timeout: how long one may wait for the others. All of them call this."""

@@ -122,13 +122,11 @@ def is_one_process(config: Config) -> bool:
 
 
 def launch_target(config: Config) -> str:
-    """What starts the run, as "module:attribute"."""
     launcher = config.trainer.launcher
     return SEVERAL_PROCESSES if launcher == "local" and not is_one_process(config) else LAUNCHERS[launcher].target
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether the training ranks shard the models."""
     return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
@@ -215,7 +213,6 @@ def resume_override(mode: str | None) -> list[str]:
 
 
 def check_keys(allow_change: Sequence[str]) -> None:
-    """Raises UserError for a name that is no key."""
     for key in allow_change:
         if key not in schema_keys():
             raise UserError(f"--allow-change {key}: there is no such key; {suggest(key, schema_keys())}")

@@ -10,12 +10,10 @@ Files = dict[str, tuple[str, ...]]
 
 
 def train_files(config: Config) -> Files:
-    """The training files."""
     return _files(config, "train_files")
 
 
 def val_files(config: Config) -> Files:
-    """The validation files."""
     return _files(config, "val_files")
 
 
@@ -33,12 +31,10 @@ def chooses_by_tags(config: Config, domain: str, name: str) -> bool:
 
 
 def domain_of_tag(config: Config) -> dict[str, str]:
-    """The domain of each tag."""
     return {tag: name for name, domain in config.data.domains.items() for tag in domain.tags}
 
 
 def validates(config: Config) -> bool:
-    """Whether there are validation files."""
     return any(val_files(config).values())
 
 
@@ -87,7 +83,6 @@ def temperatures(config: Config) -> dict[str, float]:
 
 
 def unfiltered_domains(config: Config) -> frozenset[str]:
-    """The domains whose groups without a signal are kept."""
     enable = config.algorithm.filter_groups.enable
     return frozenset(
         name

@@ -104,8 +104,6 @@ EXTENSION_POINTS = (
 
 @dataclass(frozen=True)
 class Unregistered:
-    """A part that is defined in a file and not registered."""
-
     point: ExtensionPoint
     name: str
     file: str

@@ -104,7 +104,6 @@ class TaskGraph:
         wiring.check()
 
     def copy(self) -> "TaskGraph":
-        """A copy that can be changed independently."""
         graph = TaskGraph(self.graph_id, self.description)
         graph.nodes = dict(self.nodes)
         return graph

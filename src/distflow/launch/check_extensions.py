@@ -66,7 +66,6 @@ class Kind:
 
     @property
     def table(self) -> str:
-        """The name of its table in `builtin_names.toml`."""
         return next(point.table for point in EXTENSION_POINTS if point.kind == self.name)
 
     @property

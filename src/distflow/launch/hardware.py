@@ -92,7 +92,6 @@ def threads_of(config: Config) -> tuple[int | None, int | None]:
 
 
 def worker_cores(config: Config) -> int:
-    """Cores for each worker of a machine."""
     return max(1, usable_cores() // config.trainer.n_gpus_per_node)
 
 

@@ -93,7 +93,6 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
 
 
 def open_store(spec: Spec) -> CheckpointStore:
-    """The checkpoint store of the run's folder."""
     keep_best = int(spec.options.keep_best is not None)
     return CheckpointStore(
         spec.run_dir / CHECKPOINTS,

@@ -79,8 +79,6 @@ def require_engines(allocation: Allocation) -> None:
 
 
 class _Parser:
-    """Reads the text from left to right."""
-
     def __init__(self, written: Allocation) -> None:
         found = _TOKEN.finditer(written.text)
         self._written = written

@@ -194,7 +194,6 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def plan_local(pipeline: BoundPipeline, device: str) -> Plan:
-    """The plan of a single worker."""
     rollout_nodes, training_nodes = (
         [node.node_id for node in nodes] for nodes in (pipeline.rollout_nodes, pipeline.training_nodes)
     )

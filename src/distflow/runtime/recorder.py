@@ -139,7 +139,6 @@ def _peak_rss() -> int:
 
 
 def _forget_peak() -> bool:
-    """Returns whether the system allows it."""
     try:
         _CLEAR.write_text("5")
     except OSError:

@@ -114,7 +114,6 @@ class SubmissionGate:
 
     @property
     def version(self) -> Version:
-        """The version of the engine's weights."""
         return self._engine.version
 
     async def num_generated_tokens(self) -> int:
@@ -171,7 +170,6 @@ class RolloutLoop:
         group_recorder: GroupRecorder,
         events: GroupEvents,
     ) -> "RolloutLoop":
-        """The loop of a worker that has these nodes."""
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:

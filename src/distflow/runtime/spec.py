@@ -33,7 +33,6 @@ class Get:
         return self._built[name]
 
     def planned(self, name: str) -> bool:
-        """Whether the plan assigns that engine to this worker."""
         return name in self._rank.engines
 
 
@@ -149,7 +148,6 @@ class Outcome:
     saved: Path | None = None
 
     def lines(self) -> list[str]:
-        """The result of the run, for people."""
         lines = [*self.judgements, f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}"]
         before, after = self.accuracy_before, self.accuracy_after
         if before is not None and after is not None:
@@ -201,8 +199,6 @@ class Spec:
 
 
 class Launch(Protocol):
-    """The interface of a launcher."""
-
     def __call__(
         self,
         spec: Spec,

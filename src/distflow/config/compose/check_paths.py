@@ -50,7 +50,6 @@ NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, POLICY_LOSS, ADV_ESTIM
 
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
-    """One problem for each missing path of the `needed` keys."""
     for key, path, fault in _named(config):
         if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
             what, advice = found
@@ -104,12 +103,10 @@ def data_fault(source: str) -> tuple[str, str] | None:
 
 
 def is_local_data(source: str) -> bool:
-    """Whether it is a local file or one of the package."""
     return source.startswith("builtin:") or Path(source).expanduser().is_file()
 
 
 def is_local_model(text: str) -> bool:
-    """Whether it is a local folder or one of a package."""
     return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
 
 

@@ -151,5 +151,4 @@ _STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _w
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun in the singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -29,7 +29,6 @@ class Setting:
 
 
 def preset_names() -> list[str]:
-    """The presets of the package."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 

@@ -44,7 +44,6 @@ class Name:
     harmless: tuple[Any, ...] = ()
 
     def accepts(self, value: object) -> bool:
-        """Whether a setting to this value is accepted."""
         return self.harmless == ANY or any(_same(value, other) for other in self.harmless)
 
     def overrides(self, value: object) -> str:
@@ -57,13 +56,11 @@ class Name:
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:
-        """Advice in place of setting it."""
         write = self.overrides(value)
         parts = [self.note, self.in_words()] if not write else [f"write {write}", self.note]
         return "; ".join(part for part in parts if part)
 
     def in_words(self) -> str:
-        """The names of its values here."""
         return ", ".join(f"`{as_override(there)}` is `{here}`" for there, here in self.values.items())
 
 
@@ -102,7 +99,6 @@ class Table:
 
 @cache
 def all_tables() -> Mapping[str, Table]:
-    """The table of each system."""
     return {system: read_table(Path(__file__).with_name(f"{system.lower()}.toml")) for system in SYSTEMS}
 
 

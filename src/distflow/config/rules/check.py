@@ -61,7 +61,6 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
 
 
 def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
-    """Sizes that do not fit the limits of the run."""
     values = flatten(config)
     return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
 

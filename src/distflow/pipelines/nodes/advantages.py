@@ -37,12 +37,10 @@ from distflow.training.engine import Collective
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Whether it shifts rewards, multiplies or normalises them."""
     return algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or is_on(algorithm.reward_norm)
 
 
 def weighs_samples(algorithm: AlgorithmConfig) -> bool:
-    """Whether some samples weigh more than others."""
     return algorithm.difficulty_weight is not None or algorithm.length_weight is not None
 
 

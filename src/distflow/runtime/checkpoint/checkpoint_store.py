@@ -263,7 +263,6 @@ class CheckpointStore:
             raise CheckpointError(f"the checkpoint {path} is damaged: {err}. {self._listing()}") from err
 
     def exists(self) -> bool:
-        """Whether anything was ever saved here, complete or damaged."""
         return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:
