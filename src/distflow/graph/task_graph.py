@@ -167,20 +167,11 @@ _ENTRY_KEYS = {name.removeprefix("node_"): name for name in NODE_SETTINGS}
 
 
 def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -> TaskGraph:
-    """The graph of a pipeline given as data: entries of id, func, deps, type, role, options and the other arguments of
-    `Node`. Raises PipelineError that names the entry."""
+    """The graph of `dag.pipeline`, whose entries the config has checked: id, func, deps, type, role, options and the
+    other arguments of `Node`. Raises PipelineError that names the entry."""
     pipeline = Pipeline(pipeline_id)
-    for i, entry in enumerate(nodes):
-        where = f"entry {i + 1} of the nodes"
-        if not isinstance(entry, Mapping):
-            raise PipelineError(f"{where} must be a mapping of id, func, deps, ..., not {entry!r}")
-        if not entry.get("id"):
-            raise PipelineError(f"{where} has no id")
-        where += f" ({entry['id']!r})"
-        for key in entry:
-            if key not in _ENTRY_KEYS and key != "options":
-                raise PipelineError(f"{where} has the unknown key '{key}'{hint(str(key), [*_ENTRY_KEYS, 'options'])}")
-        options = _options_of(entry, where)
+    for i, entry in enumerate(nodes, 1):
+        options = _options_of(entry, f"entry {i} of the nodes ({entry['id']!r})")
         pipeline.add_node(**{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"}, **options)
     return pipeline.build()
 
