@@ -17,6 +17,7 @@ from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
+from distflow.runtime.prompt_group import rows_by_group
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
 from distflow.runtime.spec import Get, Spec
@@ -126,9 +127,7 @@ class TrainingRanks:
     def _divided(self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool) -> list[list[int]]:
         """The rows of each rank. by_mini_batches: of the nodes that train; else the batch is one."""
         shares = queue_dp_group(self._spec, dp_group)
-        rows: dict[int, list[int]] = {}
-        for row, number in enumerate(batch["group_index"].tolist()):
-            rows.setdefault(number, []).append(row)
+        rows = rows_by_group(batch)
         numbers, lengths = sorted(rows), batch.lengths("sequence").tolist()
         loads = [sum(lengths[row] for row in rows[number]) for number in numbers]
         shares = shares if by_mini_batches else DpGroupShares(shares.shares)
