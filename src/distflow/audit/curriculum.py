@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Wrong, by_group_of, check
-from distflow.config.domain_settings import filters_groups
+from distflow.config.derived_settings import filters_groups
 
 ROUNDING = 2e-6
 """Shares are multiples of a millionth."""

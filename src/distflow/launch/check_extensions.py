@@ -16,8 +16,7 @@ from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstim
 from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
-from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, pipeline_name
-from distflow.config.domain_settings import named_rewards
+from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, named_rewards, pipeline_name
 from distflow.config.extension_points import EXTENSION_POINTS
 from distflow.config.keys.engines import RolloutConfig
 from distflow.errors import UserError, hint

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Loaded
-from distflow.config.derived_settings import algorithms, is_rl
-from distflow.config.domain_settings import domain_of_tag, reward_functions
+from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_points import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint

@@ -8,7 +8,7 @@ from functools import partial
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config import derived_settings
 from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, is_preset
-from distflow.config.domain_settings import reward_functions
+from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.rules.check import where

@@ -1,6 +1,7 @@
 """Names of keys in other systems: one TOML file a system, read when a key is first looked up."""
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -145,9 +146,6 @@ def split_overrides(text: str) -> dict[str, str]:
 
 def read_table(path: Path) -> Table:
     """The table that a file of this folder holds; what it may hold is checked by `tests/config/migration`."""
-    # Most configs have no key of another system: tomllib is imported where one has.
-    import tomllib
-
     text = re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), path.read_text(encoding="utf-8"))
     raw = tomllib.loads(text)
     answers = raw.get("answers", {})

@@ -4,8 +4,7 @@ advantages are scaled: one normalisation at a time, and each with an effect."""
 from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
-from distflow.config.derived_settings import find_estimator, find_pipeline, is_rl
-from distflow.config.domain_settings import filters_groups, reward_functions
+from distflow.config.derived_settings import filters_groups, find_estimator, find_pipeline, is_rl, reward_functions
 from distflow.config.keys.algorithm import is_on, spread
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding

@@ -24,8 +24,7 @@ from distflow.algorithms.sample_filters_and_weights import (
     with_mean_one,
 )
 from distflow.config import Config
-from distflow.config.derived_settings import find_estimator
-from distflow.config.domain_settings import reward_functions
+from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
