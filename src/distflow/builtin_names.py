@@ -107,10 +107,11 @@ Kind = TypeVar("Kind", bound=Entry)
 
 
 def _entries(table: str, kind: type[Kind]) -> dict[str, Kind]:
-    entries = _TABLES[table].items()
-    return {
-        name: kind(**{field: tuple(v) if isinstance(v, list) else v for field, v in e.items()}) for name, e in entries
-    }
+    made: dict[str, Kind] = {}
+    for name, entry in _TABLES[table].items():
+        values: dict[str, Any] = {field: tuple(v) if isinstance(v, list) else v for field, v in entry.items()}
+        made[name] = kind(**values)
+    return made
 
 
 ESTIMATORS, POLICY_LOSSES = _entries("ESTIMATORS", Estimator), _entries("POLICY_LOSSES", PolicyLoss)

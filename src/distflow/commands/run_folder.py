@@ -5,6 +5,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 MAX_TEXT = 80
 _MAX_PARTS = 20
 _MAX_SAMPLE_BYTES = 64 * 2**20
+_short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +106,7 @@ def run_why(arguments: argparse.Namespace) -> int:
     if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
         lines.append("the file of the step's samples is too long: of its first ones scores are not known")
     lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
-    reasons = Counter(escape_control(group.reason or "", MAX_TEXT, one_line=True) for group in lineage.dropped)
+    reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
     dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
     lines += _table(f"dropped meanwhile: {dropped}", [_dropped_row(group) for group in lineage.dropped])
     if lineage.aborted:
@@ -163,26 +165,22 @@ def _dropped_row(group: "GroupLineage") -> dict[str, str]:
         **_where(group),
         "version": str(group.attempts[-1].version) if group.attempts else "",
         **_who(group),
-        "reason": escape_control(group.reason or "", MAX_TEXT, one_line=True),
+        "reason": _short(group.reason or ""),
     }
 
 
 def _where(group: "GroupLineage") -> dict[str, str]:
     """The row is unknown where the group began in another run's folder."""
     places = {"epoch": group.epoch, "row": group.row}
-    domain = {"domain": escape_control(group.domain, MAX_TEXT, one_line=True)} if group.domain else {}
-    return {
-        "group": str(group.group_id),
-        **domain,
-        **{n: "?" if at is None else str(at) for n, at in places.items()},
-    }
+    domain = {"domain": _short(group.domain)} if group.domain else {}
+    return {"group": str(group.group_id), **domain, **{n: "?" if at is None else str(at) for n, at in places.items()}}
 
 
 def _who(group: "GroupLineage") -> dict[str, str]:
     """Worker and number of the last attempt; the number where it was not the first."""
     last = group.attempts[-1] if group.attempts else None
     return {
-        "worker": escape_control(last.worker, MAX_TEXT, one_line=True) if last and last.worker else "",
+        "worker": _short(last.worker) if last and last.worker else "",
         "attempts": str(len(group.attempts)) if len(group.attempts) > 1 else "",
     }
 
@@ -191,10 +189,7 @@ def _reward_parts(scored: "Responses") -> str:
     """The mean of each over the samples that have a score."""
     parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
     names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
-    return ", ".join(
-        f"{escape_control(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}"
-        for name in names
-    )
+    return ", ".join(f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names)
 
 
 def _mean(values: Iterable[object]) -> str:
@@ -221,14 +216,12 @@ def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Response
         )
         if own and (remark := in_short(own[0])):
             reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
-            lines.append(
-                f"  {escape_control(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {reward_result:<7} {remark}"
-            )
+            lines.append(f"  {_short(str(own[0].get('uid')))} {reward_result:<7} {remark}")
     return ["", "remarks of reward functions", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:
-    worker = f" by {escape_control(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
+    worker = f" by {_short(attempt.worker)}" if attempt.worker else ""
     ended = ", aborted: its step was full" if attempt.aborted else ""
     return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
 

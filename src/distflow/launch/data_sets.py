@@ -28,16 +28,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.run import StopCondition
-from distflow.data.dataset_columns import (
-    DEFAULT_DOMAIN,
-    BadRows,
-    Columns,
-    RawRow,
-    Record,
-    listed,
-    plain,
-    read_rows,
-)
+from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.row_index import IndexedFile, index_file
 from distflow.data.sources import load_rows

@@ -94,12 +94,7 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
 
 def open_store(spec: Spec) -> CheckpointStore:
     keep_best = int(spec.options.keep_best is not None)
-    return CheckpointStore(
-        spec.run_dir / CHECKPOINTS,
-        spec.options.keep_last,
-        keep_best,
-        on_point=_reach_in_checkpoint,
-    )
+    return CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best, on_point=_reach_in_checkpoint)
 
 
 def _reach_in_checkpoint(point: str) -> None:

@@ -5,16 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import (
-    Finding,
-    algorithm,
-    data,
-    domains,
-    models,
-    pipeline,
-    run,
-    unused_options,
-)
+from distflow.config.rules import Finding, algorithm, data, domains, models, pipeline, run, unused_options
 from distflow.config.rules.run import SIZE_RULES
 from distflow.config.serialize import flatten
 from distflow.errors import ConfigError, Problem

@@ -130,10 +130,7 @@ class Writing:
             self.store.on_point(f"part {name}")
 
     def commit(
-        self,
-        expected: Collection[str],
-        metric: float | None = None,
-        keep_waiting: Callable[[], bool] = lambda: False,
+        self, expected: Collection[str], metric: float | None = None, keep_waiting: Callable[[], bool] = lambda: False
     ) -> Path:
         """Make it the latest checkpoint, then remove old ones. For one process, after the others have written.
 
