@@ -34,7 +34,7 @@ from roofline import Decoder, copy_rate, decode_bytes, forward_flops, matmul_rat
 from transformers import AutoModelForCausalLM, Qwen2Config
 from workload import make_tokenizer
 
-from distflow.algorithms import PolicyObjective
+from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.models.loading import ready
 from distflow.rollout.embedded import EmbeddedEngine

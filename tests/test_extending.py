@@ -153,7 +153,9 @@ def test_a_file_that_nothing_registers_is_named_with_its_line(unregistered: Path
     assert {part.point.kind for part in found.values()} == {point.kind for point in EXTENSION_POINTS}
     for part in found.values():
         line = re.sub(r'"(?:DESCRIPTION|HELP)"', '"."', part.line)
-        written = [re.sub(r'\("[^"]*",', '(".",', edit.code) for edit in edits() if edit.how != "new"]
+        written = [
+            re.sub(r'(\(|description = )"[^"]*",', r'\1".",', edit.code) for edit in edits() if edit.how != "new"
+        ]
         asked = line.split("  #")[0].replace(f"{part.attribute}(...)", f"{part.attribute}(")
         assert any(asked in code for code in written), part.line
         assert part.file in str(part) and part.line in str(part)
@@ -178,7 +180,7 @@ def test_an_unknown_name_is_answered_with_the_line_that_is_missing(
     with pytest.raises(ConfigError) as error:
         load_config("grpo", [f"{CHOOSES[name]}={f'[{name}]' if name in ('steps', 'even_length') else name}"])
     lines = [part.line for part in find_unregistered(unregistered) if part.name == name and "group(" not in part.line]
-    assert lines and lines[0].startswith(f'"{name}": ') and lines[0] in str(error.value)
+    assert lines and lines[0].startswith(f"{name} = ") and lines[0] in str(error.value)
 
 
 def test_the_built_in_parts_are_whole() -> None:
@@ -219,7 +221,10 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "an estimator without its decorator": (
         names.ESTIMATORS,
         "mine:estimator",
-        ("ESTIMATORS in builtin_names.py", 'mine.py does not register it: write @register_adv_est("mine") above estim'),
+        (
+            "ESTIMATORS in builtin_names.toml",
+            'mine.py does not register it: write @register_adv_est("mine") above estim',
+        ),
     ),
     "an estimator that does not exist": (
         names.ESTIMATORS,
@@ -238,7 +243,7 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "a pipeline that does not exist": (
         names.PIPELINES,
         "mine:nope",
-        ("PIPELINES in builtin_names.py", "has no 'nope'"),
+        ("PIPELINES in builtin_names.toml", "has no 'nope'"),
     ),
     "a rollout engine without methods": (
         names.ROLLOUT_ENGINES,

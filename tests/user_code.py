@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distflow import builtin_names as names
-from distflow.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, find_adv_est, find_policy_loss
+from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, find_adv_est, find_policy_loss
 from distflow.config.keys import schema
 
 

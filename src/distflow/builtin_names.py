@@ -1,12 +1,15 @@
-"""The built-in names that a config may choose from, one table a kind: what each is, where it lives, what others must
-know of it before it is loaded. To add one is a file and an entry here. Loads nothing.
+"""The built-in names that a config may choose from, one table a kind, read from `builtin_names.toml`: what each is,
+where it lives, what others must know of it before it is loaded. To add one is a file and an entry there. Loads nothing.
 
 target: "module:attribute", loaded when the name is asked for; empty where the part is not there yet.
 """
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -99,109 +102,24 @@ class Tracker(Entry):
     package: str = ""
 
 
-_ADVANTAGES, _LOSSES = "distflow.algorithms.advantages", "distflow.algorithms.losses"
-_GRPO, _REINFORCE = f"{_ADVANTAGES}.grpo_family", f"{_ADVANTAGES}.reinforce"
-_CLIPPED, _UNCLIPPED, _COVARIANCE = (f"{_LOSSES}.{name}" for name in ("clipped_ratio", "unclipped", "covariance"))
+_TABLES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+Kind = TypeVar("Kind", bound=Entry)
 
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(
-        "generalised advantage estimation over a critic's values",
-        "distflow.algorithms.advantages.gae:compute_gae_advantage",
-        needs_critic=True,
-    ),
-    "grpo": Estimator(
-        "score less the group's mean, over its standard deviation", f"{_GRPO}:compute_grpo_advantage", needs_group=True
-    ),
-    "rloo": Estimator(
-        "score less the mean of the group's other samples", f"{_REINFORCE}:compute_rloo_advantage", needs_group=True
-    ),
-    "reinforce": Estimator("discounted reward-to-go without a baseline", f"{_REINFORCE}:compute_reinforce_advantage"),
-    "reinforce_plus_plus": Estimator(
-        "discounted reward-to-go, whitened over the global batch",
-        f"{_REINFORCE}:compute_reinforce_plus_plus_advantage",
-        whitens=True,
-    ),
-    "reinforce_plus_plus_baseline": Estimator(
-        "score less the group's mean, whitened over the global batch",
-        f"{_REINFORCE}:compute_reinforce_plus_plus_baseline_advantage",
-        needs_group=True,
-        whitens=True,
-    ),
-    "remax": Estimator(
-        "score less that of a greedy sample of the same prompt", f"{_REINFORCE}:compute_remax_advantage"
-    ),
-    "opo": Estimator(
-        "score less the length-weighted mean of the group", f"{_REINFORCE}:compute_opo_advantage", needs_group=True
-    ),
-    "cpgd": Estimator("as grpo, under its name there", f"{_GRPO}:compute_cpgd_advantage", needs_group=True),
-    "gspo": Estimator("as grpo, under its name there", f"{_GRPO}:compute_gspo_advantage", needs_group=True),
-    "gpg": Estimator(
-        "score less the group's mean, scaled up for the groups that teach nothing",
-        f"{_GRPO}:compute_gpg_advantage",
-        needs_group=True,
-    ),
-    "grpo_passk": Estimator(
-        "only the group's best sample, by its lead over the second best",
-        f"{_GRPO}:compute_grpo_passk_advantage",
-        needs_group=True,
-    ),
-    "gdpo": Estimator(
-        "each reward function's score as in grpo, then their weighted sum, whitened over the global batch",
-        f"{_GRPO}:compute_gdpo_advantage",
-        needs_group=True,
-        reads_parts=True,
-        whitens=True,
-    ),
-}
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss(
-        "PPO's clipped ratio with dual clip and clip-higher",
-        f"{_CLIPPED}:compute_vanilla_loss",
-        clips=True,
-        dual_clips=True,
-    ),
-    "decoupled": PolicyLoss(
-        "PPO around a proximal policy, with capped behaviour weights",
-        "distflow.algorithms.losses.decoupled:compute_decoupled_loss",
-        clips=True,
-        dual_clips=True,
-    ),
-    "gspo": PolicyLoss("one clipped ratio a sequence", f"{_CLIPPED}:compute_gspo_loss", clips=True),
-    "cpgd": PolicyLoss(
-        "policy gradient with a clipped log-prob in place of a ratio", f"{_UNCLIPPED}:compute_cpgd_loss", clips=True
-    ),
-    "gpg": PolicyLoss("plain policy gradient", f"{_UNCLIPPED}:compute_gpg_loss"),
-    "cispo": PolicyLoss(
-        "clipped importance weights; no token loses its gradient", f"{_CLIPPED}:compute_cispo_loss", clips=True
-    ),
-    "topr": PolicyLoss("tapered off-policy REINFORCE", f"{_UNCLIPPED}:compute_topr_loss"),
-    "sapo": PolicyLoss("a soft gate in place of the clip", f"{_UNCLIPPED}:compute_sapo_loss"),
-    "gmpo": PolicyLoss("geometric mean of clipped token ratios", f"{_CLIPPED}:compute_gmpo_loss", clips=True),
-    "dppo_tv": PolicyLoss(
-        "bounds how far a token's probability moves",
-        f"{_CLIPPED}:compute_dppo_tv_loss",
-        clips=True,
-        dual_clips=True,
-        divergence=True,
-    ),
-    "dppo_kl": PolicyLoss(
-        "bounds the binary KL by which a token moves",
-        f"{_CLIPPED}:compute_dppo_kl_loss",
-        clips=True,
-        dual_clips=True,
-        divergence=True,
-    ),
-    "dro": PolicyLoss("policy gradient with a quadratic pull to the old policy", f"{_UNCLIPPED}:compute_dro_loss"),
-    "clip_cov": PolicyLoss(
-        "PPO without the gradient of a few tokens that lower the entropy most",
-        f"{_COVARIANCE}:compute_clip_cov_loss",
-        clips=True,
-    ),
-    "kl_cov": PolicyLoss(
-        "a pull to the old policy on the tokens that lower the entropy most", f"{_COVARIANCE}:compute_kl_cov_loss"
-    ),
-}
+def _entries(table: str, kind: type[Kind]) -> dict[str, Kind]:
+    made: dict[str, Kind] = {}
+    for name, entry in _TABLES[table].items():
+        values: dict[str, Any] = {field: tuple(v) if isinstance(v, list) else v for field, v in entry.items()}
+        made[name] = kind(**values)
+    return made
+
+
+ESTIMATORS, POLICY_LOSSES = _entries("ESTIMATORS", Estimator), _entries("POLICY_LOSSES", PolicyLoss)
+REWARDS, PIPELINES = _entries("REWARDS", Reward), _entries("PIPELINES", BuiltinPipeline)
+TRAIN_ENGINES = _entries("TRAIN_ENGINES", TrainEngineEntry)
+ROLLOUT_ENGINES = _entries("ROLLOUT_ENGINES", RolloutEngineEntry)
+TRACKERS, LAUNCHERS = _entries("TRACKERS", Tracker), _entries("LAUNCHERS", Entry)
+CURRICULA, MODELS = _entries("CURRICULA", Entry), _entries("MODELS", Entry)
 
 REGISTERED: set[str] = set()
 """Estimators and losses of the user's that this process has registered."""
@@ -225,78 +143,6 @@ NO_FULL_KL = (
 )
 
 CUSTOM_REWARD = "custom"
-_SOLUTIONS = ("canonical_solution", "code", "solution", "solutions")
-REWARDS: dict[str, Reward] = {
-    "math": Reward(
-        "the last boxed answer (or number) equals the ground truth, by math-verify",
-        "distflow.rewards.math.reward:compute_result",
-        needs_answer=True,
-        scores_own_answer=True,
-    ),
-    "exact_match": Reward(
-        "the answer's text equals the ground truth",
-        "distflow.rewards.text_rewards:exact_match",
-        needs_answer=True,
-        scores_own_answer=True,
-    ),
-    "code": Reward(
-        "the code of the response passes all of the row's tests, in a sandbox",
-        "distflow.rewards.code.reward:compute_score",
-        solutions=_SOLUTIONS,
-        row_check="distflow.rewards.code.reward:check_row",
-        executes_response=True,
-        reads_messages=True,
-    ),
-    "code_share": Reward(
-        "the share of the row's tests that the code of the response passes",
-        "distflow.rewards.code.reward:compute_share",
-        solutions=_SOLUTIONS,
-        row_check="distflow.rewards.code.reward:check_row",
-        executes_response=True,
-        reads_messages=True,
-    ),
-    "format": Reward("the response has the wanted form", "distflow.rewards.text_rewards:has_format"),
-    "ifeval": Reward(
-        "the response follows all of IFEval's instructions in the row",
-        "distflow.rewards.ifeval_reward:compute_score",
-        row_check="distflow.rewards.ifeval_reward:check_row",
-    ),
-    "ifeval_loose": Reward(
-        "the same, or does so without its first or last line or asterisks",
-        "distflow.rewards.ifeval_reward:compute_loose_score",
-        row_check="distflow.rewards.ifeval_reward:check_row",
-    ),
-    "ifeval_share": Reward(
-        "the share of IFEval's instructions in the row that are followed",
-        "distflow.rewards.ifeval_reward:compute_share",
-        row_check="distflow.rewards.ifeval_reward:check_row",
-    ),
-    "length": Reward("the response is neither shorter nor longer than wanted", "distflow.rewards.text_rewards:length"),
-    "repetition": Reward(
-        "the share of its n-grams that repeat others; for a negative weight",
-        "distflow.rewards.text_rewards:repetition",
-    ),
-    "judge": Reward(
-        "a model behind an OpenAI-compatible endpoint says how good the response is",
-        "distflow.rewards.judge_reward:compute_score",
-    ),
-    "model": Reward(
-        "a reward model in Hugging Face format says how good the response is",
-        "distflow.rewards.model_reward:compute_score",
-        prepare="distflow.rewards.model_reward:prepare",
-        reads_messages=True,
-    ),
-    "reasoning_gym": Reward(
-        "what a data set of the package reasoning-gym says of the answer to its own row",
-        "distflow.rewards.reasoning_gym_reward:compute_score",
-    ),
-    "verifiers": Reward(
-        "the rewards of a task of the package verifiers, of an answer as its only turn",
-        "distflow.rewards.verifiers_reward:compute_score",
-    ),
-    CUSTOM_REWARD: Reward("the function of custom_reward_function"),
-}
-
 PROMPT_MESSAGES = "prompt_messages"
 """Where a reward that reads messages finds those of the prompt, among the row's other columns."""
 PROMPT_CHAT = "prompt_chat"
@@ -306,77 +152,10 @@ WHOLE_SCORE = ("score", "seq_reward")
 """What a filter of groups calls the whole score, penalties too; the second as in verl."""
 FILTER_METRICS = ("acc", *WHOLE_SCORE)
 
-PIPELINES: dict[str, BuiltinPipeline] = {
-    "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),
-    "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),
-    "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.dapo:dapo_pipeline"),
-    "rlvr": BuiltinPipeline(
-        "domains side by side, each with its verifiers and its way from rewards to advantages",
-        "distflow.pipelines.rlvr:rlvr_pipeline",
-        by_estimator=True,
-    ),
-    "sft": BuiltinPipeline(
-        "supervised fine-tuning on given responses", "distflow.pipelines.sft:sft_pipeline", generates=False
-    ),
-    "rm": BuiltinPipeline(
-        "a reward model, trained on pairs of a chosen and a rejected response",
-        "distflow.pipelines.rm:rm_pipeline",
-        generates=False,
-        reads_pairs=True,
-    ),
-}
-
-MODELS: dict[str, Entry] = {
-    "tiny-arithmetic": Entry("a llama of 0.8 M parameters with a character tokenizer for sums"),
-}
-"""What `builtin:NAME` means as a model's path. None has weights."""
-
-CURRICULA: dict[str, Entry] = {
-    "learnability": Entry(
-        "by the mean of p · (1 - p) over a domain's prompts, p being the share of right answers to one",
-        "distflow.scheduling.curriculum:learnability",
-    ),
-}
-
-TRAIN_ENGINES: dict[str, TrainEngineEntry] = {
-    "torch": TrainEngineEntry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
-    "fsdp": TrainEngineEntry(
-        "weights sharded over the ranks (FSDP2), layers divided over some of them by the model's own plan",
-        "distflow.training.torch_engine:TorchTrainEngine",
-        sizes="dt",
-    ),
-    "megatron": TrainEngineEntry("tensor and pipeline parallel (not there yet)", sizes="dtpce"),
-}
-
-ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
-    "embedded": RolloutEngineEntry(
-        "continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine", in_flight=True
-    ),
-    "hf": RolloutEngineEntry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
-    "vllm": RolloutEngineEntry("vLLM (not there yet)", in_flight=True, sizes="dtp"),
-    "sglang": RolloutEngineEntry("SGLang (not there yet)", in_flight=True, sizes="dtp"),
-}
-
 KV_ON_UPDATE = ("keep", "recompute", "abort")
 
 WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
-TRACKERS: dict[str, Tracker] = {
-    "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.live_view:TerminalView"),
-    "tensorboard": Tracker("its event files", "distflow.observe.writing.trackers:TensorBoardTracker", "tensorboard"),
-    "wandb": Tracker("Weights & Biases", "distflow.observe.writing.trackers:WandbTracker", "wandb"),
-    "trackio": Tracker("Trackio, local first", "distflow.observe.writing.trackers:TrackioTracker", "trackio"),
-    "mlflow": Tracker("MLflow, here or at a server", "distflow.observe.writing.trackers:MlflowTracker", "mlflow"),
-    "swanlab": Tracker("SwanLab", "distflow.observe.writing.trackers:SwanlabTracker", "swanlab"),
-    "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
-    "file": Tracker("the same, under its name in verl"),
-}
-
-LAUNCHERS: dict[str, Entry] = {
-    "local": Entry("one process, or one a device here, no Ray", "distflow.launch.local_launcher:launch_local"),
-    "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
-    "slurm": Entry("a job of Slurm, over Ray in it", "distflow.cluster.slurm:launch_slurm"),
-}
 SEVERAL_PROCESSES = "distflow.cluster.local_processes:launch_processes"
 """What starts the processes of the launcher `local`, where they are several."""
 GPUS_OF_CLUSTER = "distflow.cluster.ray_entry:gpus_of_machines"

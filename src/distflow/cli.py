@@ -59,7 +59,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "list": Command("list presets, built-in models or runs", "distflow.commands.new"),
     "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
-    "why": Command("show the groups of a step, and what was dropped", "distflow.commands.why"),
+    "why": Command("show the groups of a step, and what was dropped", "distflow.commands.run_folder"),
     "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.run_folder"),
     "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
     "doctor": Command("show what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),

@@ -8,19 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est, find_policy_loss
 from distflow.algorithms.kl import apply_kl_penalty
-from distflow.algorithms.masked_reductions import Reduce
+from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, Reduce
 from distflow.algorithms.normalization import Moments, Normalization
+from distflow.algorithms.objective import PolicyObjective, ValueObjective
+from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.algorithms.rollout_correction import (
-    LEVELS,
     Correction,
+    Level,
     compute_rejection_mask,
     compute_rollout_weights,
     mismatch_statistics,
@@ -148,7 +149,7 @@ def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: 
 def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
     """The same of what is normalised, measured or chosen over the global batch, and of the statistics."""
     deviations = {}
-    for level in LEVELS:
+    for level in get_args(Level):
         deviations[f"weights_{level}"] = _deviation(
             lambda b, reduce, level=level: compute_rollout_weights(
                 *_mismatch(b), Correction(level), batch_normalize=True, reduce=reduce

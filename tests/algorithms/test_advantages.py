@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import describe_estimator, find_adv_est
+from distflow.algorithms.registry import describe_estimator, find_adv_est
 from distflow.builtin_names import ESTIMATORS
 
 Rows = list[list[float]]

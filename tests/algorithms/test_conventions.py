@@ -7,16 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import (
-    PolicyObjective,
-    agg_loss,
-    find_adv_est,
-    find_policy_loss,
-    loss_counts,
-    masked_whiten,
-    token_weights,
-)
+from distflow.algorithms import agg_loss, masked_whiten
 from distflow.algorithms.kl import KLController, kl_estimate
+from distflow.algorithms.masked_reductions import loss_counts, token_weights
+from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.algorithms.rollout_correction import Correction, compute_rollout_weights
 from distflow.algorithms.sample_filters_and_weights import drop_reason
 from distflow.rewards.router import Overlong

@@ -139,17 +139,3 @@ def test_mismatch_statistics_by_hand() -> None:
     w = [math.exp(0.5), math.exp(-0.2)]
     assert stats["k3"] == pytest.approx(((w[0] - 1.5) + (w[1] - 0.8)) / 2, rel=1e-6)
     assert stats["ess"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("batch",), "token, sequence, geometric"),
-        (("token", 0.0), "positive"),
-        (("token", (-0.1, 2.0)), "must be a band"),
-        (("token", (3.0, 2.0)), "must be a band"),
-    ],
-)
-def test_options_without_sense_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        compute_rollout_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), Correction(*options))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms import describe_estimator, find_adv_est
+from distflow.algorithms.registry import describe_estimator, find_adv_est
 from tests.algorithms.test_advantages import assert_close, grpo, std, whiten
 
 WEIGHTS = {"default": {"math": 1.0, "format": 0.2}, "code": {"tests": 3.0, "format": 0.5}}

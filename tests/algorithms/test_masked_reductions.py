@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms import masked_mean, masked_var, masked_whiten
+from distflow.algorithms import masked_mean, masked_whiten
+from distflow.algorithms.masked_reductions import masked_var
 from distflow.algorithms.objective import compute_value_loss
 
 

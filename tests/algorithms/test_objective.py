@@ -7,19 +7,10 @@ import pytest
 import torch
 
 from distflow import builtin_names
-from distflow.algorithms import (
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-    PolicyObjective,
-    SFTObjective,
-    ValueObjective,
-    find_policy_loss,
-    loss_counts,
-    register_policy_loss,
-    token_weights,
-)
-from distflow.algorithms.masked_reductions import weighted_sum
-from distflow.algorithms.registry import read_policy_loss
+from distflow.algorithms import register_policy_loss
+from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, loss_counts, token_weights, weighted_sum
+from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
+from distflow.algorithms.registry import POLICY_LOSSES, find_policy_loss, read_policy_loss
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 

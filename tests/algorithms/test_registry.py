@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from distflow import builtin_names
-from distflow.algorithms import (
+from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
+from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.registry import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
-    AdvantageEstimator,
-    PolicyObjective,
     describe_estimator,
     find_adv_est,
     find_policy_loss,
-    register_adv_est,
-    register_policy_loss,
 )
-from distflow.graph import node, spec_of
+from distflow.graph import node
+from distflow.graph.node_spec import spec_of
 from distflow.import_target import load_function
 
 
@@ -44,10 +43,10 @@ def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None
 def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> None:
     """In a process of its own: here others have asked before. cpgd's module imports that of grpo."""
     code = (
-        "import sys, distflow.algorithms as a; prefix = 'distflow.algorithms.advantages.'\n"
+        "import sys, distflow.algorithms.registry as a; prefix = 'distflow.algorithms.advantages.'\n"
         "loaded = lambda: sorted(m.removeprefix(prefix) for m in sys.modules if m.startswith(prefix))\n"
         "print(loaded()); a.find_adv_est('rloo'); print(loaded())\n"
-        "import warnings; from distflow.algorithms import find_adv_est, register_adv_est\n"
+        "import warnings; from distflow.algorithms.registry import find_adv_est, register_adv_est\n"
         "with warnings.catch_warnings(record=True) as said:\n"
         "    @register_adv_est('grpo')\n"
         "    def mine(token_level_rewards, response_mask): ...\n"

@@ -85,21 +85,3 @@ def test_an_empty_batch(shape: tuple[int, int]) -> None:
     bounds: list[Bounds] = [(None, 1.5)] * len(ROLLOUT_RS)
     mask, stats = compute_rejection_mask(empty, empty, empty, rollout_rs=ROLLOUT_RS, bounds=bounds)
     assert mask.shape == shape and set(stats.values()) == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("names", "bounds", "message"),
-    [
-        (["token_k4"], [(None, 1.0)], "token_k1"),
-        (["seq_max_k1"], [(None, 2.0)], "unknown"),
-        (["token_k1"], [], "one for each"),
-        (["token_k1"], [(2.0, 0.5)], "lower one first"),
-        (["token_k1"], [(None, 0.5)], "nothing lies between"),
-        (["token_k3"], [(None, 0.0)], "positive"),
-        (["token_k3"], [(0.1, 0.2)], "no lower bound"),
-    ],
-)
-def test_bounds_without_sense_are_refused(names: list[str], bounds: list[Bounds], message: str) -> None:
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match=message):
-        compute_rejection_mask(one, one, one, rollout_rs=names, bounds=bounds)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective, backend_of
 from distflow.graph import NodeType
 from distflow.models.sharding import DATA, TENSOR
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan, process_groups
+from distflow.planning.plan import Layout, Plan, Sizes, process_groups
 from distflow.runtime.rank_info import dp_group_layout
 from tests.runtime.groups import context, group, step
 

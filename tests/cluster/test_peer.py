@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from distflow.cluster.actor_calls import reply
-from distflow.cluster.peer import Peer, PeerGone
+from distflow.cluster.actor_calls import Peer, PeerGone, reply
 from distflow.errors import UserError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster.process_groups import backend_of
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Layout, Plan, Sizes
 from distflow.runtime.rank_info import dp_group_layout
 from tests.ranks import run_ranks
 

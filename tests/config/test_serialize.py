@@ -5,14 +5,11 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from distflow.config import (
-    RESUMABLE,
     Config,
     ConfigError,
     changed_keys,
-    check,
     config_from_dict,
     describe,
-    diff,
     explain,
     flatten,
     load_config,
@@ -21,6 +18,8 @@ from distflow.config import (
 )
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import schema_keys
+from distflow.config.rules.check import check
+from distflow.config.serialize import RESUMABLE, diff
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.graph import Field, Pipeline, PipelineError, find_field, node, register_field
-from distflow.graph.fields import DERIVED, Axis
+from distflow.graph import Pipeline, PipelineError, node, register_field
+from distflow.graph.fields import DERIVED, Axis, Field, find_field
 
 
 def graph_of(*nodes):

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from distflow.graph import REQUIRED, SCORE_FIELDS, Form, PipelineError, node, nodes
+from distflow.graph import SCORE_FIELDS, Form, PipelineError, node, nodes
+from distflow.graph.contract import REQUIRED
 from distflow.graph.nodes import Node
 
 

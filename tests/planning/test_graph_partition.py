@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.wiring import ancestors
-from distflow.planning.graph_partition import Part, apportion, parse_size, sort_parts, split
+from distflow.planning.graph_partition import Part, apportion, parse_size, priority, split
 from distflow.planning.multi_device import place
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
@@ -89,9 +89,9 @@ def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
 
 def test_parts_are_served_by_size_and_then_by_length() -> None:
     small, long, large = Part(("a",), (), 1), Part(("b", "c"), (), 1), Part(("d",), (), 9)
-    assert sort_parts([small, long, large]) == [large, long, small]
+    assert sorted([small, long, large], key=priority) == [large, long, small]
     twin = Part(("e",), (), 1)
-    assert sort_parts([small, twin]) == [small, twin] and sort_parts([twin, small]) == [twin, small]
+    assert sorted([small, twin], key=priority) == [small, twin] and sorted([twin, small], key=priority) == [twin, small]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan, ProcessGroup, choose_backends, process_groups
+from distflow.planning.plan import Layout, Plan, ProcessGroup, Sizes, choose_backends, process_groups
 
 
 def group_of(plan: Plan, role: str, axis: str, rank: int) -> ProcessGroup | None:

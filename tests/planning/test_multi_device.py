@@ -16,9 +16,8 @@ from distflow.errors import ConfigError, UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.graph_partition import pipeline_parts
-from distflow.planning.layout import Layout, Sizes
 from distflow.planning.multi_device import plan_ray, share_devices
-from distflow.planning.plan import Plan, check_plan, rank_plan
+from distflow.planning.plan import Layout, Plan, Sizes, check_plan, rank_plan
 from tests.planning.test_graph_partition import all_placements, broken_and_pieces
 from tests.planning.test_layout import group_of
 

@@ -8,8 +8,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole, Pipeline, PipelineError, node
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Channel, Plan, RankPlan, check_plan, plan_local, rank_plan
+from distflow.planning.plan import Channel, Layout, Plan, RankPlan, Sizes, check_plan, plan_local, rank_plan
 
 
 class Groups:

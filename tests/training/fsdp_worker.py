@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from distflow.algorithms import PolicyObjective
+from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.recorded_calls import UpdateWatch
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, at_places, shard_model, whole
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan, process_groups
+from distflow.planning.plan import Layout, Plan, Sizes, process_groups
 from distflow.runtime.checkpoint.shards import own_shards
 from distflow.training.engine import Collective, LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distflow import builtin_names
-from distflow.algorithms import PolicyObjective, SFTObjective, ValueObjective
+from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
 from distflow.data.batch import Batch, read_numbers
 from distflow.graph.fields import Axis, find_field
 from distflow.models.loading import load_model

@@ -82,16 +82,12 @@ class KLController:
     """The coefficient of a KL penalty over the steps of a run: constant, or with a target adaptive:
 
     value ·= 1 + clip(kl / target_kl − 1, ±0.2) · n / horizon, never below 0 (Ziegler et al. 2019, arXiv:1909.08593).
-    horizon counts samples, as `n_steps` does. Raises ValueError if target or horizon is not positive.
+    horizon counts samples, as `n_steps` does.
     """
 
     value: float
     target_kl: float | None = None
     horizon: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.target_kl is not None and not (self.target_kl > 0 and self.horizon > 0):
-            raise ValueError(f"adaptive KL needs target_kl > 0 and horizon > 0, not {self.target_kl}, {self.horizon}")
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """current_kl: mean of the batch; a non-finite one (that step is skipped) is ignored."""

@@ -27,7 +27,7 @@ SCALAR_LOSS_ARGUMENTS = (*SCALAR_LOSS_PARAMETERS, "loss_agg_mode", "config", "ro
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
-AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `builtin_names.py` has them
+AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `builtin_names.toml` has them
     "AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS}
 )
 
@@ -53,7 +53,6 @@ class AdvEstimator:
 
     @property
     def options(self) -> dict[str, object]:
-        """Its options and their defaults."""
         return _options(self.fn)
 
 

@@ -26,11 +26,8 @@ from distflow.algorithms.masked_reductions import (
     raw_log_ratio,
     under_mask,
 )
-from distflow.builtin_names import ROLLOUT_RS
 from distflow.config.keys.algorithm import Bounds
 from distflow.graph.fields import register_field
-
-LEVELS = ("token", "sequence", "geometric")
 
 register_field("rollout_is_weights", doc="importance weight of each token: trainer over rollout policy, corrected")
 
@@ -51,15 +48,9 @@ class Correction:
     def weights(self, old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """(weights before the correction, weights after it), float64 `(bs, response_length)`, 0 outside the mask.
 
-        A row is a whole sequence. Without gradient. Raises ValueError for an unknown level or an invalid threshold.
+        A row is a whole sequence. Without gradient.
         """
         threshold = self.rollout_is_threshold
-        if self.rollout_is not in LEVELS:
-            raise ValueError(f"rollout_is '{self.rollout_is}' is unknown; choose one of {', '.join(LEVELS)}")
-        if isinstance(threshold, tuple) and not 0 <= threshold[0] < threshold[1]:
-            raise ValueError(f"rollout_is_threshold must be a band lower < upper from 0 on, not {list(threshold)}")
-        if not isinstance(threshold, tuple) and not threshold > 0:
-            raise ValueError(f"rollout_is_threshold must be positive, not {threshold}")
         log_ratio = raw_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask).double()
         if self.rollout_is != "token":
             total = log_ratio.sum(dim=-1, keepdim=True)
@@ -90,7 +81,7 @@ def compute_rollout_weights(
     sequences as `rollout_is` counts (verl's `rollout_is_batch_normalize`); a mean of 0 changes nothing. Weights carry
     no gradient and are 0 outside the mask. Statistics are over the global batch: mean and maximum before the
     correction, the share of weights that it changed, the effective sample size after it (0 if nothing is left), and
-    the mean of the normalisation (`rollout_is_batch_norm_factor`). Raises ValueError as `Correction.weights`.
+    the mean of the normalisation (`rollout_is_batch_norm_factor`).
     """
     raw, weights = correction.weights(old_log_probs, rollout_log_probs, loss_mask)
     level = correction.rollout_is
@@ -162,10 +153,8 @@ def compute_rejection_mask(
     must pass all. With d = log π_trainer − log π_rollout within ±20: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d. bounds:
     (lower, upper) of each, inclusive: for k1 as ratios π_rollout / π_trainer, with 1 / upper as the default lower
     bound; for k2 and k3 only the upper one. Statistics: for each its mean and the share of tokens that it rejects
-    (`NAME_mean`, `NAME_masked`), and the shares of tokens and of sequences (whole or in part) that are rejected. Raises
-    ValueError for an unknown name or invalid bounds.
+    (`NAME_mean`, `NAME_masked`), and the shares of tokens and of sequences (whole or in part) that are rejected.
     """
-    check_rejection(rollout_rs, bounds)
     difference = raw_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask)
     log_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inside = loss_mask > 0
@@ -183,22 +172,6 @@ def compute_rejection_mask(
     num_masked, num_rows = global_sum(counts, reduce).unbind()
     statistics["seq_masked"] = float(num_masked / num_rows.clamp(min=1))
     return torch.where(kept, loss_mask, torch.zeros_like(loss_mask)).float(), statistics
-
-
-def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None:
-    """Raises ValueError for an unknown name, missing bounds, or an empty range."""
-    for name in rollout_rs:
-        if name not in ROLLOUT_RS:
-            raise ValueError(f"rollout_rs '{name}' is unknown; choose from {', '.join(ROLLOUT_RS)}")
-    if len(rollout_rs) != len(bounds):
-        raise ValueError(f"rollout_rs has {len(rollout_rs)} entries and its bounds {len(bounds)}; give one for each")
-    for name, (lower, upper) in zip(rollout_rs, bounds, strict=True):
-        if not upper > 0 or (lower is not None and not 0 < lower <= upper):
-            raise ValueError(f"the bounds of {name} must be positive, the lower one first, not {lower} and {upper}")
-        if name.endswith("k1") and lower is None and upper < 1:
-            raise ValueError(f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}")
-        if lower is not None and not name.endswith("k1"):
-            raise ValueError(f"{name} is never negative and has no lower bound; give {upper:g} alone")
 
 
 def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.compose.load_config import is_verls
-from distflow.config.derived_settings import is_one_process, is_rl
-from distflow.config.domain_settings import train_files
+from distflow.config.derived_settings import is_one_process, is_rl, train_files
 from distflow.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import Any
 
 from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, by_group_of, check
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl, reads_pairs
-from distflow.config.domain_settings import filters_groups
+from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER

@@ -15,8 +15,7 @@ from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Sample, Wron
 from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.recorded_calls import GroupRecord
 from distflow.audit.samples import ROUNDING, filtered_values, in_baselines
-from distflow.config.derived_settings import algorithm_of, algorithms
-from distflow.config.domain_settings import response_limit
+from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments

@@ -21,8 +21,7 @@ from distflow.audit.check_base import (
 )
 from distflow.audit.normalization import share_right
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
-from distflow.config.derived_settings import algorithm_of
-from distflow.config.domain_settings import filters_groups, response_limit, unfiltered_domains
+from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole

@@ -15,7 +15,7 @@ from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples
 from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
 from distflow.audit.recorded_calls import GroupRecord, OpenEngine
 from distflow.audit.rollout_engine import TWIN_NATS
-from distflow.config.domain_settings import response_limit
+from distflow.config.derived_settings import response_limit
 from distflow.data.prompts import PromptRow
 from distflow.models.sharding import is_spread
 from distflow.rewards.score import Score

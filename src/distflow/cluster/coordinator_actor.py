@@ -81,10 +81,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def progress(self) -> Progress:
         coordinator = self._coordinator
         return Progress(
-            coordinator.version,
-            coordinator.plan.total_steps,
-            coordinator.finished,
-            coordinator.checked_counts(),
+            coordinator.version, coordinator.plan.total_steps, coordinator.finished, coordinator.checked_counts()
         )
 
     def alive(self) -> None:

@@ -21,7 +21,6 @@ from distflow.cluster.actor_calls import (
     PeersLate,
     WorkerDied,
     WorkerFailed,
-    WorkerHangs,
     future_of,
     hanging,
     kill,
@@ -82,8 +81,11 @@ class Blame:
     def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
         """The failure of another worker that a worker's error follows from, if there is one. Ray reports a death a
         moment later. An error of the user's code mostly does not follow from one."""
+        training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
         if isinstance(error, PeersLate):
-            return self._hanging(running)
+            calls = {rank: future_of(ref) for ref, rank in training.items()}
+            workers = {rank: self._workers[rank] for rank in running.values()}
+            return hanging(calls, workers, self._spec.run_dir / STACKS, self._spec.options.peers_timeout_s)
         for number, actor in self._services.items():
             try:
                 ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
@@ -91,7 +93,6 @@ class Blame:
                 return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
             except GetTimeoutError:  # its heartbeat reports it, if it is more than slow
                 continue
-        training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
         within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else STARVED_S
         until = time.monotonic() + within_s
         while training and time.monotonic() < until:
@@ -100,12 +101,6 @@ class Blame:
             if died := [outcome for outcome in outcomes if isinstance(outcome, WorkerDied)]:
                 return died[0]  # errors of others have the same cause
         return None
-
-    def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
-        """Workers that did not come in time for one that waited; None where they have ended since."""
-        training = {rank: future_of(ref) for ref, rank in running.items() if rank in self._training_ranks}
-        workers = {rank: self._workers[rank] for rank in running.values()}
-        return hanging(training, workers, self._spec.run_dir / STACKS, self._spec.options.peers_timeout_s)
 
     def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
         """The error to raise for a worker without a process."""
@@ -147,7 +142,6 @@ class Blame:
 
 
 def _process_of(err: RayActorError) -> str:
-    """The process that Ray's message names."""
     return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
 
 

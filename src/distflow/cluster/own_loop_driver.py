@@ -17,6 +17,7 @@ from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
+from distflow.runtime.prompt_group import rows_by_group
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
 from distflow.runtime.spec import Get, Spec
@@ -67,7 +68,6 @@ class TrainingRanks:
         self.resources = SimpleNamespace(tokenizer=Get(spec.factories, spec.plan.ranks[0], {})("tokenizer"), **engines)
 
     def take(self, wanted: int, deadline: float | None) -> TrainingStep[Batch] | None:
-        """The part of all ranks: see `Worker.take`."""
         try:
             while isinstance(step := self._queue.take(self.step, 0, wanted, deadline), NewWorkers):
                 if self._has_trained:
@@ -82,26 +82,21 @@ class TrainingRanks:
         return step
 
     def reward_metrics(self) -> dict[str, float]:
-        """See `Worker.reward_metrics`."""
         counts, self._reward_counts = self._reward_counts, RewardCounts()
         leader, *others = self._run.training_ranks
         replies = self._run.call("reward_metrics", {leader: (counts,), **dict.fromkeys(others, ())})
         return cast(dict[str, float], replies[leader][1])
 
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """See `Scorer.forward`."""
         return cast(Batch, self._call("forward", self._having(role), role, batch, outputs)[0])
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """See `Worker.learn`."""
         return self._call("learn", self._dp_groups, group_ids, batch)
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """See `Worker.train_step`."""
         return cast(dict[str, float], self._call("train_step", self._having(role), role, batch, loss)[1])
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """See `Worker.finish`."""
         _, recorded = self._call("finish", self._dp_groups, batch, metrics)
         self.step, self._has_trained = self.step + 1, False
         return cast(dict[str, float], recorded)
@@ -132,9 +127,7 @@ class TrainingRanks:
     def _divided(self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool) -> list[list[int]]:
         """The rows of each rank. by_mini_batches: of the nodes that train; else the batch is one."""
         shares = queue_dp_group(self._spec, dp_group)
-        rows: dict[int, list[int]] = {}
-        for row, number in enumerate(batch["group_index"].tolist()):
-            rows.setdefault(number, []).append(row)
+        rows = rows_by_group(batch)
         numbers, lengths = sorted(rows), batch.lengths("sequence").tolist()
         loads = [sum(lengths[row] for row in rows[number]) for number in numbers]
         shares = shares if by_mini_batches else DpGroupShares(shares.shares)

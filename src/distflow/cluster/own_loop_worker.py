@@ -95,5 +95,4 @@ class RemoteSubmissions(Submissions):
 
 
 def with_submissions(spec: Spec, coordinator: Any) -> Spec:
-    """The spec of a worker of such a loop."""
     return for_own_loop(spec, RemoteSubmissions(coordinator))

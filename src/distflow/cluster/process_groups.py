@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
-from distflow.planning.layout import Axis, Layout, Part
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Axis, Layout, Part, Plan
 from distflow.runtime.rank_info import Place, dp_group_layout
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, OneRank, Plain, Reducible
@@ -40,8 +39,6 @@ def remove_meetings(run_dir: Path) -> None:
 
 
 class ProcessGroups:
-    """The process groups of the plan, by their ranks."""
-
     def __init__(self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
         """dp_groups: the training ranks, in the order of the process group of all of them, which exists already.
         timeout: how long one may wait for the others. All of them call this."""

@@ -29,7 +29,6 @@ def main(token: str, driver: int) -> None:
 
 
 def kill_those(processes: set[Process]) -> None:
-    """Kill those that still run, but not this process."""
     for pid, _ in processes & set(_processes()):
         if pid != os.getpid():
             with suppress(ProcessLookupError):

@@ -46,7 +46,6 @@ class RolloutWorkers:
             self._versions.pop(rank, None)
 
     def loaded(self, rank: int, version: Version) -> None:
-        """The worker has loaded the version."""
         with self._lock:
             if rank in self._workers:
                 self._versions[rank] = version
@@ -57,7 +56,6 @@ class RolloutWorkers:
             return {rank: worker for rank, worker in self._workers.items() if self._versions.get(rank) != version}
 
     def with_weights(self) -> dict[int, Any]:
-        """Those that have weights at all."""
         with self._lock:
             return {rank: self._workers[rank] for rank in sorted(self._versions)}
 

@@ -158,7 +158,6 @@ class WorkerActor:
         return steps
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """A call of the driver's loop: see `RankCalls`."""
         return self._calls.call(name, *arguments)
 
     def receive(self, *bucket: Any) -> str | None:
@@ -176,7 +175,6 @@ class WorkerActor:
         self._coordinator.announce_new_workers.remote()
 
     def with_newest_weights(self) -> list[int]:
-        """Ranks of the other workers that have the newest weights."""
         return list(self._rollout_workers.with_newest_weights())
 
     def where(self) -> str:
@@ -184,13 +182,10 @@ class WorkerActor:
         return f"in step {self._worker.result().step + 1}, phase '{self._recorder.result().phases.now}'"
 
     def note(self, kind: str, message: str) -> None:
-        """Add a message to the run's events, once they are open."""
         self._recorder.result().note(kind, message)
 
     def write_stacks(self, path: Path) -> None:
-        """Append the stacks of all threads of this process."""
         write_stacks(path)
 
     def validate(self, step: int, part: int, num_parts: int) -> Any:
-        """The results of a part of the validation prompts."""
         return self._worker.result().validation.validate_part(step, part, num_parts)

@@ -25,8 +25,6 @@ _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 
 class WorkerPorts:
-    """The ports of one worker."""
-
     def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
         """coordinator, exchange: handles of the actors. exchange: None where dp groups send each other nothing."""
         self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange

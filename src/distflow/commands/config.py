@@ -48,7 +48,7 @@ def run_config(arguments: argparse.Namespace) -> int:
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     """The config as a run would have it, where files of this machine suffice to find it; else unchanged."""
     from distflow.config import UserError
-    from distflow.config.domain_settings import train_files
+    from distflow.config.derived_settings import train_files
 
     if not loaded.config.actor_rollout_ref.model.path or not any(train_files(loaded.config).values()):
         return loaded
@@ -67,7 +67,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data, is_local_model
-    from distflow.config.domain_settings import train_files, val_files
+    from distflow.config.derived_settings import train_files, val_files
     from distflow.launch.code_trust import pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 

@@ -90,7 +90,7 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_EVALUATE
-    from distflow.config.domain_settings import validates
+    from distflow.config.derived_settings import validates
 
     if Path(preset).expanduser().is_dir():
         from distflow.launch.export_checkpoint import write_config_of

@@ -58,7 +58,7 @@ def _without_unread_keys(draft: "Conversion", loaded: "Loaded") -> "Loaded":
     """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
     from distflow.commands.migration.conversion import compose
     from distflow.config import UserError
-    from distflow.config.domain_settings import train_files
+    from distflow.config.derived_settings import train_files
     from distflow.launch.load_inputs import InertKeys, read_config
 
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)

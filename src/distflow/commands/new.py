@@ -12,34 +12,7 @@ from distflow.commands.shared import RUNS, empty_folder, importing
 from distflow.errors import UserError
 from distflow.observe.sanitize import escape_control
 
-CONFIG = """\
-# distflow train {folder}/config.yaml
-# Paths are relative to the folder in which the command runs. `distflow config {folder}/config.yaml` prints all keys.
-defaults: [grpo, _self_]
-actor_rollout_ref:
-  model:
-    # A tiny model of random weights, which shows the form. Yours is a folder or a hub id, such as
-    # Qwen/Qwen2.5-0.5B-Instruct, without `init`; a chat model also wants data.prompt_format=chat.
-    path: builtin:tiny-arithmetic
-    init: random
-    dtype: float32
-  actor:
-    use_kl_loss: false
-    optim:
-      lr: 1e-3
-data:
-  train_files: {folder}/problems.jsonl
-  val_files: {folder}/validation.jsonl
-  train_batch_size: 16
-  max_response_length: 4
-custom_reward_function:
-  path: {folder}/reward.py
-trainer:
-  project_name: {name}
-  experiment_name: first
-  total_training_steps: 30
-  val_before_train: true
-"""
+CONFIG = Path(__file__).with_name("new_config.yaml")
 REWARD = '''\
 """Test it: distflow reward check {folder}/reward.py --data {folder}/problems.jsonl"""
 
@@ -65,7 +38,8 @@ def run_new(arguments: argparse.Namespace) -> int:
     Random(0).shuffle(sums)
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder, name=json.dumps(folder.resolve().name)))
+    config = CONFIG.read_text("utf-8").format(folder=folder, name=json.dumps(folder.resolve().name))
+    (folder / "config.yaml").write_text(config)
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     name = escape_control(str(folder), one_line=True)
     print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")

@@ -1,9 +1,23 @@
-"""`distflow export`, `replay`, `report` and `trace`: what is made of a run's folder."""
+"""`distflow export`, `replay`, `report` and `trace`: what is made of a run's folder. `distflow why`: the groups of a
+step, how each was generated, and the groups dropped since the previous step."""
 
 import argparse
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distflow.commands.shared import add_trust_argument
+from distflow.commands.shared import LEDGER, add_run_argument, add_trust_argument, find_run
+from distflow.observe.crash_safe_files import bytes_left_out, to_number
+from distflow.observe.sanitize import escape_control
+
+if TYPE_CHECKING:
+    from distflow.observe.crash_safe_files import JSON
+    from distflow.scheduling.lineage import Attempt, GroupLineage, StepLineage
+
+    Responses = Sequence[Mapping[str, JSON]]
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,3 +78,176 @@ def run_trace(arguments: argparse.Namespace) -> int:
     first, last = write_trace(Path(arguments.run_dir), arguments.steps, target)
     print(f"steps {first} to {last}: {target}\nopen it at https://ui.perfetto.dev, or in Chrome at chrome://tracing")
     return 0
+
+
+MAX_TEXT = 80
+_MAX_PARTS = 20
+_MAX_SAMPLE_BYTES = 64 * 2**20
+_short = partial(escape_control, limit=MAX_TEXT, one_line=True)
+
+
+def add_why_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_argument(parser)
+    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
+
+
+def run_why(arguments: argparse.Namespace) -> int:
+    from distflow.observe.reading.run_reader import read_samples
+    from distflow.observe.writing.run_folder import sample_file_name, samples_dir
+    from distflow.scheduling.lineage import step_lineage
+
+    run_dir = find_run(arguments.run_dir)
+    lineage = step_lineage(run_dir / LEDGER, arguments.step)
+    responses = _by_group(read_samples(run_dir, arguments.step, max_bytes=_MAX_SAMPLE_BYTES))
+    lines = _head(lineage, run_dir)
+    if lineage.consumed_at is not None and not responses:
+        name = sample_file_name(arguments.step, "train")
+        lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
+    if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
+        lines.append("the file of the step's samples is too long: of its first ones scores are not known")
+    lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
+    reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
+    lines += _table(f"dropped meanwhile: {dropped}", [_dropped_row(group) for group in lineage.dropped])
+    if lineage.aborted:
+        group_ids = ", ".join(map(str, lineage.aborted))
+        lines += ["", f"aborted when the step was full, to be generated again: groups {group_ids}"]
+        lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
+    lines += _remarks(lineage.groups, responses)
+    lines += _restarts([*lineage.groups, *lineage.dropped])
+    print("\n".join(lines))
+    return 0
+
+
+def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
+    name = f"step {lineage.step} of {escape_control(str(run_dir), one_line=True)}"
+    if lineage.consumed_at is None:
+        counts = Counter(group.state for group in lineage.groups)
+        states = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none"
+        return [f"{name} is not finished; its groups where the ledger ends: {states}"]
+    tokens = sum(group.tokens or 0 for group in lineage.groups)
+    bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
+    return [
+        f"{name}: {len(lineage.groups)} groups, {tokens:,} tokens{bound}",
+        f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; {_outcome(lineage)}",
+    ]
+
+
+def _outcome(lineage: "StepLineage") -> str:
+    if lineage.weights is None:
+        return f"the ledger ends before its version {lineage.step}"
+    if lineage.weights == lineage.step:
+        return f"it made version {lineage.step} of the weights"
+    return f"no weights were sent: version {lineage.step} is that of step {lineage.weights} under a new number"
+
+
+def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping[int, "Responses"]) -> dict[str, str]:
+    own = responses.get(group.group_id, ())
+    scored = [response for response in own if not response.get("errors")]
+    num_failed = len(own) - len(scored)
+    stale = lineage.step - 1 - group.version if group.version is not None else None
+    return {
+        **_where(group),
+        "state": "" if group.state == "trained" else group.state,
+        "version": "" if group.version is None else str(group.version),
+        "stale": "" if stale is None or lineage.consumed_at is None else str(stale),
+        **_who(group),
+        "tokens": f"{group.tokens:,}" if group.tokens is not None else "",
+        "samples": str(len(own)) if own else "",
+        "reward errors": str(num_failed) if num_failed else "",
+        "score": _mean(response.get("score") for response in scored),
+        "reward parts": _reward_parts(scored),
+    }
+
+
+def _dropped_row(group: "GroupLineage") -> dict[str, str]:
+    return {
+        **_where(group),
+        "version": str(group.attempts[-1].version) if group.attempts else "",
+        **_who(group),
+        "reason": _short(group.reason or ""),
+    }
+
+
+def _where(group: "GroupLineage") -> dict[str, str]:
+    """The row is unknown where the group began in another run's folder."""
+    places = {"epoch": group.epoch, "row": group.row}
+    domain = {"domain": _short(group.domain)} if group.domain else {}
+    return {"group": str(group.group_id), **domain, **{n: "?" if at is None else str(at) for n, at in places.items()}}
+
+
+def _who(group: "GroupLineage") -> dict[str, str]:
+    """Worker and number of the last attempt; the number where it was not the first."""
+    last = group.attempts[-1] if group.attempts else None
+    return {
+        "worker": _short(last.worker) if last and last.worker else "",
+        "attempts": str(len(group.attempts)) if len(group.attempts) > 1 else "",
+    }
+
+
+def _reward_parts(scored: "Responses") -> str:
+    """The mean of each over the samples that have a score."""
+    parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
+    names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
+    return ", ".join(f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names)
+
+
+def _mean(values: Iterable[object]) -> str:
+    numbers = [number for value in values if (number := to_number(value)) is not None]
+    return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
+
+
+def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
+    tried = [group for group in groups if len(group.attempts) > 1]
+    lines = ["", "started more than once"] if tried else []
+    return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
+
+
+def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
+    """The remarks of reward functions on a response of each group: on one with a reward error, else on the first wrong
+    one."""
+    from distflow.observe.reading.run_reader import failure, in_short, is_right
+
+    lines = []
+    for group in groups:
+        own = sorted(
+            responses.get(group.group_id, ()),
+            key=lambda response: (failure(response) is None, is_right(response) is True),
+        )
+        if own and (remark := in_short(own[0])):
+            reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
+            lines.append(f"  {_short(str(own[0].get('uid')))} {reward_result:<7} {remark}")
+    return ["", "remarks of reward functions", *lines] if lines else []
+
+
+def _start(attempt: "Attempt") -> str:
+    worker = f" by {_short(attempt.worker)}" if attempt.worker else ""
+    ended = ", aborted: its step was full" if attempt.aborted else ""
+    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
+
+
+def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
+    """Responses by group id: a sample's uid is GROUP-NUMBER."""
+    responses: dict[int, list[Mapping[str, JSON]]] = {}
+    for row in rows:
+        group_id = str(row.get("uid", "")).partition("-")[0]
+        if group_id.isdecimal() and len(group_id) < 19:
+            responses.setdefault(int(group_id), []).append(row)
+    return responses
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Leaves out columns that are empty in every row. Numbers are aligned to the right, the last column, a text, to the
+    left. Only the title where there are no rows."""
+    if not rows:
+        return ["", title]
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
+    lines = ["", title]
+    for *numbers, text in (names, *([row[name] for name in names] for row in rows)):
+        lines.append("  " + "  ".join([*map(str.rjust, numbers, widths), text]))
+    return lines
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -26,7 +26,6 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sandbox(arguments: argparse.Namespace) -> int:
-    """Run the action; returns the exit status."""
     return _serve(arguments) if arguments.action == "serve" else _run(arguments)
 
 

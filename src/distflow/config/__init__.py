@@ -15,23 +15,19 @@ from distflow.config.explain import describe, explain
 from distflow.config.keys.declare import key
 from distflow.config.keys.schema import Config, register_config_group
 from distflow.config.rules.check import check
-from distflow.config.serialize import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
-from distflow.errors import ConfigError, Problem, UserError
+from distflow.config.serialize import changed_keys, flatten, to_dict, to_yaml
+from distflow.errors import ConfigError, UserError
 
 __all__ = [
-    "RESUMABLE",
     "Config",
     "ConfigError",
     "Loaded",
-    "Problem",
     "RunLimits",
     "UserError",
     "changed_keys",
-    "check",
     "config_from_dict",
     "config_of_run",
     "describe",
-    "diff",
     "explain",
     "fit_to",
     "flatten",

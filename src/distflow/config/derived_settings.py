@@ -1,17 +1,19 @@
-"""Settings that follow from several keys: the pipeline that runs, the algorithm of a domain, sizes and step counts."""
+"""Settings that follow from several keys: the pipeline that runs, algorithm, data and rewards of the domains, sizes and
+step counts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PROCESSES, BuiltinPipeline, Estimator
 from distflow.config.compose.key_usage import peek, with_group
+from distflow.config.compose.origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig, RefConfig
-from distflow.config.keys.reward import scoring_models
+from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError
@@ -67,11 +69,8 @@ def pipeline_name(config: Config) -> str:
     chosen = config.dag.pipeline
     if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
-    is_dapo = config.algorithm.workflow_type == "DAPO"  # read in any case: the rules compare it with dag.pipeline
-    if chosen is not None or is_dapo:
-        return chosen or "dapo"
-    estimator = find_estimator(config)
-    return "ppo" if estimator and estimator.needs_critic else "grpo"
+    workflow_type = config.algorithm.workflow_type  # read in any case: the rules compare it with dag.pipeline
+    return chosen or pipeline_of_algorithm(workflow_type, config.algorithm.adv_estimator) or "grpo"
 
 
 def is_rl(config: Config) -> bool:
@@ -122,13 +121,11 @@ def is_one_process(config: Config) -> bool:
 
 
 def launch_target(config: Config) -> str:
-    """What starts the run, as "module:attribute"."""
     launcher = config.trainer.launcher
     return SEVERAL_PROCESSES if launcher == "local" and not is_one_process(config) else LAUNCHERS[launcher].target
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether the training ranks shard the models."""
     return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
@@ -215,7 +212,99 @@ def resume_override(mode: str | None) -> list[str]:
 
 
 def check_keys(allow_change: Sequence[str]) -> None:
-    """Raises UserError for a name that is no key."""
     for key in allow_change:
         if key not in schema_keys():
             raise UserError(f"--allow-change {key}: there is no such key; {suggest(key, schema_keys())}")
+
+
+Files = dict[str, tuple[str, ...]]
+"""Files by their keys."""
+
+
+def train_files(config: Config) -> Files:
+    return _files(config, "train_files")
+
+
+def val_files(config: Config) -> Files:
+    return _files(config, "val_files")
+
+
+def _files(config: Config, name: str) -> Files:
+    """Those of domains, and those of all."""
+    domains, common = config.data.domains, getattr(config.data, name)
+    own = {f"data.domains.{domain}.{name}": getattr(settings, name) for domain, settings in domains.items()}
+    return own | ({f"data.{name}": common} if common or not own else {})
+
+
+def chooses_by_tags(config: Config, domain: str, name: str) -> bool:
+    """Whether the rows of the domain are those of the files of `data` with its tags. name: of the key of files."""
+    settings = config.data.domains.get(domain)
+    return settings is not None and bool(settings.tags and getattr(config.data, name) and not getattr(settings, name))
+
+
+def domain_of_tag(config: Config) -> dict[str, str]:
+    return {tag: name for name, domain in config.data.domains.items() for tag in domain.tags}
+
+
+def validates(config: Config) -> bool:
+    return any(val_files(config).values())
+
+
+def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
+    """The reward functions by domain, from `reward.functions` and the domains' own `reward`. Without `data.domains`,
+    `default` holds for all that are not named; with them, each domain with reward functions is named."""
+    functions, domains = config.reward.functions, config.data.domains
+    chosen = {
+        name: domain.reward or functions.get(name) or functions.get("default", ()) for name, domain in domains.items()
+    } or functions
+    return {name: tuple(_as_asked(part, config) for part in parts) for name, parts in chosen.items() if parts}
+
+
+def _as_asked(part: RewardPart, config: Config) -> RewardPart:
+    """With the option that `reward.ifeval` sets for a part of IFEval, unless it has its own."""
+    is_original = part.name.partition("_")[0] == "ifeval" and not config.reward.ifeval.strict
+    return part._replace(options={"strict": False, **part.options}) if is_original else part
+
+
+def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, ...]]]:
+    """(key, domain, reward functions) for each key that names some."""
+    for name, parts in config.reward.functions.items():
+        yield f"reward.functions.{name}", name, parts
+    for name, domain in config.data.domains.items():
+        yield f"data.domains.{name}.reward", name, domain.reward
+
+
+def response_limit(config: Config, domain: str) -> int:
+    """Longest response to a prompt of the domain, in tokens."""
+    own = config.data.domains.get(domain)
+    longest = config.data.max_response_length
+    return longest if own is None or own.max_response_length is None else own.max_response_length
+
+
+def group_sizes(config: Config) -> dict[str, int]:
+    """Responses a prompt by domain; "" without domains."""
+    common = config.actor_rollout_ref.rollout.n
+    return {name: domain.n or common for name, domain in config.data.domains.items()} or {"": common}
+
+
+def temperatures(config: Config) -> dict[str, float]:
+    """Temperatures of the domains whose temperature is not the run's."""
+    common, domains = config.actor_rollout_ref.rollout.temperature, config.data.domains
+    own = {name: domain.temperature for name, domain in domains.items() if domain.temperature is not None}
+    return {name: temperature for name, temperature in own.items() if temperature != common}
+
+
+def unfiltered_domains(config: Config) -> frozenset[str]:
+    enable = config.algorithm.filter_groups.enable
+    return frozenset(
+        name
+        for name, domain in config.data.domains.items()
+        if not (enable if domain.filter_groups is None else domain.filter_groups)
+    )
+
+
+def filters_groups(config: Config) -> bool:
+    """Whether groups without a signal are dropped, in at least one domain."""
+    if config.data.domains:
+        return len(unfiltered_domains(config)) < len(config.data.domains)
+    return config.algorithm.filter_groups.enable

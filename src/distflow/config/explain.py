@@ -10,11 +10,12 @@ from distflow.config.derived_settings import (
     CUSTOM,
     clip_range,
     find_estimator,
+    group_sizes,
     is_rl,
     optimizer_steps_a_step,
     pipeline_name,
+    validates,
 )
-from distflow.config.domain_settings import group_sizes, validates
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.run import TrainerConfig
 from distflow.config.keys.schema import Config, schema_keys

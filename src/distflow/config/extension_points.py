@@ -6,13 +6,14 @@ line. It reads them as text and imports nothing.
 """
 
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-BUILTIN_NAMES = "builtin_names.py"
+BUILTIN_NAMES = "builtin_names.toml"
 
 
 @dataclass(frozen=True)
@@ -20,95 +21,26 @@ class ExtensionPoint:
     """A kind of part; paths are relative to the package.
 
     folders: of its files. defines: pattern of a part in such a file, with the groups `attribute` and, if the file has
-    it, `name`. registry: files or a folder in which it is registered. table: the place of the line there. registered:
+    it, `name`. table: the place of the line that registers it. registry: the files or the folder of that. registered:
     pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module} and
     {target}, which is "module:attribute".
     """
 
     kind: str
-    folders: tuple[str, ...]
+    folders: list[str]
     defines: str
-    registry: str
     table: str
-    registered: str
-    line: str
+    registry: str = BUILTIN_NAMES
+    registered: str = '"{target}"'
+    line: str = '{name} = {{ description = "DESCRIPTION", target = "{target}" }}'
 
 
-def _entry(
-    kind: str, folder: str, defines: str, table: str, entry: str, *, registered: str = '"{target}"'
-) -> ExtensionPoint:
-    """A kind whose parts have entries in a table of `builtin_names.py`."""
-    line = f'"{{name}}": {entry}("DESCRIPTION", "{{target}}"),'
-    return ExtensionPoint(kind, (folder,), defines, BUILTIN_NAMES, table, registered, line)
-
-
-def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str, entry: str) -> ExtensionPoint:
-    """A kind whose functions are registered by a decorator or have its names."""
-    decorated = rf'{decorator}\(\s*"(?P<name>\w+)"(?=(?:.*?\ndef (?P<attribute>\w+))?)'
-    named = rf"^def (?P<function>compute_(?P<stem>\w+)_{ending})\("
-    return _entry(kind, folder, f"{decorated}|{named}", table, entry, registered=rf'"{{name}}": {entry}\(')
-
-
-def _classes(ending: str) -> str:
-    """The pattern of classes with that ending of their names, protocols left out."""
-    return rf"^class (?P<attribute>(?P<name>\w+){ending})\b(?![^\n]*\bProtocol\b)"
-
-
-_REWARDS = r"^(?:async )?def (?P<attribute>compute_score)\(|^CASES\b"
-_PIPELINES = r"^def (?P<attribute>(?P<name>\w+)_pipeline)\("
-EXTENSION_POINTS = (
-    _algorithm(
-        "advantage estimator", "algorithms/advantages", "advantage", "register_adv_est", "ESTIMATORS", "Estimator"
-    ),
-    _algorithm("policy loss", "algorithms/losses", "loss", "register_policy_loss", "POLICY_LOSSES", "PolicyLoss"),
-    _entry("reward function", "rewards", _REWARDS, "REWARDS", "Reward", registered='"{module}:'),
-    _entry("pipeline", "pipelines", _PIPELINES, "PIPELINES", "BuiltinPipeline"),
-    _entry("rollout engine", "rollout", _classes("Engine"), "ROLLOUT_ENGINES", "RolloutEngineEntry"),
-    _entry("train engine", "training", _classes("Engine"), "TRAIN_ENGINES", "TrainEngineEntry"),
-    _entry("tracker", "observe/writing", _classes("Tracker"), "TRACKERS", "Tracker"),
-    ExtensionPoint(
-        "check of an audited step",
-        ("audit",),
-        r"^@check\((?=.*?\ndef (?P<attribute>(?P<name>\w+))\()",
-        "audit/all_checks.py",
-        "BEFORE or AFTER",
-        r"\b{attribute}[,)]",
-        "from {module} import {attribute}  # and {attribute}, in the tuple",
-    ),
-    ExtensionPoint(
-        "config group",
-        ("config/keys",),
-        r"^class (?P<attribute>(?P<name>\w+)Config)\b",
-        "config/keys",
-        "Config (config/keys/schema.py) or the group above it",
-        r"{attribute}(?:(?<=group\({attribute})\)|(?<!\w{attribute})\])",
-        "{name}: {attribute} = group({attribute})",
-    ),
-    ExtensionPoint(
-        "command",
-        ("commands",),
-        r"^def (?P<attribute>run_(?P<name>\w+))\(",
-        "cli.py",
-        "COMMANDS",
-        r'"{name}": Command\(',
-        '"{name}": Command("HELP", "{module}"),',
-    ),
-    ExtensionPoint(
-        "wire of the queue or of weights",
-        ("runtime/sample_queue", "runtime/weight_sync", "cluster"),
-        r"^class (?P<attribute>(?P<name>\w+?)(?:SampleQueue|Weights))\b(?![^\n]*\bProtocol\b)",
-        "launch,cluster,runtime/sample_queue",
-        "the `Ports` that its launcher makes (launch/local_launcher.py, cluster/worker_actor.py)",
-        r"{attribute}(?<!class {attribute})(?:\[\w+\])?[()]",
-        "{attribute}(...)",
-    ),
-)
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+EXTENSION_POINTS = tuple(ExtensionPoint(**entry) for entry in _TABLE["points"])
 
 
 @dataclass(frozen=True)
 class Unregistered:
-    """A part that is defined in a file and not registered."""
-
     point: ExtensionPoint
     name: str
     file: str
@@ -137,7 +69,7 @@ def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
     return list(found.values())
 
 
-def _files(package: Path, places: list[str] | tuple[str, ...]) -> list[Path]:
+def _files(package: Path, places: list[str]) -> list[Path]:
     """The places that are files, and the files in those that are folders."""
     return [
         path

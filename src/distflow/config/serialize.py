@@ -57,7 +57,6 @@ def to_yaml(config: Config) -> str:
 
 
 def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
-    """The keys in which two configs differ, with both values."""
     old, new = flatten(before), flatten(after)
     return [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
 
@@ -73,5 +72,4 @@ def changed_keys(before: Config, after: Config) -> list[tuple[str, object, objec
 
 
 def show_value(info: KeyInfo, value: object) -> str:
-    """A key's value as YAML."""
     return show(info.spec.plain(value))

@@ -94,7 +94,6 @@ class BoundPipeline:
         return flowchart(self._boxes())
 
     def to_text(self) -> str:
-        """The same as text, for a terminal."""
         return text_drawing(self._boxes())
 
     def _boxes(self) -> list[Box]:

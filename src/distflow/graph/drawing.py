@@ -98,7 +98,6 @@ def _arrow(start: Box, end: Box) -> str:
 
 
 def _passed(start: Box, end: Box) -> list[str]:
-    """The fields that an edge carries."""
     read = [canonical(name) for name in (*end.contract.reads, *end.contract.optional)]
     for name in read:  # grows: the sources of a derived column are passed too
         read += (source for source in DERIVED.get(name, ()) if source not in read)

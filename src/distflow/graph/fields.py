@@ -1,9 +1,11 @@
 """Errors of pipelines, the callable of a node's `func`, and the columns of a batch: their names, dtypes and axes.
 Pipelines add their own with `register_field`."""
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError, load_function
@@ -67,48 +69,8 @@ class Field:
         return f"{self.dtype} per {self.axis.value}"
 
 
-_STANDARD = (
-    Field("uid", "object", Axis.OBJECT, "group number and sample index, e.g. '17-3'"),
-    Field("prompts", "object", Axis.OBJECT, "the prompts as texts"),
-    Field("responses", "object", Axis.OBJECT, "the responses as texts"),
-    Field("domain", "object", Axis.OBJECT, "domain of the sample"),
-    Field("agent", "object", Axis.OBJECT, "agent whose turns the sample holds, if an episode has several agents"),
-    Field("ground_truth", "object", Axis.OBJECT, "what the reward function compares with"),
-    Field("extra_info", "object", Axis.OBJECT, "the rest of the data set's row"),
-    Field("reward_parts", "object", Axis.OBJECT, "score of each reward function by name"),
-    Field("reward_extra", "object", Axis.OBJECT, "further results of reward functions for the sample"),
-    Field("reward_errors", "object", Axis.OBJECT, "reward error of a sample, or None"),
-    Field("finish_reason", "object", Axis.OBJECT, "stop or length"),
-    Field("prompt_ids", "int64", Axis.PROMPT, "token ids of the prompt"),
-    Field("response_ids", "int64", Axis.RESPONSE, "token ids after the prompt"),
-    Field("input_ids", "int64", Axis.SEQUENCE, "prompt and response ids"),
-    Field("attention_mask", "float32", Axis.SEQUENCE, "1 on every token"),
-    Field("response_mask", "float32", Axis.RESPONSE, "1 on tokens that a policy generated"),
-    Field("loss_mask", "float32", Axis.RESPONSE, "response_mask without invalid and filtered samples; losses use it"),
-    Field("versions", "int64", Axis.RESPONSE, "step of the weights that generated the token; -1 if none did"),
-    Field("rollout_log_probs", "float32", Axis.RESPONSE, "by the rollout engine, softmax(logits / T)"),
-    Field("sampling_log_probs", "float32", Axis.RESPONSE, "by the rollout engine, after truncation and penalties"),
-    Field("log_probs", "float32", Axis.RESPONSE, "by the policy that is being trained"),
-    Field("entropy", "float32", Axis.RESPONSE, "of softmax(logits / T) at each response token"),
-    Field("old_log_probs", "float32", Axis.RESPONSE, "by the trainer, before the update"),
-    Field("prox_log_probs", "float32", Axis.RESPONSE, "by the proximal policy of decoupled PPO"),
-    Field("ref_log_prob", "float32", Axis.RESPONSE, "by the frozen reference"),
-    Field("values", "float32", Axis.RESPONSE, "value before each response token"),
-    Field("text_scores", "float32", Axis.RESPONSE, "a reward model's score of the text that ends with the token"),
-    Field("token_level_scores", "float32", Axis.RESPONSE, "score of the sample, on the last response token"),
-    Field("token_level_rewards", "float32", Axis.RESPONSE, "scores minus the KL penalty, if it is on"),
-    Field("advantages", "float32", Axis.RESPONSE, "advantage of each response token"),
-    Field("returns", "float32", Axis.RESPONSE, "return from each response token"),
-    Field("group_index", "int64", Axis.SAMPLE, "group number: the samples of one prompt share it"),
-    Field("episode_index", "int64", Axis.SAMPLE, "number of the sample's episode in its group"),
-    Field("scores", "float32", Axis.SAMPLE, "the reward functions' score of the sample"),
-    Field("acc", "float32", Axis.SAMPLE, "accuracy by the reward function, without weights or penalties; 1 is correct"),
-    Field("valid", "bool", Axis.SAMPLE, "False for a reward error"),
-    Field("in_baselines", "bool", Axis.SAMPLE, "valid, and not left out of baselines by mask_type=all"),
-    Field("truncated", "bool", Axis.SAMPLE, "the response ended at the length limit"),
-    Field("reward_baselines", "float32", Axis.SAMPLE, "score of a greedy sample of the same prompt"),
-)
-STANDARD_FIELDS = {field.name: field for field in _STANDARD}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+STANDARD_FIELDS = {name: Field(name, dtype, Axis(axis), doc) for name, (dtype, axis, doc) in _TABLE.items()}
 
 ALIASES = {"index": "group_index", "data_source": "domain"}
 

@@ -127,7 +127,6 @@ class Node:
 
     @property
     def where(self) -> str:
-        """Its name in messages."""
         return f"node {self.node_id!r}"
 
     @property

@@ -1,7 +1,9 @@
-"""The graph of a pipeline's nodes: mutable until `bind`, which returns the frozen pipeline."""
+"""The graph of a pipeline's nodes: mutable until `bind`, which returns the frozen pipeline. Its builder, in Python
+(`Pipeline`) and from a config file (`pipeline_from_config`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from distflow.errors import hint
@@ -9,7 +11,7 @@ from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
 from distflow.graph.node_spec import is_factory
-from distflow.graph.nodes import Node, contracts_of, split_arguments
+from distflow.graph.nodes import NODE_SETTINGS, Node, contracts_of, split_arguments
 from distflow.graph.wiring import Wiring, dependents
 
 
@@ -102,7 +104,6 @@ class TaskGraph:
         wiring.check()
 
     def copy(self) -> "TaskGraph":
-        """A copy that can be changed independently."""
         graph = TaskGraph(self.graph_id, self.description)
         graph.nodes = dict(self.nodes)
         return graph
@@ -127,3 +128,61 @@ class TaskGraph:
 
     def _wiring(self) -> Wiring:
         return Wiring(self.nodes, contracts_of(self.nodes))
+
+
+class Pipeline:
+    """Builds a TaskGraph with one chained `add_node` per node."""
+
+    def __init__(self, pipeline_id: str, description: str = "") -> None:
+        self.pipeline_id = pipeline_id
+        self.description = description
+        self._nodes: list[Callable[[], Node]] = []
+
+    def add_node(
+        self,
+        node_id: str,
+        func: str | Callable[..., object] | None = None,
+        deps: Sequence[str] | None = None,
+        **arguments: Any,
+    ) -> "Pipeline":
+        """Add a node that runs `func` after the nodes that write what it reads, and those of `deps`.
+
+        The arguments are those of `Node`. Further keywords are options of `func`, and take precedence over those of
+        the config. Nothing is looked up or checked before `build`.
+        """
+        deps = () if deps is None else deps
+        self._nodes.append(partial(Node, node_id, func, deps, **split_arguments(arguments)))  # type: ignore[arg-type]  # a node settles its deps
+        return self
+
+    def build(self) -> TaskGraph:
+        """The checked graph. Raises PipelineError if its structure is wrong."""
+        graph = TaskGraph(self.pipeline_id, self.description)
+        for make in self._nodes:
+            graph.add_node(make())
+        graph.check()
+        return graph
+
+
+_ENTRY_KEYS = {name.removeprefix("node_"): name for name in NODE_SETTINGS}
+
+
+def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -> TaskGraph:
+    """The graph of `dag.pipeline`, whose entries the config has checked: id, func, deps, type, role, options and the
+    other arguments of `Node`. Raises PipelineError that names the entry."""
+    pipeline = Pipeline(pipeline_id)
+    for i, entry in enumerate(nodes, 1):
+        options = _options_of(entry, f"entry {i} of the nodes ({entry['id']!r})")
+        pipeline.add_node(**{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"}, **options)
+    return pipeline.build()
+
+
+def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    options = entry.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise PipelineError(f"{where}: options must be a mapping of names to values, not {options!r}")
+    if not all(isinstance(name, str) for name in options):
+        raise PipelineError(f"{where}: names of options must be str, not {options!r}")
+    reserved = [name for name in options if name in _ENTRY_KEYS.values()]
+    if reserved:
+        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it beside id and func")
+    return options

@@ -50,8 +50,6 @@ def ancestors(deps: Edges) -> dict[str, frozenset[str]]:
 
 @dataclass(frozen=True)
 class Vertex:
-    """A node with its contract."""
-
     node: Node
     contract: Contract
 

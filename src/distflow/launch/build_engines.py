@@ -106,7 +106,6 @@ def _train_engine(get: Get, model: nn.Module, trainer: Trainer) -> TrainEngine:
 def build_reference(
     get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> TorchScorer:
-    """The initial policy."""
     model = load_model(**source, sharding=_sharding(get, spread), device=device)
     return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
 

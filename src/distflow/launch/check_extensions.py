@@ -16,8 +16,7 @@ from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstim
 from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
-from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, pipeline_name
-from distflow.config.domain_settings import named_rewards
+from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, named_rewards, pipeline_name
 from distflow.config.extension_points import EXTENSION_POINTS
 from distflow.config.keys.engines import RolloutConfig
 from distflow.errors import UserError, hint
@@ -66,7 +65,6 @@ class Kind:
 
     @property
     def table(self) -> str:
-        """The name of its table in `builtin_names.py`."""
         return next(point.table for point in EXTENSION_POINTS if point.kind == self.name)
 
     @property
@@ -93,7 +91,7 @@ def find_gaps(config: Config) -> list[str]:
 
 def faults_of(kind: Kind, part: Part) -> list[str]:
     """Why the part cannot work, each as a whole message."""
-    registered = f" ({kind.table} in builtin_names.py)" if part.entry is not None else ""
+    registered = f" ({kind.table} in builtin_names.toml)" if part.entry is not None else ""
     try:
         if kind.is_imported:
             load(part.target)

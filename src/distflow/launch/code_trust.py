@@ -12,8 +12,14 @@ from typing import Any
 
 from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
 from distflow.config import Config
-from distflow.config.derived_settings import POLICY_LOSS, functions_of_pipeline, named_algorithms
-from distflow.config.domain_settings import named_rewards, train_files, val_files
+from distflow.config.derived_settings import (
+    POLICY_LOSS,
+    functions_of_pipeline,
+    named_algorithms,
+    named_rewards,
+    train_files,
+    val_files,
+)
 from distflow.data.sources import is_function
 from distflow.errors import UserError
 from distflow.import_target import innermost, is_pickled, load_function

@@ -18,20 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
-from distflow.config.derived_settings import is_rl, reads_pairs
-from distflow.config.domain_settings import chooses_by_tags, domain_of_tag, reward_functions, validates
+from distflow.config.derived_settings import (
+    chooses_by_tags,
+    domain_of_tag,
+    is_rl,
+    reads_pairs,
+    reward_functions,
+    validates,
+)
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.run import StopCondition
-from distflow.data.dataset_columns import (
-    DEFAULT_DOMAIN,
-    BadRows,
-    Columns,
-    RawRow,
-    Record,
-    listed,
-    plain,
-    read_rows,
-)
+from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.row_index import IndexedFile, index_file
 from distflow.data.sources import load_rows

@@ -10,21 +10,11 @@ import torch
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
-from distflow.config.domain_settings import response_limit, temperatures
+from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps, response_limit, temperatures
 from distflow.config.keys.reward import scoring_models
 from distflow.import_target import load
-from distflow.launch import build_engines
+from distflow.launch import build_engines, model_sources
 from distflow.launch.hardware import choose_device, choose_dtype, threads_of
-from distflow.launch.model_sources import (
-    blaming,
-    check_engines,
-    critic_source,
-    policy_adapter,
-    policy_source,
-    scoring_source,
-    tokenizer_loader,
-)
 from distflow.models.cpu_kernels import build as native
 from distflow.rewards.judge_text import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
@@ -44,11 +34,11 @@ def make_factories(
     factories: dict[str, Factory] = {
         "policy": partial(
             build_engines.build_policy,
-            source=policy_source(config),
-            adapt=policy_adapter(config),
+            source=model_sources.policy_source(config),
+            adapt=model_sources.policy_adapter(config),
             spread=_spread(config, "actor"),
         ),
-        "tokenizer": partial(build_engines.build_tokenizer, load=tokenizer_loader(config)),
+        "tokenizer": partial(build_engines.build_tokenizer, load=model_sources.tokenizer_loader(config)),
         "stop_token_ids": build_engines.build_stop_token_ids,
     }
     if "actor" in engines:
@@ -56,7 +46,7 @@ def make_factories(
     if "critic" in engines:
         factories["critic"] = partial(
             build_engines.build_critic,
-            source=critic_source(config),
+            source=model_sources.critic_source(config),
             spread=_spread(config, "critic"),
             trainer=_trainer(config, "critic", steps),
         )
@@ -68,7 +58,7 @@ def make_factories(
         if settings.model.lora_rank:
             factories["ref"] = partial(build_engines.build_adapted_reference, options=options)
         else:
-            source, spread = policy_source(config), _spread(config, "ref")
+            source, spread = model_sources.policy_source(config), _spread(config, "ref")
             factories["ref"] = partial(build_engines.build_reference, source=source, spread=spread, options=options)
     factories |= _scoring_factories(config, engines)
     if "rollout" in engines:
@@ -87,12 +77,12 @@ def make_factories(
 
 def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Factory]:
     """Of reward models and judges."""
-    check_engines(config, engines)
+    model_sources.check_engines(config, engines)
     factories, models = dict[str, Factory](), scoring_models(config.reward_model)
     for name, model in ((name, models[name]) for name in models if name in engines):
-        key, source = scoring_source(config, name)
+        key, source = model_sources.scoring_source(config, name)
         if model.judge:
-            with blaming(f"reward_model.models.{name}.template"):
+            with model_sources.blaming(f"reward_model.models.{name}.template"):
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             parts = build_engines.JudgeParts(target, compute_dtype(config), options, template, model.answer_tokens)
@@ -189,7 +179,9 @@ def _rollout_factory(config: Config) -> Factory:
         build_engines.build_rollout,
         engine=target,
         dtype=engine_dtype(config),
-        source=policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
+        source=model_sources.policy_source(config)
+        if config.actor_rollout_ref.model.lora_rank or is_sharded(config)
+        else None,
         shares=shares_weights(config),
         options=options,
     )

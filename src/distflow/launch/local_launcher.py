@@ -62,8 +62,6 @@ def open_local(spec: Spec, say: Callable[[str], None]) -> Iterator["Running"]:
 
 @dataclass(frozen=True)
 class Running:
-    """The parts of a run under way."""
-
     worker: Worker
     ports: Ports
     recorder: Recorder

@@ -23,7 +23,7 @@ from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERN
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.planning.graph_partition import parse_size
-from distflow.planning.layout import Layout
+from distflow.planning.plan import Layout
 
 
 class Source(SourceOptions):

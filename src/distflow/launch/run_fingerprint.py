@@ -16,8 +16,7 @@ from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
-from distflow.config.derived_settings import is_one_process, named_algorithms
-from distflow.config.domain_settings import reward_functions
+from distflow.config.derived_settings import is_one_process, named_algorithms, reward_functions
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import schema_keys
 from distflow.config.serialize import diff, show_value

@@ -93,14 +93,8 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
 
 
 def open_store(spec: Spec) -> CheckpointStore:
-    """The checkpoint store of the run's folder."""
     keep_best = int(spec.options.keep_best is not None)
-    return CheckpointStore(
-        spec.run_dir / CHECKPOINTS,
-        spec.options.keep_last,
-        keep_best,
-        on_point=_reach_in_checkpoint,
-    )
+    return CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best, on_point=_reach_in_checkpoint)
 
 
 def _reach_in_checkpoint(point: str) -> None:

@@ -12,8 +12,7 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek, whole
-from distflow.config.derived_settings import is_one_process, is_rl, is_sharded
-from distflow.config.domain_settings import response_limit, validates
+from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, response_limit, validates
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole

@@ -4,18 +4,16 @@ from collections.abc import Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Loaded
-from distflow.config.derived_settings import algorithms, is_rl
-from distflow.config.domain_settings import domain_of_tag, reward_functions
+from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_points import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.hardware import choose_device, threads_of
+from distflow.launch.hardware import choose_device, own_cores, threads_of
 from distflow.launch.load_inputs import Data, Reading
 from distflow.pipelines.nodes.by_domain import options_of
-from distflow.planning.threads import own_cores
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 

@@ -6,8 +6,7 @@ fix their order. Prompt groups go through the rollout nodes one by one, whole st
 
 from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.config import Config, preset_config
-from distflow.config.derived_settings import algorithms
-from distflow.config.domain_settings import filters_groups, unfiltered_domains
+from distflow.config.derived_settings import algorithms, filters_groups, unfiltered_domains
 from distflow.config.keys.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes

@@ -19,7 +19,7 @@ from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults import is_free
 from distflow.errors import UserError, hint
 from distflow.graph.node_spec import ENGINES
-from distflow.planning.layout import Axis, Sizes
+from distflow.planning.plan import Axis, Sizes
 
 KEY = "trainer.allocation"
 _LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
@@ -79,8 +79,6 @@ def require_engines(allocation: Allocation) -> None:
 
 
 class _Parser:
-    """Reads the text from left to right."""
-
     def __init__(self, written: Allocation) -> None:
         found = _TOKEN.finditer(written.text)
         self._written = written

@@ -67,18 +67,13 @@ def pipeline_parts(
     idle = {node for nodes in found if nodes not in trained for node in nodes}
     makes_groups = [not generates or "actor" in _contents(nodes, holds) for nodes in trained]
     all_nodes = [rollout_nodes * makes + nodes for nodes, makes in zip(trained, makes_groups, strict=True)]
-    parts = sort_parts([_part(pipeline, nodes, sizes) for nodes in all_nodes])
+    parts = sorted((_part(pipeline, nodes, sizes) for nodes in all_nodes), key=priority)
     first = {*parts[0].nodes, *idle}
     return [_part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes), *parts[1:]]
 
 
-def sort_parts(parts: Sequence[Part]) -> list[Part]:
-    """Parts in the order in which they get devices: by size, then by number of nodes; the sort is stable."""
-    return sorted(parts, key=priority)
-
-
 def priority(part: Part) -> tuple[int, int]:
-    """The part with the lowest gets devices first."""
+    """The part with the lowest gets devices first: the largest, then the one with the most nodes."""
     return -part.size, -len(part.nodes)
 
 

@@ -13,8 +13,7 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.graph_partition import Part, apportion, pipeline_parts, priority
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan, choose_backends, make_channels, process_groups, rank_plan
+from distflow.planning.plan import Layout, Plan, Sizes, choose_backends, make_channels, process_groups, rank_plan
 
 
 @dataclass(frozen=True)

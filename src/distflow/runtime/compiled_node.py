@@ -23,7 +23,7 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.node_errors import NodeError, is_ours, node_error, output_error
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.prompt_group import Group, rows_by_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
@@ -75,9 +75,7 @@ class NodeContext:
         order = minibatches(
             len(self.group_ids), self.group_ids, num_prompts, self.config.trainer.seed, self.step, epoch
         )
-        rows: dict[int, list[int]] = {}
-        for row, prompt_group in enumerate(batch["group_index"].tolist()):
-            rows.setdefault(prompt_group, []).append(row)
+        rows = rows_by_group(batch)
         for places in order:
             yield batch.select(sorted(row for place in places for row in rows.get(self.group_ids[place], ())))
 

@@ -68,7 +68,6 @@ class LoopThread:
         return self.start(work).result()
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
-        """Begin and return at once."""
         with self._lock:  # or the thread could end between the check and the submission: no result would come
             if self._ended is not None:
                 work.close()

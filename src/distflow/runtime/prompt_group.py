@@ -17,6 +17,14 @@ from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.groups import PromptGroup
 
 
+def rows_by_group(batch: Batch) -> dict[int, list[int]]:
+    """The rows of each group of a batch, by its number."""
+    rows: dict[int, list[int]] = {}
+    for row, number in enumerate(batch["group_index"].tolist()):
+        rows.setdefault(number, []).append(row)
+    return rows
+
+
 @dataclass
 class Group:
     """A prompt, its responses, and the results of nodes.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from distflow.errors import UserError
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Layout, Plan, Sizes
 from distflow.runtime.spec import Spec
 from distflow.scheduling.bin_packing import DpGroupShares
 

@@ -139,7 +139,6 @@ def _peak_rss() -> int:
 
 
 def _forget_peak() -> bool:
-    """Returns whether the system allows it."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -195,7 +194,11 @@ class Recorder(AbstractContextManager["Recorder"]):
             on_failure=self.note,
         )
         self.memory = MemoryPeaks()
-        self.phases = PhaseTimer(self._on_phase, self.view.phase, on_charge=self.memory.charge)
+        self.phases = PhaseTimer(
+            lambda started, ended, name: self._span("training", Span(started, ended, "phase", name)),
+            self.view.phase,
+            on_charge=self.memory.charge,
+        )
         self._callbacks = Caller(callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks"))
         self.waits = Waits(
             lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
@@ -302,9 +305,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         keep_groups(run_dir, step, batch, *self._process.share)
         if options.save_groups == "last_k" and self._process.leads:
             forget_groups(run_dir, options.save_groups_last)
-
-    def _on_phase(self, started: float, ended: float, name: str) -> None:
-        self._span("training", Span(started, ended, "phase", name))
 
     def _span(self, actor: str, span: Span) -> None:
         self.folder.span(actor, replace(span, step=self._step + 1))

@@ -62,6 +62,7 @@ class SubmissionGate:
 
     def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
         self._engine, self._recorder = engine, group_recorder
+        self.pause, self.resume = engine.pause, engine.resume
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
         self._early_stop: EarlyStop | None = None
@@ -114,21 +115,14 @@ class SubmissionGate:
 
     @property
     def version(self) -> Version:
-        """The version of the engine's weights."""
         return self._engine.version
 
     async def num_generated_tokens(self) -> int:
         """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
-        await self._engine.pause()
+        await self.pause()
         number = getattr(self._engine, "num_generated_tokens", 0)
-        await self._engine.resume()
+        await self.resume()
         return int(number)
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
 
     def arrived(self, task: asyncio.Task[None] | None) -> None:
         """The group has sent its request, or needs none."""
@@ -171,7 +165,6 @@ class RolloutLoop:
         group_recorder: GroupRecorder,
         events: GroupEvents,
     ) -> "RolloutLoop":
-        """The loop of a worker that has these nodes."""
         gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:

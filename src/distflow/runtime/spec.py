@@ -33,7 +33,6 @@ class Get:
         return self._built[name]
 
     def planned(self, name: str) -> bool:
-        """Whether the plan assigns that engine to this worker."""
         return name in self._rank.engines
 
 
@@ -82,19 +81,11 @@ class Offloads:
 class RunOptions:
     """The keys of `trainer`, `trust` and the like that control a run. A frequency of 0 or less is never.
 
-    update_frequency: of weight syncs, in steps. weight_update_mode: "store", "disk"
-    or "collective", the transport to workers that only generate. canary_freq: in weight syncs.
-    audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
-    metric by which the best one is kept in addition. save_hf_model: export every checkpoint.
-    max_restarts: of the run in place, after a process of it was lost. slurm: of the job, if it is one.
-    max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
-    save_groups_last: number of last steps written if `save_groups` is "last_k". timeout_s: of a sync node function of
-    the rollout loop, for each sample. engine_timeout_s: how long a rollout engine with an open request may give no sign
-    of life; None is for ever. run_self_check: reward functions are tested on known solutions first. solution_columns:
-    by domain, "" for all others: the columns of reference solutions (None if the rewards know it) and ground truths.
-    max_error_rate: share of a step's reward errors above which the run ends. max_skipped: non-finite updates in a row
-    before the run ends. unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
-    free_cache_engine: the rollout engine frees its memory while training.
+    update_frequency: of weight syncs, in steps. canary_freq: in weight syncs. audit_freq: in steps. keep_last:
+    checkpoints, None for all. keep_best: the metric by which the best one is kept in addition. max_held_mb: in all;
+    None for half of the smallest store. timeout_s: of a sync node function of the rollout loop, for each sample.
+    engine_timeout_s: None is for ever. solution_columns: by domain, "" for all others: the columns of reference
+    solutions (None if the rewards know it) and ground truths. offloads: by role of the engine.
     """
 
     seed: int
@@ -149,7 +140,6 @@ class Outcome:
     saved: Path | None = None
 
     def lines(self) -> list[str]:
-        """The result of the run, for people."""
         lines = [*self.judgements, f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}"]
         before, after = self.accuracy_before, self.accuracy_after
         if before is not None and after is not None:
@@ -201,8 +191,6 @@ class Spec:
 
 
 class Launch(Protocol):
-    """The interface of a launcher."""
-
     def __call__(
         self,
         spec: Spec,

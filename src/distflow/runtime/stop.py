@@ -37,7 +37,6 @@ def exit_status(number: int) -> int:
 
 
 def ended_by(number: int) -> str:
-    """The line that a command ends with."""
     return f"distflow: ended by {signal.Signals(number).name}"
 
 

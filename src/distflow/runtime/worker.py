@@ -123,7 +123,6 @@ class Worker:
             return self._parts.services.wait_for(blocking)
 
     def send_to_new_workers(self) -> None:
-        """See `NewWorkers`."""
         self._parts.weight_sync.send_to_new_workers(self.step)
 
     def finish_saving(self) -> None:

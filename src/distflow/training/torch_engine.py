@@ -19,8 +19,8 @@ from distflow.data.batch import Batch, read_numbers, send
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
-from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.log_probs import check_temperature
+from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.prefix_sharing import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole

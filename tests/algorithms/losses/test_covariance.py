@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms import find_policy_loss
 from distflow.algorithms.losses.covariance import largest, token_covariance, token_draws
+from distflow.algorithms.registry import find_policy_loss
 
 
 def covariances(batch: Any) -> dict[tuple[int, int], float]:

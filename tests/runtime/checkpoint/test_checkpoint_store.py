@@ -137,11 +137,6 @@ def test_a_step_that_is_saved_again_does_not_touch_the_old_one_before_it_is_whol
     assert store.load().load("coordinator") == {"again": True} == store.load(2).load("coordinator")
 
 
-def test_keeping_none_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="at least 1"):
-        CheckpointStore(tmp_path, keep_last=0)
-
-
 # Several processes
 
 

@@ -1,1 +1,1 @@
-"""Advantage estimators; `builtin_names.py` lists them."""
+"""Advantage estimators; `builtin_names.toml` lists them."""

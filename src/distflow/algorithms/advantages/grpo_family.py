@@ -36,7 +36,6 @@ def grpo_rule(
 
 
 def describe_grpo(norm_adv_by_std_in_grpo: bool, adv_epsilon: float, scale_rewards: ScaleRewards | None) -> str:
-    """The formula with these options."""
     return str(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards))
 
 

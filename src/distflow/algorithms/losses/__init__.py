@@ -1,1 +1,1 @@
-"""Policy losses; `builtin_names.py` lists them."""
+"""Policy losses; `builtin_names.toml` lists them."""

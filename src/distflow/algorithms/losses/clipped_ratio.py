@@ -52,9 +52,8 @@ def compute_vanilla_loss(
 ) -> tuple[Tensor, Stats]:
     """max(−rA, −clip(r)A), for A < 0 at most −c·A, per token; all tensors `(bs, response_length)`.
 
-    `clip_ratio_c` None turns the dual clip off. Raises ValueError if it is not above 1.
+    `clip_ratio_c` None turns the dual clip off.
     """
-    check_dual_clip(clip_ratio_c)
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask)
     loss, stats = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
@@ -158,8 +157,8 @@ def compute_dppo_tv_loss(
 ) -> tuple[Tensor, Stats]:
     """−sg[min(r, c)]·A·logπ per token, 0 where π − π_old is above `clip_ratio_high` (A > 0) or below −`clip_ratio_low`.
 
-    All `(bs, response_length)`. `clip_ratio_c` None leaves the weight untruncated; the paper wants it large (its
-    section 5.4). Raises ValueError if it is not above 1.
+    All `(bs, response_length)`. `clip_ratio_c` None leaves the weight untruncated; the paper wants it large
+    (its section 5.4).
     """
     policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
     moved = policy - old
@@ -180,7 +179,7 @@ def compute_dppo_kl_loss(
 ) -> tuple[Tensor, Stats]:
     """As `dppo_tv`, 0 where the token moved the way that A pushes it by a binary KL(old ‖ policy) above the bound.
 
-    Binary: of the distributions {this token, any other}. Raises ValueError if `clip_ratio_c` is not above 1.
+    Binary: of the distributions {this token, any other}.
     """
     policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
@@ -206,7 +205,6 @@ def _masked_gradient(
     inside: Tensor,
     clip_ratio_c: float | None,
 ) -> tuple[Tensor, Stats]:
-    check_dual_clip(clip_ratio_c)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
     weight = as_stat(inside, ratio) * (ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c))

@@ -105,9 +105,7 @@ def select_clip_cov(
     """1 on `clip_cov_ratio` of the step's tokens (at least one), drawn from those with a covariance within the bounds.
 
     `(bs, response_length)`, float32; fewer where fewer are within. uid: names the samples for the draws.
-    Raises ValueError for invalid options.
     """
-    check_selection(clip_cov_ratio, clip_cov_lb, clip_cov_ub)
     covariance = token_covariance(advantages, old_log_probs, loss_mask, reduce)
     within = (loss_mask > 0) & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
     draws = token_draws(uid, loss_mask)
@@ -134,7 +132,7 @@ def compute_clip_cov_loss(
     return loss, stats | {"cov_selected": as_stat(selected, loss), "ppo_kl": -difference.detach()}
 
 
-def check_options(kl_cov_ratio: float = 1.0, ppo_kl_coef: float = 1.0) -> None:
+def check_options(kl_cov_ratio: float, ppo_kl_coef: float) -> None:
     """Raises ValueError for a share outside 0..1 or a coefficient below 0."""
     check_share("kl_cov_ratio", kl_cov_ratio)
     if not ppo_kl_coef >= 0:
@@ -153,9 +151,8 @@ def select_kl_cov(
 ) -> Tensor:
     """1 on the `kl_cov_ratio` of the step's tokens (at least one) with the largest covariance, ties by draws.
 
-    `(bs, response_length)`, float32. Raises ValueError for a share outside 0..1.
+    `(bs, response_length)`, float32.
     """
-    check_options(kl_cov_ratio=kl_cov_ratio)
     covariance = token_covariance(advantages, old_log_probs, loss_mask, reduce)
     count = num_selected(kl_cov_ratio, loss_mask, reduce)
     return largest(covariance, token_draws(uid, loss_mask), loss_mask > 0, count, reduce).float()
@@ -171,11 +168,7 @@ def compute_kl_cov_loss(
     *,
     ppo_kl_coef: float = 1.0,
 ) -> tuple[Tensor, Stats]:
-    """−rA per token, plus ppo_kl_coef · |log r| on the selected ones; all `(bs, response_length)`. Nothing is clipped.
-
-    Raises ValueError for a negative coefficient.
-    """
-    check_options(ppo_kl_coef=ppo_kl_coef)
+    """−rA per token, plus ppo_kl_coef · |log r| on the selected ones, unclipped; all `(bs, response_length)`."""
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
     selected = under_mask(selected_tokens, loss_mask) > 0
     penalty = torch.where(selected, ppo_kl_coef * difference.abs(), torch.zeros_like(difference))

@@ -138,9 +138,8 @@ def compute_decoupled_loss(
     old_log_probs: of the policy that sampled. Tokens whose weight is above the cap get loss 0 and stay in the
     denominator, or with mode `clamp` the cap as their weight; None means no cap. `rejection_sampling`, a mapping of the
     names of `RejectionSampling`, replaces cap and mode. Mode `disabled` gives no weights, if another correction
-    does. Raises ValueError for bad options.
+    does.
     """
-    check_options(clip_ratio_c, behav_imp_weight_mode, rejection_sampling)
     difference = log_ratio(log_probs, prox_log_probs, loss_mask)
     behaviour = log_ratio(prox_log_probs, old_log_probs, loss_mask).detach()
     advantages = under_mask(advantages, loss_mask)

@@ -54,9 +54,8 @@ def compute_cpgd_loss(
 
     The clamp is from above at logπ_old + ln(1 + ε_high) where A > 0, else from below at logπ_old + ln(1 − ε_low). The
     drift's gradient is that of KL(old ‖ policy), estimated by k3 (r − 1 − ln r) and bounded; the statistic
-    `policy_drift` is that estimate. Raises ValueError for a negative coefficient.
+    `policy_drift` is that estimate.
     """
-    check_drift(policy_drift_coeff)
     current, advantages = under_mask(log_probs, loss_mask), under_mask(advantages, loss_mask)
     old = current.detach() if old_log_probs is None else under_mask(old_log_probs, loss_mask)
     ceiling = old + math.log1p(clip_ratio_high)
@@ -86,9 +85,8 @@ def compute_dro_loss(
 ) -> tuple[Tensor, Stats]:
     """−logπ·A + beta/2 · (logπ − logπ_old)² per token; all `(bs, response_length)`.
 
-    The log-ratio is not clamped: far away the pull must not vanish. Raises ValueError for a negative `beta`.
+    The log-ratio is not clamped: far away the pull must not vanish.
     """
-    check_beta(beta)
     difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
     loss = -under_mask(log_probs, loss_mask) * under_mask(advantages, loss_mask) + 0.5 * beta * difference.square()
     return loss, {"ppo_kl": -difference.detach()}
@@ -113,9 +111,8 @@ def compute_topr_loss(
     """−A·logπ where the sample's score is above 0, else −sg[clamp(r, 0, 1)]·A·logπ; all `(bs, response_length)`.
 
     token_level_scores: summed over each row; a `(bs,)` tensor is one score a sample. ratio_level: r of each token
-    (ROLL), or the product over the sequence (the paper). Raises ValueError for an unknown level.
+    (ROLL), or the product over the sequence (the paper).
     """
-    check_ratio_level(ratio_level)
     score = token_level_scores if token_level_scores.dim() == 1 else sample_scores(token_level_scores, loss_mask)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
@@ -147,9 +144,8 @@ def compute_sapo_loss(
 ) -> tuple[Tensor, Stats]:
     """−(4/τ)·σ(τ(r − 1))·A per token, τ = tau_pos where A > 0, else tau_neg; all `(bs, response_length)`.
 
-    Raises ValueError if a τ is not positive. The paper aggregates by `seq-mean-token-mean`.
+    The paper aggregates by `seq-mean-token-mean`.
     """
-    check_temperatures(tau_pos, tau_neg)
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask)
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))

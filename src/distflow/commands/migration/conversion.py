@@ -13,15 +13,7 @@ from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.compose.values import nested
 from distflow.config.keys.schema import schema_keys
-from distflow.config.migration.tables import (
-    NOT_GIVEN,
-    Name,
-    Table,
-    all_tables,
-    as_override,
-    find_value,
-    split_overrides,
-)
+from distflow.config.migration import tables
 from distflow.config.serialize import flatten
 from distflow.errors import ConfigError
 
@@ -55,7 +47,7 @@ class Conversion:
 
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None where the settings say it."""
-    table = all_tables()[theirs.system]
+    table = tables.all_tables()[theirs.system]
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
     defaults = _for(table.defaults, theirs.method)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
@@ -76,25 +68,25 @@ def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any
     return {key: value for part in parts for key, value in entries.get(part, {}).items()}
 
 
-def _convert_setting(theirs: ForeignSettings, table: Table, key: str, value: object, draft: Conversion) -> None:
+def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, value: object, draft: Conversion) -> None:
     line = theirs.lines.get(key)
     name = table.find(key, theirs.method)
     if is_known(key) and key not in table.names:
-        name = Name(key)
+        name = tables.Name(key)
     if name is None and theirs.system == "verl":
-        name = all_tables()["siiRL"].find(key)
+        name = tables.all_tables()["siiRL"].find(key)
     place = f"line {line}: {key}" if line else key
     if isinstance(value, Unread):
-        advice = name.answer(NOT_GIVEN) if name else ""
+        advice = name.answer(tables.NOT_GIVEN) if name else ""
         draft.missing.append(f"{place}: {value.why}" + (f"; {advice}" if advice else ""))
     elif name is None:
-        draft.missing.append(f"{place}={as_override(value)}: {theirs.system}'s table does not have it")
+        draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
-        renamed = find_value(key, value) if theirs.system == "verl" and isinstance(value, str) else None
+        renamed = tables.find_value(key, value) if theirs.system == "verl" and isinstance(value, str) else None
         if text := name.overrides(renamed or value):
-            draft.write(split_overrides(text), key in theirs.values)
+            draft.write(tables.split_overrides(text), key in theirs.values)
         else:
-            draft.missing.append(f"{place}={as_override(value)}: {name.answer(value)}")
+            draft.missing.append(f"{place}={tables.as_override(value)}: {name.answer(value)}")
 
 
 def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
@@ -109,12 +101,12 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
         domains[name] = {"reward": found[0] if found else "math", "tags": tags or [name]}
         domains[name] |= {} if weight is None else {"weight": weight}
     if domains:
-        draft.write({"data.domains": as_override(domains), "data.tag_key": "tag"}, True)
+        draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)
     return {key for key in values if key.startswith(("rewards.", _SHARES))}
 
 
 def _compute(
-    table: Table, theirs: ForeignSettings, values: dict[str, object], devices: int | None, missing: list[str]
+    table: tables.Table, theirs: ForeignSettings, values: dict[str, object], devices: int | None, missing: list[str]
 ) -> tuple[dict[str, str], set[str]]:
     """What the formulas give, by our keys, and the keys of theirs that they use. A name that is no key is a step."""
     names: dict[str, Any] = {_DOT.sub("__", key): value for key, value in values.items()}
@@ -139,7 +131,7 @@ def _compute(
             value = math.ceil(value)
         names[_DOT.sub("__", ours)] = value
         if value is not None and is_known(ours):
-            overrides[ours] = "null" if value == "null" else as_override(value)
+            overrides[ours] = "null" if value == "null" else tables.as_override(value)
     return overrides, used
 
 

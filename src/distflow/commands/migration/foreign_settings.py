@@ -1,8 +1,15 @@
-"""Settings of another system, wherever they stand; those of YAML, or of any file of keys and values, are read here."""
+"""Settings of another system: those of YAML, or of any file of keys and values, and of commands of a shell script.
 
+A script is read and not run: variables, arrays and sums are put in, and what another tool would say, or the caller of
+the script, is marked as unread."""
+
+import ast
+import operator
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -12,6 +19,167 @@ from distflow.config.compose.origins import settings_of_value
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
+
+MARK, _SPACE = "\0", "\1"
+"""What stands around the reason why a part of a word cannot be read, and between its words."""
+_NESTED = r"\([^()]{0,999}+\)"
+for _ in range(3):
+    _NESTED = rf"\((?:[^()]|{_NESTED}){{0,999}}+\)"
+_ARRAY = re.compile(rf"^[ \t]*(\w+\+?=)\(((?:[^()]|{_NESTED})*+)\)", re.MULTILINE)
+_PUT = re.compile(rf"\$\{{(\w+)\[[@*]\]\}}|\$(\({_NESTED}\)|{_NESTED})|`([^`]*)`|\$\{{([^{{}}]*)\}}|\$(\w+|[@*#?!])")
+_VARIABLE = re.compile(r"(\w+|[@*])(?::?([-=+?])(.*))?", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_PREFIXES = ("export", "local", "readonly", "declare", "then", "do", "else", "{", "exec", "eval")
+_LONGEST, _DEEPEST = 20_000, 8
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def calculate(node: ast.expr, value_of: Callable[[ast.expr], object]) -> float:
+    """A sum, product or quotient of numbers. value_of: the value of a part. Raises ValueError for anything else."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = value_of(node.left), value_of(node.right)
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            try:
+                return _OPERATORS[type(node.op)](left, right)
+            except ArithmeticError as error:
+                raise ValueError(str(error)) from error
+    raise ValueError("it is no sum of numbers")
+
+
+class ShellScript:
+    """commands: the words of each and its line, in order. remarks: on variables that a branch would set otherwise."""
+
+    def __init__(self, text: str) -> None:
+        self.commands: list[tuple[list[str], int]] = []
+        self.variables = {"HOME": str(Path.home()), "@": "", "*": ""}
+        self.remarks: list[str] = []
+        self._in_branches: dict[str, str] = {}
+        depth = 0
+        for line, words in _lines(text, self._put):
+            while words and (words[0] in (*_PREFIXES, *_OPENING, *_CLOSING)):
+                depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
+                words = words[1:]
+            assigned = [_ASSIGNMENT.fullmatch(word) for word in words]
+            for each in assigned if all(assigned) else ():
+                assert each is not None
+                self._set(each[1], self.variables.get(each[1], "") + each[3] if each[2] else each[3], depth > 0)
+            if words and not all(assigned):
+                self.commands.append((words, line))
+
+    def _set(self, name: str, value: str, in_branch: bool) -> None:
+        if in_branch and self.variables.get(name, value) != value:
+            self._in_branches[name] = f"a branch of the script sets {name}={value}; {self.variables[name]} is taken"
+        elif len(value) < _LONGEST:
+            self.variables[name] = value
+
+    def _put(self, text: str) -> str:
+        """The text with what `$name`, `${name:-otherwise}`, `$((a * b))` stand for. Arrays are texts of their words."""
+        text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)
+        for _ in range(_DEEPEST):
+            if len(text) < _LONGEST and _PUT.search(text):
+                text = _PUT.sub(self._value, text)
+        return text
+
+    def _value(self, found: re.Match[str]) -> str:
+        array, inside, quoted, braced, name = found.groups()
+        if inside is not None and inside.startswith("(("):
+            return self._sum(inside[2:-2])
+        if inside is not None or quoted is not None:
+            return _unread("it is the output of a command")
+        variable = _VARIABLE.fullmatch(array or braced or name)
+        if variable is None:
+            return _unread("a variable is changed in it")
+        name, sign, otherwise = variable.groups()
+        if name in self.variables and sign != "+":
+            self.remarks += [self._in_branches.pop(name)] if name in self._in_branches else []
+            return self.variables[name]
+        if array or sign == "+" or sign in ("-", "="):
+            return "" if array or sign == "+" else otherwise.strip("\"'")
+        return _unread(f"the variable {name} is not set in the file")
+
+    def _sum(self, text: str) -> str:
+        def value_of(node: ast.expr) -> object:
+            if isinstance(node, ast.Name):
+                return scalar(self.variables.get(node.id, ""))
+            return node.value if isinstance(node, ast.Constant) else calculate(node, value_of)
+
+        try:
+            names = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
+            return str(calculate(ast.parse(f"({names})+0".replace("/", "//"), mode="eval").body, value_of))
+        except (ValueError, SyntaxError, RecursionError):
+            return _unread("it is a sum")
+
+
+def _unread(why: str) -> str:
+    """As one word, wherever it is put."""
+    return MARK + why.replace(" ", _SPACE) + MARK
+
+
+def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str]]]:
+    """The words of each command, and its line. An array is one assignment; a text over several lines goes on."""
+    text = re.sub(r"(?m)^\s*#.*$|(?<=\s)#[^'\"\n]*$", "", text.replace("\r\n", "\n"))
+    text = _ARRAY.sub(
+        lambda array: f"{array[1]}{shlex.quote(' '.join(array[2].split()))}" + "\n" * array[2].count("\n"), text
+    )
+    line, held = 1, ""
+    for number, part in enumerate(text.split("\n"), 1):
+        line, held = line if held else number, held + part
+        if held.endswith("\n" + part) and not {"'", '"'} & set(part) and len(held) < _LONGEST:
+            held += "\n"  # within a quotation
+            continue
+        if held.endswith("\\"):
+            held = held[:-1] + " "
+            continue
+        if len(held) > _LONGEST:
+            raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
+        lexer = shlex.shlex(put(held), posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            words = list(lexer)
+        except ValueError:
+            held += "\n"
+            continue
+        held, command = "", list[str]()
+        for word in [*words, ";"]:
+            if word and set(word) <= set(";&|()<>"):
+                yield line, command
+                command = []
+            else:
+                command.append(word)
+    if held.strip():
+        raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
+
+
+def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
+    """The options of a command: `--name value ...`, `--name=value`, `--flag`, and `key=value` of Hydra."""
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        override = re.fullmatch(r"(?:--)?\+{0,2}([\w.-]+)=(.*)", word, re.DOTALL)
+        if name and (override or word.startswith("--")):
+            into(name.replace("-", "_"), _as_value(values))
+            name = ""
+        if override:
+            into(override[1].replace("-", "_") if word.startswith("--") else override[1], _as_value([override[2]]))
+        elif word.startswith("--"):
+            name, values = word[2:], []
+        elif name:
+            values.append(word)
+
+
+def _as_value(texts: list[str]) -> object:
+    unread = [part for text in texts for part in text.split(MARK)[1::2]]
+    values = [scalar(text.rstrip(",") if len(texts) > 1 else text) for text in texts]
+    if unread:
+        return Unread(unread[0].replace(_SPACE, " "))
+    return (values[0] if len(values) == 1 else values) if values else True
+
 
 _LEAST_KNOWN = 0.5  # of a file's keys; with fewer it is another tool's, or of a version that the tables do not have
 _NUMBERS_OF_RANGE = re.compile(r"list\(range\((\d+), ?(\d+)\)\)")

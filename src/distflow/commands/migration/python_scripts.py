@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from distflow.commands.migration.foreign_settings import ForeignSettings, Unread
-from distflow.commands.migration.shell_commands import calculate
+from distflow.commands.migration.foreign_settings import ForeignSettings, Unread, calculate
 from distflow.errors import UserError
 
 METHODS = {"GRPO": "grpo", "RLOO": "grpo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
@@ -167,15 +166,9 @@ class _Script:
         if found is None or found[2] != role and found[1] != "Training":
             return None
         of_trl = isinstance(known, Object) and known.module.startswith("trl")
-        if found[2] == "Trainer":
-            return found[1] if found[1] in METHODS or of_trl else None
-        return (
-            found[1]
-            if found[1] in METHODS and role == "Config"
-            else ""
-            if role == "Config" and found[1] == "Training"
-            else None
-        )
+        if found[1] in METHODS or found[2] == "Trainer" and of_trl:
+            return found[1]
+        return "" if role == "Config" and found[1] == "Training" and found[2] != "Trainer" else None
 
     def _give(self, owner: str, values: Mapping[str, object], line: int) -> None:
         for key, value in values.items():
@@ -201,17 +194,11 @@ class _Script:
             case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
                 return -number
             case ast.JoinedStr():
-                parts = [
-                    self.value(getattr(each, "value", each))
-                    if isinstance(each, ast.FormattedValue)
-                    else self.value(each)
-                    for each in node.values
-                ]
-                return (
-                    "".join(map(str, parts))
-                    if all(isinstance(part, str | int | float) for part in parts)
-                    else _computed(node)
-                )
+                parts = [self.value(each) for each in node.values]
+                is_known = all(isinstance(part, str | int | float) for part in parts)
+                return "".join(map(str, parts)) if is_known else _computed(node)
+            case ast.FormattedValue():
+                return self.value(node.value)
             case ast.Attribute():
                 unknown = _NOT_GIVEN if self.has_options else _computed(node)
                 return node.attr if _name(node.value) == "torch" else self.names.get(f".{node.attr}", unknown)

@@ -7,15 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from distflow.builtin_names import HUB_DATA, MODELS
-from distflow.config.derived_settings import (
-    ADV_ESTIMATOR,
-    POLICY_LOSS,
-    functions_of_pipeline,
-    is_rl,
-    may_have_critic,
-    named_algorithms,
-)
-from distflow.config.domain_settings import train_files, val_files
+from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.rules.check import where
 from distflow.errors import Problem, missing_path, nearest
@@ -45,12 +37,11 @@ NEEDED_TO_EVALUATE = frozenset(
     }
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
-NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, POLICY_LOSS, ADV_ESTIMATOR}
+NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, derived_settings.POLICY_LOSS, derived_settings.ADV_ESTIMATOR}
 """Keys of files and folders that must exist; `data.reward` is that of domains."""
 
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
-    """One problem for each missing path of the `needed` keys."""
     for key, path, fault in _named(config):
         if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
             what, advice = found
@@ -65,25 +56,25 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     """Every path with its key and its check."""
     model = config.actor_rollout_ref.model
     models = [(f"{_MODEL}.path", model.path), (f"{_MODEL}.tokenizer_path", model.tokenizer_path)]
-    if may_have_critic(config):
+    if derived_settings.may_have_critic(config):
         models.append(("critic.model.path", config.critic.model.path))
     models.append(("reward_model.model.path", config.reward_model.model.path))
     models += [("reward_model.models", model.path) for model in config.reward_model.models.values()]
     yield from ((key, path, model_fault) for key, path in models if path)
     if model.path and model.init != "random":
         yield f"{_MODEL}.path", model.path, _builtin_fault
-    for key, files in (val_files(config) | train_files(config)).items():
+    for key, files in (derived_settings.val_files(config) | derived_settings.train_files(config)).items():
         yield from ((key, file, data_fault) for file in files if file.strip())
     custom = config.custom_reward_function
-    if custom.path and is_rl(config):
+    if custom.path and derived_settings.is_rl(config):
         yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)
     judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
     judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
     chosen = zip(_CHOSEN, (config.data.curriculum.function, config.algorithm.filter_groups.should_accept), strict=True)
     yield from ((key, name, _function_fault) for key, name in chosen if name)
-    yield from ((key, name, _function_fault) for key, name in named_algorithms(config))
-    yield from (("dag.pipeline", name, _function_fault) for name in functions_of_pipeline(config))
+    yield from ((key, name, _function_fault) for key, name in derived_settings.named_algorithms(config))
+    yield from (("dag.pipeline", name, _function_fault) for name in derived_settings.functions_of_pipeline(config))
 
 
 def data_fault(source: str) -> tuple[str, str] | None:
@@ -104,12 +95,10 @@ def data_fault(source: str) -> tuple[str, str] | None:
 
 
 def is_local_data(source: str) -> bool:
-    """Whether it is a local file or one of the package."""
     return source.startswith("builtin:") or Path(source).expanduser().is_file()
 
 
 def is_local_model(text: str) -> bool:
-    """Whether it is a local folder or one of a package."""
     return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
 
 

@@ -143,7 +143,6 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
 
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
-    """The parsed lines; others are refused with advice."""
     parser, parsed = OverridesParser.create(), []
     for line in lines:
         try:

@@ -8,7 +8,7 @@ from functools import partial
 from distflow.builtin_names import CUSTOM_REWARD
 from distflow.config import derived_settings
 from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, is_preset
-from distflow.config.domain_settings import reward_functions
+from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.rules.check import where
@@ -151,5 +151,4 @@ _STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _w
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun in the singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -150,7 +150,6 @@ def is_verls(origin: str) -> bool:
 
 @cache
 def preset_config(name: str) -> Config:
-    """The config of a preset, without a model or data."""
     return load_config(name, complete=False).config
 
 

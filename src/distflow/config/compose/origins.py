@@ -29,7 +29,6 @@ class Setting:
 
 
 def preset_names() -> list[str]:
-    """The presets of the package."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
@@ -44,10 +43,13 @@ def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
     pipeline, workflow_type, estimator = (values.get(key) for key in PIPELINE_KEYS)
     if pipeline is not None:
         return str(pipeline) if pipeline in preset_names() else otherwise
-    if workflow_type == "DAPO":
-        return "dapo"
+    return pipeline_of_algorithm(workflow_type, estimator) or otherwise
+
+
+def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | None:
+    """The pipeline that `algorithm` selects where `dag.pipeline` is null; None for the usual one."""
     needs_critic = estimator in ESTIMATORS and ESTIMATORS[str(estimator)].needs_critic
-    return "ppo" if needs_critic else otherwise
+    return "dapo" if workflow_type == "DAPO" else "ppo" if needs_critic else None
 
 
 def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:

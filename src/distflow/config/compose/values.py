@@ -49,7 +49,6 @@ def convert(value: object, annotation: object) -> object:
 
 
 def can_convert(annotation: object) -> bool:
-    """Whether `convert` knows the type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return True
@@ -157,7 +156,6 @@ def _plain(value: object) -> object:
 
 
 def show(value: object) -> str:
-    """A value as YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

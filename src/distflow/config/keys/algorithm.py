@@ -210,9 +210,7 @@ class AlgorithmConfig:
         None, "[low, high]: train on groups with low < share of correct responses < high", parse=parse_share_band
     )
     mask_type: str = key(
-        "loss",
-        "excluded responses are out of the loss, or of all: of baselines and means too",
-        choices=("loss", "all"),
+        "loss", "excluded responses are out of the loss, or of all: of baselines and means too", choices=("loss", "all")
     )
     difficulty_weight: tuple[float, float] | None = key(
         None, "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect responses"

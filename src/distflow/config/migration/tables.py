@@ -1,6 +1,7 @@
 """Names of keys in other systems: one TOML file a system, read when a key is first looked up."""
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -44,7 +45,6 @@ class Name:
     harmless: tuple[Any, ...] = ()
 
     def accepts(self, value: object) -> bool:
-        """Whether a setting to this value is accepted."""
         return self.harmless == ANY or any(_same(value, other) for other in self.harmless)
 
     def overrides(self, value: object) -> str:
@@ -57,13 +57,11 @@ class Name:
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:
-        """Advice in place of setting it."""
         write = self.overrides(value)
         parts = [self.note, self.in_words()] if not write else [f"write {write}", self.note]
         return "; ".join(part for part in parts if part)
 
     def in_words(self) -> str:
-        """The names of its values here."""
         return ", ".join(f"`{as_override(there)}` is `{here}`" for there, here in self.values.items())
 
 
@@ -102,7 +100,6 @@ class Table:
 
 @cache
 def all_tables() -> Mapping[str, Table]:
-    """The table of each system."""
     return {system: read_table(Path(__file__).with_name(f"{system.lower()}.toml")) for system in SYSTEMS}
 
 
@@ -149,9 +146,6 @@ def split_overrides(text: str) -> dict[str, str]:
 
 def read_table(path: Path) -> Table:
     """The table that a file of this folder holds; what it may hold is checked by `tests/config/migration`."""
-    # Most configs have no key of another system: tomllib is imported where one has.
-    import tomllib
-
     text = re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), path.read_text(encoding="utf-8"))
     raw = tomllib.loads(text)
     answers = raw.get("answers", {})

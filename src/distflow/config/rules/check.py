@@ -5,17 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import (
-    Finding,
-    algorithm,
-    data,
-    domains,
-    models,
-    normalization,
-    pipeline,
-    run,
-    unused_options,
-)
+from distflow.config.rules import Finding, algorithm, data, domains, models, pipeline, run, unused_options
 from distflow.config.rules.run import SIZE_RULES
 from distflow.config.serialize import flatten
 from distflow.errors import ConfigError, Problem
@@ -25,7 +15,6 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *data.RULES,
     *domains.RULES,
     *models.RULES,
-    *normalization.RULES,
     *algorithm.RULES,
     *domains.ALGORITHM_RULES,
     *run.RULES,
@@ -63,7 +52,6 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
 
 
 def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
-    """Sizes that do not fit the limits of the run."""
     values = flatten(config)
     return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from string import Formatter
 
 from distflow.builtin_names import CUSTOM_REWARD, TEMPLATE_PARAMETERS
-from distflow.config.derived_settings import algorithms, is_rl, reads_pairs
-from distflow.config.domain_settings import named_rewards, reward_functions
+from distflow.config.derived_settings import algorithms, is_rl, named_rewards, reads_pairs, reward_functions
 from distflow.config.keys.data import DataConfig, DomainConfig
 from distflow.config.keys.reward import RewardConfig, on_error_of, patience_of, scoring_models
 from distflow.config.keys.schema import Config

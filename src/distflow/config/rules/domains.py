@@ -7,17 +7,20 @@ from distflow.builtin_names import CURRICULA
 from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
+    chooses_by_tags,
     config_of,
     find_pipeline,
     is_rl,
     may_have_critic,
     pipeline_name,
+    reward_functions,
     takes_values,
+    unfiltered_domains,
+    validates,
 )
-from distflow.config.domain_settings import chooses_by_tags, reward_functions, unfiltered_domains, validates
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ROLLOUT, Finding, algorithm, normalization, pipeline, unused_options
+from distflow.config.rules import ROLLOUT, Finding, algorithm, pipeline, unused_options
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
@@ -159,7 +162,7 @@ def used(config: Config) -> Iterator[Finding]:
 
 _RULES_OF_DOMAINS = (
     *(pipeline.group_of_one, pipeline.known_names, algorithm.kl_control),
-    *(*normalization.RULES, *unused_options.RULES),
+    *(*algorithm.NORMALIZATION_RULES, *unused_options.RULES),
 )
 
 

@@ -10,9 +10,9 @@ from distflow.config.derived_settings import (
     find_pipeline,
     is_rl,
     may_have_critic,
+    named_rewards,
     pipeline_name,
 )
-from distflow.config.domain_settings import named_rewards
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 from distflow.import_target import is_pickled, split_name

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distflow.config import derived_settings
-from distflow.config.domain_settings import val_files, validates
+from distflow.config.derived_settings import val_files, validates
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest

@@ -24,8 +24,7 @@ from distflow.algorithms.sample_filters_and_weights import (
     with_mean_one,
 )
 from distflow.config import Config
-from distflow.config.derived_settings import find_estimator
-from distflow.config.domain_settings import reward_functions
+from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
@@ -37,12 +36,10 @@ from distflow.training.engine import Collective
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Whether it shifts rewards, multiplies or normalises them."""
     return algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or is_on(algorithm.reward_norm)
 
 
 def weighs_samples(algorithm: AlgorithmConfig) -> bool:
-    """Whether some samples weigh more than others."""
     return algorithm.difficulty_weight is not None or algorithm.length_weight is not None
 
 

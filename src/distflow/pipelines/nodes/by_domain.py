@@ -109,7 +109,6 @@ def in_domains(
 
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:
-    """Whether it leaves samples out of the loss."""
     bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
     return algorithm.mask_truncated or any(bound is not None for bound in bounds)
 

@@ -17,6 +17,7 @@ from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.rollout import num_needed
 from distflow.runtime.judge import Judge
 from distflow.runtime.node_errors import TooManyErrors
+from distflow.runtime.prompt_group import rows_by_group
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
 
@@ -107,15 +108,12 @@ def _with_errors(batch: Batch, scores: Tensor, failed: Mapping[int, str], config
     """`valid` and `reward_errors`; where `reward.on_error` gives a score in place of an error, it is put into `scores`.
     A group that is left with fewer scores than its estimator compares has none."""
     valid, errors = batch["valid"].bool().clone(), list(batch["reward_errors"])
-    of_group: dict[int, list[int]] = {}
-    for row, group in enumerate(batch["group_index"].tolist()):
-        of_group.setdefault(group, []).append(row)
     for row, reason in failed.items():
         errors[row], on_error = reason, on_error_of(config.reward, batch["domain"][row])
         valid[row] = isinstance(on_error, float)
         if isinstance(on_error, float):
             scores[row] = on_error
-    for rows in of_group.values():
+    for rows in rows_by_group(batch).values():
         few = int(valid[rows].sum()) < num_needed(algorithm_of(config, batch["domain"][rows[0]]).adv_estimator)
         if few and len(rows) > 1 and not failed.keys().isdisjoint(rows):
             for row in (row for row in rows if valid[row]):

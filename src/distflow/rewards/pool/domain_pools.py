@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
-from distflow.config.domain_settings import reward_functions
+from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart, patience_of
 from distflow.errors import UserError, hint
 from distflow.rewards.load_functions import FAILS, FAILS_TARGET, target_of, with_answer_key, with_options

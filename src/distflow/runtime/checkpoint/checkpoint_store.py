@@ -130,10 +130,7 @@ class Writing:
             self.store.on_point(f"part {name}")
 
     def commit(
-        self,
-        expected: Collection[str],
-        metric: float | None = None,
-        keep_waiting: Callable[[], bool] = lambda: False,
+        self, expected: Collection[str], metric: float | None = None, keep_waiting: Callable[[], bool] = lambda: False
     ) -> Path:
         """Make it the latest checkpoint, then remove old ones. For one process, after the others have written.
 
@@ -196,8 +193,8 @@ class Writing:
 class CheckpointStore:
     """The checkpoints of one run. One process begins and commits a checkpoint; any may write parts of it.
 
-    keep_last: how many of the newest are kept, None for all. keep_best: in addition, how many with the highest metric.
-    on_point: called with the name of each point of a write that is reached, to inject faults there.
+    keep_last: how many of the newest are kept, at least 1; None for all. keep_best: in addition, how many with the
+    highest metric. on_point: called with the name of each point of a write that is reached, to inject faults there.
     """
 
     def __init__(
@@ -207,10 +204,6 @@ class CheckpointStore:
         keep_best: int = 0,
         on_point: Callable[[str], None] = lambda point: None,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointError(
-                f"{keep_last} checkpoints cannot be kept: at least 1 must be, or a kill loses the run"
-            )
         self.folder, self.keep_last, self.keep_best, self.on_point = folder, keep_last, keep_best, on_point
 
     def begin(self, step: int) -> Writing:
@@ -263,7 +256,6 @@ class CheckpointStore:
             raise CheckpointError(f"the checkpoint {path} is damaged: {err}. {self._listing()}") from err
 
     def exists(self) -> bool:
-        """Whether anything was ever saved here, complete or damaged."""
         return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:

@@ -19,7 +19,7 @@ from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.compiled_node import NodeState
-from distflow.runtime.prompt_group import finished_group
+from distflow.runtime.prompt_group import finished_group, rows_by_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec
@@ -127,12 +127,10 @@ def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
         saved = checkpoint.load("run")
         measured = {int(number): [(m, w) for m, w in parts] for number, parts in saved["live_measured"].items()}
         prompt_groups = {each.group_id: each for each in map(restored, saved["coordinator"]["live"])}
-        batch, rows = Batch.from_tensors(checkpoint.load("live")), dict[int, list[int]]()
-        for row, number in enumerate(batch["group_index"].tolist()):
-            rows.setdefault(number, []).append(row)
+        batch = Batch.from_tensors(checkpoint.load("live"))
         return {
             number: finished_group(prompt_groups[number], batch.select(own), measured.get(number, ()))
-            for number, own in rows.items()
+            for number, own in rows_by_group(batch).items()
         }
 
 

@@ -114,7 +114,6 @@ class Saver(AbstractContextManager["Saver"]):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in progress, if there is one."""
         if self._under_way is None:
             return
         save = self._under_way

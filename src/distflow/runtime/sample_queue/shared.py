@@ -14,17 +14,7 @@ from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.node_errors import Failure, FailuresInARow, NoProgress
-from distflow.runtime.sample_queue.protocol import (
-    AbortedGroups,
-    DroppedGroup,
-    FinishedGroup,
-    NewWorkers,
-    NothingToWaitFor,
-    Released,
-    ResumePoint,
-    Standing,
-    TrainingStep,
-)
+from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.rollout_workers import RolloutWorker, RolloutWorkers
 from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
 from distflow.runtime.wait_log import Waits
@@ -42,7 +32,7 @@ class _Reading(Generic[T]):
     store them, if these may die. reward_counts: those that were sent with it. ranks: that have not reported yet what
     they miss. whole: None until all have."""
 
-    groups: dict[int, FinishedGroup[T]] = field(default_factory=dict)
+    groups: dict[int, protocol.FinishedGroup[T]] = field(default_factory=dict)
     stored_by: dict[int, RolloutWorker] = field(default_factory=dict)
     reward_counts: RewardCounts = RewardCounts()
     ranks: set[int] = field(default_factory=set)
@@ -50,10 +40,10 @@ class _Reading(Generic[T]):
     whole: bool | None = None
 
 
-def joined(taken: TrainingStep[Sequence[T]], groups: Batch) -> TrainingStep[Batch]:
+def joined(taken: protocol.TrainingStep[Sequence[T]], groups: Batch) -> protocol.TrainingStep[Batch]:
     """A rank's part with the rows of its groups, which are none if it has no group."""
     batch = groups if taken.own else groups.select([])
-    return TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
+    return protocol.TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
 
 
 class SharedSampleQueue(Generic[T]):
@@ -78,7 +68,7 @@ class SharedSampleQueue(Generic[T]):
         waits: Waits,
         dp_groups: Sequence[DpGroupShares] = (DpGroupShares(),),
         workers: Sequence[str] = ("",),
-        queued: Mapping[int, FinishedGroup[T]] | None = None,
+        queued: Mapping[int, protocol.FinishedGroup[T]] | None = None,
         changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
         may_be_lost: bool = False,
     ) -> None:
@@ -111,11 +101,13 @@ class SharedSampleQueue(Generic[T]):
         self._reward_counts = RewardCounts()
         self._paused, self.submissions = False, Submissions()
         self._stopping = False
-        self._parts: dict[int, TrainingStep[Sequence[T]]] = {}  # by rank
+        self._parts: dict[int, protocol.TrainingStep[Sequence[T]]] = {}  # by rank
         self._reading = _Reading[T]() if may_be_lost else None
         self._released_by: set[int] = set()
-        self._released: Released | None = None  # of the last step that all ranks have released
-        self._resume_point: ResumePoint[T] | None = ResumePoint(coordinator.snapshot(), {**self._groups})
+        self._released: protocol.Released | None = None  # of the last step that all ranks have released
+        self._resume_point: protocol.ResumePoint[T] | None = protocol.ResumePoint(
+            coordinator.snapshot(), {**self._groups}
+        )
 
     def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
         """The groups that this worker is to start now; None if the run has failed. engine_version: the lowest weight
@@ -134,7 +126,7 @@ class SharedSampleQueue(Generic[T]):
                 self._askers.wait()
             return None
 
-    def put(self, finished: FinishedGroup[T]) -> None:
+    def put(self, finished: protocol.FinishedGroup[T]) -> None:
         group_id = finished.prompt_group.group_id
         with self._lock:
             if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
@@ -149,7 +141,7 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify_all()
         self._wake_loop()
 
-    def drop(self, dropped: DroppedGroup) -> None:
+    def drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
         with self._lock:
             if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
@@ -164,7 +156,7 @@ class SharedSampleQueue(Generic[T]):
             self._askers.notify_all()
         self._wake_loop()
 
-    def abort(self, aborted: AbortedGroups) -> None:
+    def abort(self, aborted: protocol.AbortedGroups) -> None:
         attempts = aborted.attempts.items()
         with self._lock:
             group_ids = [number for number, attempt in attempts if not self._workers.is_passed_over(number, attempt)]
@@ -208,14 +200,14 @@ class SharedSampleQueue(Generic[T]):
 
     def take_groups(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
-    ) -> TrainingStep[Sequence[T]] | NewWorkers | None:
+    ) -> protocol.TrainingStep[Sequence[T]] | protocol.NewWorkers | None:
         """See `SampleQueuePort.take`; the batch is a list of groups."""
         with self._lock, self._waiting(step):
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if self._must_hear_of_new_workers(rank, in_parts=wanted is not None):
-                    return NewWorkers()
+                    return protocol.NewWorkers()
                 if rank in self._parts:
                     return self._parts.pop(rank)
                 if self._coordinator.finished:
@@ -227,7 +219,7 @@ class SharedSampleQueue(Generic[T]):
                     continue
                 if wanted is not None and self._stalled():
                     self._failures.refuse(of_steps=1)
-                    raise NothingToWaitFor(self._why_stalled(wanted))
+                    raise protocol.NothingToWaitFor(self._why_stalled(wanted))
                 if not self._lock.wait(None if deadline is None else deadline - time.monotonic()):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
 
@@ -250,7 +242,7 @@ class SharedSampleQueue(Generic[T]):
                     self._lock.wait()
             return reading.whole
 
-    def release(self, step: int, rank: int, sent_weights: bool) -> Released:
+    def release(self, step: int, rank: int, sent_weights: bool) -> protocol.Released:
         with self._lock:
             self._released_by.add(rank)
             if len(self._released_by) == self._num_releases:
@@ -260,10 +252,10 @@ class SharedSampleQueue(Generic[T]):
                 except UserError as err:  # of a curriculum: all ranks end with it
                     self.fail(err)
                     raise
-                self._resume_point = ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
+                self._resume_point = protocol.ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
                 counts, figures = coordinator.checked_counts(), coordinator.shares.figures
                 state = (version, coordinator.finished, self._stopping)
-                self._released = Released(*state, counts, figures, coordinator.due)
+                self._released = protocol.Released(*state, counts, figures, coordinator.due)
                 self._released_by.clear()
                 self._notify()
                 self._wake()
@@ -279,7 +271,7 @@ class SharedSampleQueue(Generic[T]):
             self._coordinator.end(why)
             self._resume_point = replace(self.resume_point(), snapshot=self._coordinator.snapshot())
 
-    def resume_point(self) -> ResumePoint[T]:
+    def resume_point(self) -> protocol.ResumePoint[T]:
         assert self._resume_point is not None, "no step was taken since the last release"
         return self._resume_point
 
@@ -302,11 +294,11 @@ class SharedSampleQueue(Generic[T]):
             self._paused = paused
         self._wake()
 
-    def standing(self) -> Standing:
+    def standing(self) -> protocol.Standing:
         with self._lock:
             coordinator = self._coordinator
             queue, num_offered = coordinator.queue, coordinator.prompt_groups.num_waiting
-            return Standing(coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed())
+            return protocol.Standing(coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed())
 
     def stop(self) -> None:
         """The run is to end after the current step, on all ranks."""
@@ -360,7 +352,7 @@ class SharedSampleQueue(Generic[T]):
         self._notify()
         return prompt_groups
 
-    def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, TrainingStep[Sequence[T]]]:
+    def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, protocol.TrainingStep[Sequence[T]]]:
         """The groups of a step divided among the ranks, whole, each mini-batch balanced by tokens."""
         groups = {number: self._groups.pop(number) for number in numbers}
         stored_by = self._workers.take(numbers)
@@ -375,7 +367,7 @@ class SharedSampleQueue(Generic[T]):
             own = tuple(numbers[index] for index in indices)
             data = [groups[number].data for number in own or numbers[:1]]
             counts = reward_counts if rank == 0 else RewardCounts()
-            parts[rank] = TrainingStep[Sequence[T]](numbers, own, data, metrics, counts)
+            parts[rank] = protocol.TrainingStep[Sequence[T]](numbers, own, data, metrics, counts)
         return parts
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
