@@ -94,7 +94,7 @@ EXTENSION_POINTS = (
         '"{name}": Command("HELP", "{module}"),',
     ),
     ExtensionPoint(
-        "wire of the queue or of weights",
+        "transport of the queue or of weights",
         ("runtime/sample_queue", "runtime/weight_sync", "cluster"),
         r"^class (?P<attribute>(?P<name>\w+?)(?:SampleQueue|Weights))\b(?![^\n]*\bProtocol\b)",
         "launch,cluster,runtime/sample_queue",
