@@ -110,10 +110,10 @@ ESTIMATORS: dict[str, Estimator] = {
         needs_critic=True,
     ),
     "grpo": Estimator(
-        "score less the group's mean, over its standard deviation", f"{_GRPO}:compute_grpo_advantage", needs_group=True
+        "score minus the group's mean, over its deviation", f"{_GRPO}:compute_grpo_advantage", needs_group=True
     ),
     "rloo": Estimator(
-        "score less the mean of the group's other samples", f"{_REINFORCE}:compute_rloo_advantage", needs_group=True
+        "score minus the mean of the group's other samples", f"{_REINFORCE}:compute_rloo_advantage", needs_group=True
     ),
     "reinforce": Estimator("discounted reward-to-go without a baseline", f"{_REINFORCE}:compute_reinforce_advantage"),
     "reinforce_plus_plus": Estimator(
@@ -122,26 +122,26 @@ ESTIMATORS: dict[str, Estimator] = {
         whitens=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        "score less the group's mean, whitened over the global batch",
+        "score minus the group's mean, whitened over the global batch",
         f"{_REINFORCE}:compute_reinforce_plus_plus_baseline_advantage",
         needs_group=True,
         whitens=True,
     ),
     "remax": Estimator(
-        "score less that of a greedy sample of the same prompt", f"{_REINFORCE}:compute_remax_advantage"
+        "score minus that of a greedy response to the same prompt", f"{_REINFORCE}:compute_remax_advantage"
     ),
     "opo": Estimator(
-        "score less the length-weighted mean of the group", f"{_REINFORCE}:compute_opo_advantage", needs_group=True
+        "score minus the length-weighted mean of the group", f"{_REINFORCE}:compute_opo_advantage", needs_group=True
     ),
-    "cpgd": Estimator("as grpo, under its name there", f"{_GRPO}:compute_cpgd_advantage", needs_group=True),
-    "gspo": Estimator("as grpo, under its name there", f"{_GRPO}:compute_gspo_advantage", needs_group=True),
+    "cpgd": Estimator("same as grpo; the name used by CPGD", f"{_GRPO}:compute_cpgd_advantage", needs_group=True),
+    "gspo": Estimator("same as grpo; the name used by GSPO", f"{_GRPO}:compute_gspo_advantage", needs_group=True),
     "gpg": Estimator(
-        "score less the group's mean, scaled up for the groups that teach nothing",
+        "score minus the group's mean, scaled up for groups without a gradient signal",
         f"{_GRPO}:compute_gpg_advantage",
         needs_group=True,
     ),
     "grpo_passk": Estimator(
-        "only the group's best sample, by its lead over the second best",
+        "only for the group's best sample: its score minus the second best",
         f"{_GRPO}:compute_grpo_passk_advantage",
         needs_group=True,
     ),
@@ -167,7 +167,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         clips=True,
         dual_clips=True,
     ),
-    "gspo": PolicyLoss("one clipped ratio a sequence", f"{_CLIPPED}:compute_gspo_loss", clips=True),
+    "gspo": PolicyLoss("one clipped ratio per sequence", f"{_CLIPPED}:compute_gspo_loss", clips=True),
     "cpgd": PolicyLoss(
         "policy gradient with a clipped log-prob in place of a ratio", f"{_UNCLIPPED}:compute_cpgd_loss", clips=True
     ),
@@ -176,31 +176,29 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         "clipped importance weights; no token loses its gradient", f"{_CLIPPED}:compute_cispo_loss", clips=True
     ),
     "topr": PolicyLoss("tapered off-policy REINFORCE", f"{_UNCLIPPED}:compute_topr_loss"),
-    "sapo": PolicyLoss("a soft gate in place of the clip", f"{_UNCLIPPED}:compute_sapo_loss"),
+    "sapo": PolicyLoss("a soft gate instead of the clip", f"{_UNCLIPPED}:compute_sapo_loss"),
     "gmpo": PolicyLoss("geometric mean of clipped token ratios", f"{_CLIPPED}:compute_gmpo_loss", clips=True),
     "dppo_tv": PolicyLoss(
-        "bounds how far a token's probability moves",
+        "limits the change of a token's probability",
         f"{_CLIPPED}:compute_dppo_tv_loss",
         clips=True,
         dual_clips=True,
         divergence=True,
     ),
     "dppo_kl": PolicyLoss(
-        "bounds the binary KL by which a token moves",
+        "limits the binary KL between a token's old and new probability",
         f"{_CLIPPED}:compute_dppo_kl_loss",
         clips=True,
         dual_clips=True,
         divergence=True,
     ),
-    "dro": PolicyLoss("policy gradient with a quadratic pull to the old policy", f"{_UNCLIPPED}:compute_dro_loss"),
+    "dro": PolicyLoss("policy gradient with a quadratic penalty to the old policy", f"{_UNCLIPPED}:compute_dro_loss"),
     "clip_cov": PolicyLoss(
-        "PPO without the gradient of a few tokens that lower the entropy most",
+        "PPO without the gradient of the few tokens that reduce the entropy most",
         f"{_COVARIANCE}:compute_clip_cov_loss",
         clips=True,
     ),
-    "kl_cov": PolicyLoss(
-        "a pull to the old policy on the tokens that lower the entropy most", f"{_COVARIANCE}:compute_kl_cov_loss"
-    ),
+    "kl_cov": PolicyLoss("a KL penalty on tokens that reduce the entropy most", f"{_COVARIANCE}:compute_kl_cov_loss"),
 }
 
 REGISTERED: set[str] = set()
@@ -255,14 +253,14 @@ REWARDS: dict[str, Reward] = {
         executes_response=True,
         reads_messages=True,
     ),
-    "format": Reward("the response has the wanted form", "distflow.rewards.text_rewards:has_format"),
+    "format": Reward("the response has the required form", "distflow.rewards.text_rewards:has_format"),
     "ifeval": Reward(
         "the response follows all of IFEval's instructions in the row",
         "distflow.rewards.ifeval_reward:compute_score",
         row_check="distflow.rewards.ifeval_reward:check_row",
     ),
     "ifeval_loose": Reward(
-        "the same, or does so without its first or last line or asterisks",
+        "the same, also accepted without the first line, the last line or asterisks",
         "distflow.rewards.ifeval_reward:compute_loose_score",
         row_check="distflow.rewards.ifeval_reward:check_row",
     ),
@@ -271,27 +269,27 @@ REWARDS: dict[str, Reward] = {
         "distflow.rewards.ifeval_reward:compute_share",
         row_check="distflow.rewards.ifeval_reward:check_row",
     ),
-    "length": Reward("the response is neither shorter nor longer than wanted", "distflow.rewards.text_rewards:length"),
+    "length": Reward("the length of the response is within limits", "distflow.rewards.text_rewards:length"),
     "repetition": Reward(
-        "the share of its n-grams that repeat others; for a negative weight",
+        "the share of repeated n-grams in the response; for a negative weight",
         "distflow.rewards.text_rewards:repetition",
     ),
     "judge": Reward(
-        "a model behind an OpenAI-compatible endpoint says how good the response is",
+        "the score that a model behind an OpenAI-compatible endpoint gives the response",
         "distflow.rewards.judge_reward:compute_score",
     ),
     "model": Reward(
-        "a reward model in Hugging Face format says how good the response is",
+        "the score of a reward model in Hugging Face format",
         "distflow.rewards.model_reward:compute_score",
         prepare="distflow.rewards.model_reward:prepare",
         reads_messages=True,
     ),
     "reasoning_gym": Reward(
-        "what a data set of the package reasoning-gym says of the answer to its own row",
+        "the score that a data set of the package reasoning-gym gives the response to its row",
         "distflow.rewards.reasoning_gym_reward:compute_score",
     ),
     "verifiers": Reward(
-        "the rewards of a task of the package verifiers, of an answer as its only turn",
+        "the rewards of a single-turn task of the package verifiers",
         "distflow.rewards.verifiers_reward:compute_score",
     ),
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
@@ -311,7 +309,7 @@ PIPELINES: dict[str, BuiltinPipeline] = {
     "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),
     "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.dapo:dapo_pipeline"),
     "rlvr": BuiltinPipeline(
-        "domains side by side, each with its verifiers and its way from rewards to advantages",
+        "several domains, each with its own reward functions and advantage settings",
         "distflow.pipelines.rlvr:rlvr_pipeline",
         by_estimator=True,
     ),
@@ -333,7 +331,7 @@ MODELS: dict[str, Entry] = {
 
 CURRICULA: dict[str, Entry] = {
     "learnability": Entry(
-        "by the mean of p · (1 - p) over a domain's prompts, p being the share of right answers to one",
+        "by the mean of p · (1 - p) over a domain's prompts; p is a prompt's share of correct responses",
         "distflow.scheduling.curriculum:learnability",
     ),
 }
@@ -341,11 +339,11 @@ CURRICULA: dict[str, Entry] = {
 TRAIN_ENGINES: dict[str, TrainEngineEntry] = {
     "torch": TrainEngineEntry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
     "fsdp": TrainEngineEntry(
-        "weights sharded over the ranks (FSDP2), layers divided over some of them by the model's own plan",
+        "weights sharded over the ranks (FSDP2), optionally with tensor parallel layers",
         "distflow.training.torch_engine:TorchTrainEngine",
         sizes="dt",
     ),
-    "megatron": TrainEngineEntry("tensor and pipeline parallel (not there yet)", sizes="dtpce"),
+    "megatron": TrainEngineEntry("tensor and pipeline parallel (not implemented yet)", sizes="dtpce"),
 }
 
 ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
@@ -353,8 +351,8 @@ ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
         "continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine", in_flight=True
     ),
     "hf": RolloutEngineEntry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
-    "vllm": RolloutEngineEntry("vLLM (not there yet)", in_flight=True, sizes="dtp"),
-    "sglang": RolloutEngineEntry("SGLang (not there yet)", in_flight=True, sizes="dtp"),
+    "vllm": RolloutEngineEntry("vLLM (not implemented yet)", in_flight=True, sizes="dtp"),
+    "sglang": RolloutEngineEntry("SGLang (not implemented yet)", in_flight=True, sizes="dtp"),
 }
 
 KV_ON_UPDATE = ("keep", "recompute", "abort")
@@ -363,19 +361,19 @@ WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
 TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.live_view:TerminalView"),
-    "tensorboard": Tracker("its event files", "distflow.observe.writing.trackers:TensorBoardTracker", "tensorboard"),
+    "tensorboard": Tracker("event files", "distflow.observe.writing.trackers:TensorBoardTracker", "tensorboard"),
     "wandb": Tracker("Weights & Biases", "distflow.observe.writing.trackers:WandbTracker", "wandb"),
     "trackio": Tracker("Trackio, local first", "distflow.observe.writing.trackers:TrackioTracker", "trackio"),
-    "mlflow": Tracker("MLflow, here or at a server", "distflow.observe.writing.trackers:MlflowTracker", "mlflow"),
+    "mlflow": Tracker("MLflow, local or on a server", "distflow.observe.writing.trackers:MlflowTracker", "mlflow"),
     "swanlab": Tracker("SwanLab", "distflow.observe.writing.trackers:SwanlabTracker", "swanlab"),
     "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
-    "file": Tracker("the same, under its name in verl"),
+    "file": Tracker("the same; verl's name"),
 }
 
 LAUNCHERS: dict[str, Entry] = {
-    "local": Entry("one process, or one a device here, no Ray", "distflow.launch.local_launcher:launch_local"),
-    "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
-    "slurm": Entry("a job of Slurm, over Ray in it", "distflow.cluster.slurm:launch_slurm"),
+    "local": Entry("one process, or one per local device, no Ray", "distflow.launch.local_launcher:launch_local"),
+    "ray": Entry("one worker per device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
+    "slurm": Entry("a Slurm job that runs over Ray", "distflow.cluster.slurm:launch_slurm"),
 }
 SEVERAL_PROCESSES = "distflow.cluster.local_processes:launch_processes"
 """What starts the processes of the launcher `local`, where they are several."""

@@ -259,7 +259,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["reward_model.enable=true"],
         "reward_model.enable",
-        ("reward_model.model.path names one",),
+        ("reward_model.model.path enables a reward model",),
     ),
     "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not implemented yet",)),
     "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not implemented yet",)),

@@ -35,8 +35,8 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {
             **{key: text for key, text in ONE_GPU.items() if key != f"{ROLLOUT}.name"},
             "actor_rollout_ref.model.override_config.max_position_embeddings": "config.json",
-            f"{ACTOR}.ulysses_sequence_parallel_size": "not divided over devices",
-            f"{REF}.ulysses_sequence_parallel_size": "not divided over devices",
+            f"{ACTOR}.ulysses_sequence_parallel_size": "sequence parallelism is not supported",
+            f"{REF}.ulysses_sequence_parallel_size": "sequence parallelism is not supported",
             f"{ACTOR}.fsdp_config.fsdp_size": f"set {ACTOR}.strategy=fsdp",
             f"{ROLLOUT}.val_kwargs.do_sample": f"write {ROLLOUT}.val_kwargs.greedy=false",
             f"{OVERLONG}.len": "write reward.overlong.buffer_tokens=4096",

@@ -257,7 +257,7 @@ MISSING = {
         "line 48: warmup_steps: it is computed: os.environ['WARMUP']",
         "put short into my_rewards.py",
         "train_dataset: the script changes its rows (map in line ",
-        "line 50: top_entropy_quantile=0.2: all tokens count",
+        "line 50: top_entropy_quantile=0.2: all tokens contribute",
     ),
     "trl_options.py": (
         "the options are those of the first command",
