@@ -219,7 +219,7 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "an estimator without its decorator": (
         names.ESTIMATORS,
         "mine:estimator",
-        ("ESTIMATORS in builtin_names.py", 'mine.py does not register it: write @register_adv_est("mine") above estim'),
+        ("ESTIMATORS in builtin_names.py", 'mine.py does not register it: add @register_adv_est("mine") above estim'),
     ),
     "an estimator that does not exist": (
         names.ESTIMATORS,

@@ -191,7 +191,7 @@ def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None
         if name not in ROLLOUT_RS:
             raise ValueError(f"rollout_rs '{name}' is unknown; choose from {', '.join(ROLLOUT_RS)}")
     if len(rollout_rs) != len(bounds):
-        raise ValueError(f"rollout_rs has {len(rollout_rs)} entries and its bounds {len(bounds)}; give one for each")
+        raise ValueError(f"rollout_rs has {len(rollout_rs)} entries and its bounds {len(bounds)}; set one for each")
     for name, (lower, upper) in zip(rollout_rs, bounds, strict=True):
         if not upper > 0 or (lower is not None and not 0 < lower <= upper):
             raise ValueError(f"the bounds of {name} must be positive, the lower one first, not {lower} and {upper}")

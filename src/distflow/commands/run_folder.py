@@ -8,7 +8,7 @@ from distflow.commands.shared import add_trust_argument
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or not there yet")
+    parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, as a folder for peft")
     add_trust_argument(parser, "came with the model")
 
@@ -44,17 +44,15 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     run_dir = Path(arguments.run_dir)
     if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
-        raise UserError(f"{run_dir} is no run's folder: it holds no file events.jsonl")
+        raise UserError(f"{run_dir} is not a run's folder: it has no file events.jsonl")
     print(f"report: {write_report(run_dir)}")
     return 0
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    parser.add_argument(
-        "steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; the last ones if it is left out"
-    )
-    parser.add_argument("--to", metavar="FILE", help="without it trace.json in the run's folder")
+    parser.add_argument("steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; default: the last ones")
+    parser.add_argument("--to", metavar="FILE", help="default: trace.json in the run's folder")
 
 
 def run_trace(arguments: argparse.Namespace) -> int:

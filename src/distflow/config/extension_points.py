@@ -98,7 +98,7 @@ EXTENSION_POINTS = (
         ("runtime/sample_queue", "runtime/weight_sync", "cluster"),
         r"^class (?P<attribute>(?P<name>\w+?)(?:SampleQueue|Weights))\b(?![^\n]*\bProtocol\b)",
         "launch,cluster,runtime/sample_queue",
-        "the `Ports` that its launcher makes (launch/local_launcher.py, cluster/worker_actor.py)",
+        "the `Ports` that its launcher creates (launch/local_launcher.py, cluster/worker_actor.py)",
         r"{attribute}(?<!class {attribute})(?:\[\w+\])?[()]",
         "{attribute}(...)",
     ),
@@ -118,8 +118,8 @@ class Unregistered:
     def __str__(self) -> str:
         where = self.point.table if "/" in self.point.table else f"{self.point.table} ({self.point.registry})"
         return (
-            f"{self.file} defines the {self.point.kind} {self.attribute}, and nothing registers it: add to {where} of "
-            f"the package the line\n  {self.line}"
+            f"{self.file} defines the {self.point.kind} {self.attribute}, but nothing registers it: add this line "
+            f"to {where} of the package:\n  {self.line}"
         )
 
 

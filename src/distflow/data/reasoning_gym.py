@@ -46,7 +46,7 @@ def read_entry(text: str) -> dict[str, object]:
     except (ValueError, SyntaxError):
         entry = json.loads(text)
     if not isinstance(entry, dict):
-        raise ValueError(f"the row's entry is no mapping, but {text:.80}")
+        raise ValueError(f"the row's entry is not a mapping, but {text:.80}")
     return entry
 
 
@@ -73,7 +73,7 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
         return create_dataset(name, **settings)
     except (AssertionError, LookupError, TypeError, ValueError) as error:  # the package checks by assertions
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"'{name}' refuses its settings {json.dumps(dict(settings))}: {reason}") from error
+        raise UserError(f"'{name}' rejects its settings {json.dumps(dict(settings))}: {reason}") from error
 
 
 def _generate_rows(name: str, settings: Mapping[str, Any], wanted: int) -> Iterator[dict[str, object]]:

@@ -94,10 +94,12 @@ def _row(name: str, settings: Mapping[str, object], task: Any) -> dict[str, obje
 def _generate_rows(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
     taskset = load_taskset(name, settings)
     if wanted < 0 and not taskset.bounded:
-        raise UserError("the taskset has no end: set data.train_max_samples (of a domain, its own)")
+        raise UserError("the taskset is infinite: set data.train_max_samples (of the domain, if it has one)")
     for task in taskset if wanted < 0 else taskset.take(wanted):
         if fault := find_fault(name, taskset, task):
-            raise UserError(f"task {task.data.idx} needs {fault}, which is not implemented yet: one answer must be all")
+            raise UserError(
+                f"task {task.data.idx} needs {fault}, which is not implemented yet (single-turn tasks only)"
+            )
         yield _row(name, settings, task)
 
 

@@ -73,5 +73,5 @@ def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise PipelineError(f"{where}: names of options must be str, not {options!r}")
     reserved = [name for name in options if name in _ENTRY_KEYS.values()]
     if reserved:
-        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it beside id and func")
+        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it next to id and func")
     return options

@@ -197,7 +197,8 @@ def choose_attention(model: nn.Module) -> str:
     tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
     family = getattr(causal.config, "model_type", type(model).__name__)
     raise UserError(
-        f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
+        f"models of the family '{family}' cannot be trained packed: a sequence gives other results packed than "
+        f"alone ({tried})"
     )
 
 

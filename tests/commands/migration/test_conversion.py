@@ -261,13 +261,13 @@ MISSING = {
     ),
     "trl_options.py": (
         "the options are those of the first command",
-        "devices: the file does not say how many",
+        "devices: their number is not in the file",
         "lora_rank=16",
         "no adapters",
     ),
     "trl_arguments.sh": (),
     "verl_grpo.sh": (
-        "gpus=16; 4 is taken",
+        "gpus=16; 4 is used",
         "trainer.experiment_name: it is the output of a command",
         "made_up=3",
         "rollout.name=vllm",

@@ -264,7 +264,7 @@ OTHERS = {
     "dag.env_enable=False": "",
     "dag.env_enable=True": "environments are not implemented yet",
     "profiler.level=level1": "",
-    "entropy_coeff=0.01": f"verl has it in another place: write {ACTOR}.entropy_coef=0.01",
+    "entropy_coeff=0.01": f"verl has it elsewhere: write {ACTOR}.entropy_coef=0.01",
     "reward_model.micro_batch_size_per_gpu=4": "",
 }
 
@@ -278,7 +278,7 @@ def test_well_known_names_are_answered_with_ours_and_their_value(settings):
             assert part in said[override], override
     accepted = [override for override, part in settings.items() if not part]
     notes = load_config("grpo", accepted, complete=False).notes
-    assert len([line for line in notes if "verl's defaults" not in line]) == len(accepted)
+    assert len([line for line in notes if "verl has other defaults" not in line]) == len(accepted)
 
 
 def suggest_for(override):
@@ -352,7 +352,7 @@ def test_what_is_accepted_leaves_no_trace_in_the_config():
     spoken = load_config("verl_grpo", ["trainer.balance_batch=True", f"{ACTOR}.entropy_coeff=0"], complete=False)
     assert (spoken.config, spoken.origins) == (plain.config, plain.origins)
     assert spoken.notes[1] == (
-        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is set already"
+        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is already set"
     )
     assert f"{ACTOR}.entropy_coeff" in refuse(f"{ACTOR}.entropy_coeff=0.01")
 

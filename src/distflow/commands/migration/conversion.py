@@ -88,7 +88,7 @@ def _convert_setting(theirs: ForeignSettings, table: Table, key: str, value: obj
         advice = name.answer(NOT_GIVEN) if name else ""
         draft.missing.append(f"{place}: {value.why}" + (f"; {advice}" if advice else ""))
     elif name is None:
-        draft.missing.append(f"{place}={as_override(value)}: {theirs.system}'s table does not have it")
+        draft.missing.append(f"{place}={as_override(value)}: {theirs.system}'s table does not contain it")
     elif not name.accepts(value):
         renamed = find_value(key, value) if theirs.system == "verl" and isinstance(value, str) else None
         if text := name.overrides(renamed or value):
@@ -122,7 +122,7 @@ def _compute(
     names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
     if theirs.system == "TRL" and not names["devices"]:
         names["devices"] = 1
-        missing.append("devices: the file does not say how many; 1 is taken, and --devices N is another number")
+        missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
     for ours, formula in formulas.items():
         code = compile(_DOT.sub("__", formula), ours, "eval")
         used |= {name.replace("__", ".") for name in code.co_names}
@@ -130,7 +130,7 @@ def _compute(
         try:
             value = eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
-            missing.append(f"{ours} cannot be computed from what the file says ({formula})")
+            missing.append(f"{ours} cannot be computed from the file ({formula})")
             continue
         info = schema_keys().get(ours)
         if isinstance(value, float) and info is not None and int in info.arms and float not in info.arms:

@@ -75,8 +75,8 @@ def identify(values: dict[str, object]) -> ForeignSettings:
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(read) or not read:
         raise UserError(
-            f"{known[system]} of its {len(read)} keys are known as those of {system}, fewer as another system's: it is "
-            "no config of TRL, OpenRLHF, verl, ROLL or AReaL, or of a version that is not known here"
+            f"{known[system]} of its {len(read)} keys are keys of {system}, and fewer are keys of another system: "
+            "it is not a config of TRL, OpenRLHF, verl, ROLL or AReaL, or one of an unknown version"
         )
     return ForeignSettings(system, method_of(system, read), read)
 

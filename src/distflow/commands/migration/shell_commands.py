@@ -66,7 +66,7 @@ class ShellScript:
 
     def _set(self, name: str, value: str, in_branch: bool) -> None:
         if in_branch and self.variables.get(name, value) != value:
-            self._in_branches[name] = f"a branch of the script sets {name}={value}; {self.variables[name]} is taken"
+            self._in_branches[name] = f"a branch of the script sets {name}={value}; {self.variables[name]} is used"
         elif len(value) < _LONGEST:
             self.variables[name] = value
 
@@ -129,7 +129,7 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             held = held[:-1] + " "
             continue
         if len(held) > _LONGEST:
-            raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
+            raise UserError(f"line {line}: a quotation mark is not closed")
         lexer = shlex.shlex(put(held), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
@@ -145,7 +145,7 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             else:
                 command.append(word)
     if held.strip():
-        raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
+        raise UserError(f"line {line}: a quotation mark is not closed")
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:

@@ -20,7 +20,7 @@ def scaling(config: Config) -> Iterator[Finding]:
     if algorithm.scale_rewards in ("group", "batch") and not algorithm.norm_adv_by_std_in_grpo:
         yield Finding(
             ("algorithm.scale_rewards", "algorithm.norm_adv_by_std_in_grpo"),
-            f"one divides by the standard deviation of the {algorithm.scale_rewards}, the other by none",
+            f"one divides by the standard deviation of the {algorithm.scale_rewards}, the other does not divide",
             "keep one of them and remove the other",
         )
     if algorithm.scale_rewards == "batch" and config.actor_rollout_ref.rollout.n == 1:
@@ -45,7 +45,7 @@ def normalisations(config: Config) -> Iterator[Finding]:
     if "group" in (norm.mean_level, norm.std_level) and size == 1 and is_rl(config):
         yield Finding(
             (f"{ROLLOUT}.n", f"{_REWARD_NORM}.{'mean' if norm.mean_level == 'group' else 'std'}_level"),
-            "rewards are compared within a prompt, and there is only one sample of each",
+            "rewards are compared within a prompt, but there is only one sample of each",
             f"set {ROLLOUT}.n=8, or the levels of {_REWARD_NORM} to batch",
         )
 
@@ -56,7 +56,7 @@ def running_moments(config: Config) -> Iterator[Finding]:
         if getattr(config.algorithm.adv_norm, name) == "running":
             yield Finding(
                 (f"{_ADV_NORM}.{name}",),
-                "running moments are of rewards: advantages of older policies do not compare with this one's",
+                "running moments are only for rewards: advantages of older policies are not comparable",
                 f"set {_ADV_NORM}.{name}=batch, or {_REWARD_NORM}.{name}=running",
             )
 
@@ -98,7 +98,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
         yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo, or remove it")
     if isinstance(config.reward.on_error, float):
         yield Finding(
-            ("reward.on_error", _ESTIMATOR), f"{what}, and a fixed score has no parts", "set it to mask or drop"
+            ("reward.on_error", _ESTIMATOR), f"{what}, but a fixed score has no parts", "set it to mask or drop"
         )
     if config.algorithm.use_kl_in_reward:
         advice = "set actor_rollout_ref.actor.use_kl_loss=true instead"
@@ -107,7 +107,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
     if parts < 2 and find_pipeline(config) is not None:
         yield Finding(
             (_ESTIMATOR, "reward.functions"),
-            f"{name} normalises each part of the reward, and there is only one",
+            f"{name} normalises each part of the reward, but there is only one",
             f"set {_ESTIMATOR}=grpo, or a second reward function, "
             "e.g. reward.functions={default: [math, {name: format, weight: 0.2}]}",
         )

@@ -30,8 +30,8 @@ _OF_A_CLUSTER = (
     *("dag.apportion_strategy", "dag.model_sizes", "dag.consider_node_cohesion"),
     *("dag.consider_node_load", "reward.num_actors", f"{ACTOR}.weight_update_mode"),
 )
-_ALIKE = "the local launcher has processes of one machine, which are all alike"
-_ENDS_WITH_IT = "the local launcher starts nothing again, and the same command resumes; a Slurm job is requeued"
+_ALIKE = "the local launcher starts identical processes on one machine"
+_ENDS_WITH_IT = "the local launcher does not restart processes (the same command resumes); a Slurm job is requeued"
 _OF_SLURM = tuple(name for name in schema_keys() if name.startswith("trainer.slurm."))
 _OF_SHARDS = (".fsdp_size", ".offload_policy", ".ref.fsdp_config.param_offload")
 _FOR_SHARDS = tuple(name for name in schema_keys() if name.endswith(_OF_SHARDS))
@@ -41,16 +41,16 @@ _SWITCHES = (
     Switch("algorithm.kl_ctrl", "type", ("target_kl", "horizon", "mean"), "adaptive", "a fixed coefficient ignores it"),
     Switch("algorithm.rollout_correction", "rollout_is", _CORRECTION, "token", "the correction is off"),
     Switch("algorithm.reward_norm", "mean_level", ("mean_leave1out",), "group", "no mean is subtracted"),
-    Switch("algorithm.reward_norm", "std_level", ("std_unbiased", "eps"), "group", "no standard deviation divides"),
+    Switch("algorithm.reward_norm", "std_level", ("std_unbiased", "eps"), "group", "it does not divide by a deviation"),
     Switch("algorithm.adv_norm", "mean_level", ("mean_leave1out",), "group", "no mean is subtracted"),
-    Switch("algorithm.adv_norm", "std_level", ("std_unbiased", "eps"), "group", "no standard deviation divides"),
-    Switch(ACTOR, "loss_agg_mode", ("loss_scale_factor",), "seq-mean-token-sum-norm", "no other mode divides by it"),
+    Switch("algorithm.adv_norm", "std_level", ("std_unbiased", "eps"), "group", "it does not divide by a deviation"),
+    Switch(ACTOR, "loss_agg_mode", ("loss_scale_factor",), "seq-mean-token-sum-norm", "no other mode uses it"),
     Switch("critic", "value_loss", ("huber_delta",), "huber", "the squared error has no bound"),
     Switch(MODEL, "lora_rank", ("lora_alpha", "target_modules"), "16", "there are no adapters"),
     Switch("reward.overlong", "buffer_tokens", ("factor",), "1024", "the penalty has no zone"),
     Switch("reward", "num_actors", ("actor_cpus",), "1", "there are no reward actors"),
     Switch("trainer", "keep_best", ("keep_best_metric",), "true", "no best checkpoint is kept"),
-    Switch("trainer", "save_groups", ("save_groups_last",), "last_k", "no other value counts steps"),
+    Switch("trainer", "save_groups", ("save_groups_last",), "last_k", "other values do not count steps"),
     Switch("", f"{ACTOR}.strategy", _FOR_SHARDS, "fsdp", "each rank has whole weights"),
     Switch("", "trainer.launcher", _OF_A_CLUSTER, "ray", _ALIKE, also="slurm"),
     Switch("", "trainer.launcher", ("trainer.max_restarts",), "ray", _ENDS_WITH_IT, also="slurm"),
@@ -84,7 +84,7 @@ def zero_weights(config: Config) -> Iterator[Finding]:
     for switch, off, weight, example in _TERMS:
         if values[switch] and values[weight] == 0:
             yield Finding(
-                (weight, switch), "the term is on with the weight 0", f"set it to {example}, or {switch}={off}"
+                (weight, switch), "the term is on but has the weight 0", f"set it to {example}, or {switch}={off}"
             )
 
 

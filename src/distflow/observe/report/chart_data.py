@@ -54,11 +54,11 @@ class ChosenChart(TypedDict):
 
 
 CHARTS = (
-    Chart("Does it solve more validation problems?", (r"val_correct/.*",), unit="share correct"),
+    Chart("Does the model solve more validation problems?", (r"val_correct/.*",), unit="share correct"),
     Chart("Does the reward rise?", (r"reward/mean_score", r"reward/.*/mean", r"reward/(max|min)"), unit="score"),
     Chart("Does the loss fall?", (r"(sft|rm)/.*loss", r"loss"), unit="loss"),
-    Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
-    Chart("How far does one step move it?", (r"actor/ppo_kl",), unit="nats"),
+    Chart("How far is the policy from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
+    Chart("How far does one step move the policy?", (r"actor/ppo_kl",), unit="nats"),
     Chart("Does it still explore?", (r"actor/entropy",), unit="entropy, nats"),
     Chart("Do responses get longer?", (r"rollout/avg_response_length", r"rollout/response_length/.*"), unit="tokens"),
     Chart("How many responses are truncated?", (r"rollout/truncated",), unit="share"),

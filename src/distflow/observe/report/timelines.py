@@ -198,7 +198,7 @@ def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[dict[s
     order = ("phase", "group", "decode", "wait")
     lanes.sort(key=lambda lane: order.index(lane["kind"]) if lane["kind"] in order else 1)
     if left_out:
-        notes.append(f"{left_out} {'spans are' if left_out > 1 else 'span is'} too short to be seen, or too many.")
+        notes.append(f"{left_out} {'spans are' if left_out > 1 else 'span is'} not shown (too short or too many).")
     return lanes, notes
 
 
