@@ -37,7 +37,7 @@ _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
 
 
 _METHODS = {
-    "all": "anything",
+    "all": "all",
     "grpo": "GRPO",
     "ppo": "PPO",
     "tuning": "SFT, reward models",
@@ -67,7 +67,7 @@ def render_reference() -> str:
         "presets": _presets(),
         "keys": "\n\n".join(tables.values()),
         "names": "\n\n".join(names),
-        "resumable": f"{resumable}. Any other key is refused unless it is allowed by name.",
+        "resumable": f"{resumable}. A change of any other key is rejected unless `--allow-change` names it.",
     }
     return _fill("config.md", parts)
 
@@ -79,7 +79,7 @@ def render_migrating() -> str:
         "verl_differences": _differences(),
         "verl_command": _translated_verl(verl["command"], verl["refused"]),
         "trl_defaults": _table(
-            ("what it trains", "key", "there"),
+            ("method", "key", "default"),
             [
                 (_METHODS[method], _code(key), _code(as_override(value)))
                 for method, values in all_tables()["TRL"].defaults.items()
@@ -122,7 +122,7 @@ def _keys(group: str, keys: Iterable[KeyInfo]) -> str:
 
 
 def _entries(entries: Mapping[str, builtin_names.Entry]) -> str:
-    return _table(("name", "what it is"), [(f"`{name}`", entry.description) for name, entry in entries.items()])
+    return _table(("name", "description"), [(f"`{name}`", entry.description) for name, entry in entries.items()])
 
 
 def _differences() -> str:
@@ -148,9 +148,9 @@ def _translated_verl(command: Sequence[str], refused: Sequence[str]) -> str:
     said = {
         line.partition("=")[0]: f"accepted: {line.partition(': ')[2]}" for line in load_config("verl_grpo", kept).notes
     }
-    said |= {key: f"refused: {text}" for key, text in _refusals(refused)}
+    said |= {key: f"rejected: {text}" for key, text in _refusals(refused)}
     rows = [(f"`{override}`", said.get(override.partition("=")[0], "the same")) for override in command]
-    return _table(("there", "here"), rows) + "\n\nso that this trains it:\n\n" + _command("verl_grpo", kept)
+    return _table(("verl", "distflow"), rows) + "\n\nThis command trains the rest:\n\n" + _command("verl_grpo", kept)
 
 
 def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -176,7 +176,7 @@ def _translated_trl(script: str) -> str:
         value, name = ast.literal_eval(node), find_names(str(key))["TRL"]
         answer = "; ".join(part for part in (_code(name.overrides(value)), name.note) if part)
         rows[f"`{key}={value!r}`"] = "as above" if answer in rows.values() else answer
-    return _table(("there", "here"), rows.items())
+    return _table(("TRL", "distflow"), rows.items())
 
 
 def _command(preset: str, overrides: Iterable[str]) -> str:
@@ -190,9 +190,9 @@ def _names(system: str) -> str:
     rows: dict[str, list[str]] = {}
     for key, name in table.names.items():
         rows.setdefault(_meaning(name), []).append(f"`{key}`")
-    keys = _table((f"{system}'s key", "here"), [(", ".join(keys), meaning) for meaning, keys in rows.items()])
-    others = _table(("there", "here"), table.beside_keys.items())
-    return f"### {system}'s keys\n\n{keys}\n\n### {system} beside its keys\n\n{others}"
+    keys = _table((f"{system}'s key", "distflow"), [(", ".join(keys), meaning) for meaning, keys in rows.items()])
+    others = _table((system, "distflow"), table.beside_keys.items())
+    return f"### {system}'s keys\n\n{keys}\n\n### Other {system} features\n\n{others}"
 
 
 def _code(text: str) -> str:
@@ -207,7 +207,7 @@ def _meaning(name: Name) -> str:
     if name.harmless == ANY:
         parts.append("accepted")
     elif name.harmless:
-        parts.append("accepted at " + ", ".join(f"`{as_override(value)}`" for value in name.harmless))
+        parts.append("accepted for " + ", ".join(f"`{as_override(value)}`" for value in name.harmless))
     return "; ".join(part for part in parts if part)
 
 

@@ -105,7 +105,7 @@ def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[st
         (("config", "grpo", *NEEDED, "data.trian_batch_size=8"), ("data.trian_batch_size", "data.train_batch_size")),
         (("train", "grpo", *NEEDED, FRESH, "critic.ppo_epochs=3"), ("critic.ppo_epochs", "command line")),
         (("report", "no/such/run"), ("no/such/run",)),
-        (("report", "."), ("no run's folder",)),
+        (("report", "."), ("not a run's folder",)),
         (("export", "no/such/run", "--to", "x"), ("no/such/run",)),
         (("replay", "no/such/bundle"), ("no/such/bundle",)),
     ],

@@ -223,7 +223,7 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "mine:estimator",
         (
             "ESTIMATORS in builtin_names.toml",
-            'mine.py does not register it: write @register_adv_est("mine") above estim',
+            'mine.py does not register it: add @register_adv_est("mine") above estim',
         ),
     ),
     "an estimator that does not exist": (

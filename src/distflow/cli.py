@@ -37,33 +37,33 @@ example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files
 keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
 COMMANDS: dict[str, Command] = {
-    "new": Command("write a folder to start from: config, reward function, data", "distflow.commands.new"),
-    "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True, more=_PRESETS),
+    "new": Command("create a folder with a config, a reward function and data", "distflow.commands.new"),
+    "train": Command("train with a preset or a YAML file", "distflow.commands.train", runs_code=True, more=_PRESETS),
     "sft": Command("fine-tune on given responses", "distflow.commands.train", runs_code=True),
     "eval": Command(
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
-    "chat": Command("talk to a model, or to the policy of a run", "distflow.commands.chat", runs_code=True),
+    "chat": Command("chat with a model or a run's policy", "distflow.commands.chat", runs_code=True),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.run_folder"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "migrate": Command(
-        "turn a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL into a config",
+        "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL",
         "distflow.commands.migrate",
     ),
-    "data": Command("show the data as the model will see them", "distflow.commands.data", runs_code=True),
+    "data": Command("show the data as the model receives it", "distflow.commands.data", runs_code=True),
     "reward": Command(
         "test a reward function on right and wrong responses", "distflow.commands.reward", runs_code=True
     ),
     "sandbox": Command(
-        "run a Python file as the code under test is run, or serve this to others", "distflow.commands.sandbox"
+        "run a Python file in the sandbox, or serve the sandbox to other machines", "distflow.commands.sandbox"
     ),
     "list": Command("list presets, built-in models or runs", "distflow.commands.new"),
     "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
     "why": Command("show the groups of a step, and what was dropped", "distflow.commands.run_folder"),
     "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.run_folder"),
-    "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.run_folder"),
-    "doctor": Command("show what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
-    "selftest": Command("verify that all paths give the same numbers on this machine", "distflow.commands.doctor"),
+    "replay": Command("repeat a saved non-finite update on the CPU", "distflow.commands.run_folder"),
+    "doctor": Command("show the hardware, missing extras and problems of this machine", "distflow.commands.doctor"),
+    "selftest": Command("verify that all kinds of runs agree on this machine", "distflow.commands.doctor"),
 }
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
@@ -137,13 +137,13 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
     if not (takes_keys and words[0].startswith("-") and name):
         return message
     if name in HYDRA_OPTIONS:
-        return f"{message}\n--{name} is Hydra's: leave it out; the config is the preset or file after the command"
+        return f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the command"
     from distflow.config.compose.unknown_keys import suggest
     from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")
     advice = f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
-    return f"{message}\nkeys of the config are written key=value, without dashes: {advice}"
+    return f"{message}\nconfig keys are written key=value, without dashes: {advice}"
 
 
 def _report_error(err: Exception, debug: bool) -> int:

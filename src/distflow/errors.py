@@ -69,10 +69,10 @@ def missing_path(path: Path) -> tuple[str, str]:
     if not path.parent.is_dir():
         absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-        return f"there is no folder '{absent}'{looked}", "look at the path, or start where it begins"
+        return f"there is no folder '{absent}'{looked}", "check the path, or start the command in its folder"
     stems = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
     near = stems.get(nearest(path.stem, stems), "")
-    meant = f"did you mean '{path.with_name(near)}'?" if near else f"look what there is in '{path.parent.resolve()}'"
+    meant = f"did you mean '{path.with_name(near)}'?" if near else f"see the content of '{path.parent.resolve()}'"
     return "there is no such file or folder", meant
 
 

@@ -36,7 +36,7 @@ def load_function(path: str) -> Callable[..., object]:
     """
     function = load(path)
     if isinstance(function, type):
-        raise LoadError(f"'{path}' is a class; name one of its methods or give an instance")
+        raise LoadError(f"'{path}' is a class; name one of its methods or pass an instance")
     if not callable(function):
         raise LoadError(f"'{path}' cannot be called; name a function")
     return function
@@ -150,7 +150,7 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
     if required := required_parameters(owner):
         raise LoadError(
             f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be constructed; "
-            "make it a static method, or give the method of an instance"
+            "make it a static method, or pass the method of an instance"
         )
     return getattr(owner(), name)
 

@@ -96,7 +96,7 @@ def check_aliases(root: "yaml.Node | None") -> None:
     from yaml.composer import ComposerError
 
     if root is not None and _num_values(root, {}) > _MAX_YAML_VALUES:
-        raise ComposerError(None, None, f"it stands for more than {_MAX_YAML_VALUES:,} values", root.start_mark)
+        raise ComposerError(None, None, f"it expands to more than {_MAX_YAML_VALUES:,} values", root.start_mark)
 
 
 def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
@@ -112,12 +112,12 @@ def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
 def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no regular file")
-        raise OSError(errno.EINVAL, f"it is {kind}, where a file belongs", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, where a file is expected", str(path))
     if folder is not None and not (target := path.resolve()).is_relative_to(folder.resolve()):
-        what = f"it leads out of {folder}, to {target}"
+        what = f"it points outside {folder}, to {target}"
         raise OSError(errno.EXDEV, what, str(path))
     if max_bytes is not None and found.st_size > max_bytes:
-        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, and at most {max_bytes:,} are read", str(path))
+        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, but at most {max_bytes:,} are read", str(path))
 
 
 def _owner(path: Path) -> str:

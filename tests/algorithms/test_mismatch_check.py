@@ -124,7 +124,7 @@ def test_truncated_sampling_is_named() -> None:
     batch = moved(sampled_batch(), 5e-4)
     batch["sampling_log_probs"] = batch.flat("rollout_log_probs") / 2
     _, warning = check_mismatch(batch, 0, EXACT)
-    assert warning is not None and "another policy draws than is trained" in warning
+    assert warning is not None and "the sampling policy differs from the trained one" in warning
 
 
 @pytest.mark.parametrize("tolerance", [EXACT, ROUNDED])

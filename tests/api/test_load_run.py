@@ -50,7 +50,7 @@ def test_metrics_samples_and_events(folder: Path) -> None:
     [
         (lambda run: run.metrics("training"), "kind='training': write one of 'train', 'val'"),
         (lambda run: run.samples(split="test"), "split='test': write one of 'train', 'val'"),
-        (lambda run: run.samples(step="last"), "step='last': write a step's number, or -1 for the last"),
+        (lambda run: run.samples(step="last"), "step='last': pass the number of a step, or -1 for the last"),
     ],
 )
 def test_what_a_run_does_not_have_is_no_empty_table(
@@ -79,7 +79,7 @@ def test_a_run_shows_itself(folder: Path) -> None:
     assert run.report == folder / "report.html" and run.report.is_file()
 
 
-@pytest.mark.parametrize(("name", "said"), [("nothing", "is not there"), (".", "holds no file events.jsonl")])
+@pytest.mark.parametrize(("name", "said"), [("nothing", "is not there"), (".", "has no file events.jsonl")])
 def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         distflow.load_run(tmp_path / name)

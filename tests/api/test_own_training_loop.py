@@ -109,7 +109,7 @@ def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path)
         found = []
         for _ in range(4):
             found += [*prompts(rollouts.wait(1)), *prompts(rollouts.wait(1))]
-            said = r"others start after publish\(\)" if len(found) < 8 else "0 are running, 0 .*: submit more"
+            said = r"further groups start after publish\(\)" if len(found) < 8 else "0 are running, 0 .*: submit more"
             with pytest.raises(NothingToWaitFor, match=said):
                 rollouts.wait(1)
             rollouts.publish()
@@ -137,7 +137,7 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
     with opened(tmp_path / "run", async__max_staleness=staleness) as rollouts:
         for _ in range(staleness + 1):
             assert len(rollouts.prepare_batch()) == 4
-        with pytest.raises(NothingToWaitFor, match=r"weight version 0 .*others start after publish\(\)"):
+        with pytest.raises(NothingToWaitFor, match=r"weight version 0 .*further groups start after publish\(\)"):
             rollouts.prepare_batch()
         metrics = rollouts.publish()
         assert metrics["async/accepted"] == 2 * (staleness + 1)
@@ -351,14 +351,14 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
         ):
             with pytest.raises(UserError, match=said):
                 rollouts.submit(row)
-        with pytest.raises(UserError, match="none were given"):
+        with pytest.raises(UserError, match="there is no data"):
             rollouts.prepare_batch()
         for count in (0, 1.5, True):
             with pytest.raises(UserError, match="a number of prompt groups"):
                 rollouts.wait(count)
         with pytest.raises(UserError, match="should_accept is 3"):
             rollouts.submit(OWN[0], should_accept=3)
-        with pytest.raises(UserError, match="workflow: there are no episodes of several turns"):
+        with pytest.raises(UserError, match="workflow: multi-turn episodes are not supported"):
             rollouts.prepare_batch(workflow=object())
         with pytest.raises(UserError, match="has no ref"):
             _ = rollouts.ref

@@ -95,9 +95,9 @@ def scored(completions: list[str]) -> float:
         ({"advantage": "grpo"}, r"advantage is 'grpo': give a function. .* algorithm.adv_estimator"),
         ({"pipeline": dict}, "pipeline is <class 'dict'>: give a function"),
         ({"loss": scored}, r"policy_loss: .*scored\) cannot be called: it takes no log_probs"),
-        ({"advantage": scored}, "takes 'completions', which is no column of the batch"),
+        ({"advantage": scored}, "takes 'completions', which is not a column of the batch"),
         ({"advantage": scored, "overrides": {"algorithm.adv_estimator": "gae"}}, "advantage= says the same"),
-        ({"loss": scored, "overrides": {"dag.pipeline": "sft"}}, "loss is given, and the pipeline sft scores no"),
+        ({"loss": scored, "overrides": {"dag.pipeline": "sft"}}, "loss is given, and the pipeline sft does not score"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_a_model_is_loaded(

@@ -195,7 +195,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"resume": True}, "resume=True: write 'auto', 'never'"),
         ({"reward": "math"}, "reward is 'math': give a function"),
         ({"reward": threading.Lock().acquire}, "reward: acquire has no signature"),
-        ({"on_step": lambda step: 0}, "on_step must be a plain function that is called with"),
+        ({"on_step": lambda step: 0}, "on_step must be a synchronous function that is called with"),
         ({"overrides": {"data.trian_batch_size": 8}}, r"data.trian_batch_size \(given\)"),
         ({"overrides": {"trainer.seed": object()}}, "trainer.seed is <object"),
         ({"overrides": {"reward.functions": {"default": ["math"]}}}, r"(?m)^  reward \(given\)$"),
@@ -204,10 +204,10 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"overrides": ["custom_reward_function.path=x.py"]}, "reward= says the same"),
         (
             {"preset_or_config": "sft", "overrides": {**MODEL, "actor_rollout_ref.model.init": "random"}},
-            "the pipeline sft scores no responses",
+            "the pipeline sft does not score responses",
         ),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
-        ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the one preset"),
+        ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the single preset"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_written(

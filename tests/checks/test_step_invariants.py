@@ -63,7 +63,7 @@ def test_tensors_that_do_not_move_are_reported_together(tmp_path: Path) -> None:
     for _ in range(9):
         checks.updated("actor", engine, sampled_batch(), TAKEN, step=0, first=False)
     ((kind, message),) = notes
-    assert kind == "finding" and message.startswith("actor: 'w0', 'w1', 'w2', 'w3', 'w4' and 2 more did not move")
+    assert kind == "finding" and message.startswith("actor: 'w0', 'w1', 'w2', 'w3', 'w4' and 2 more did not change")
 
 
 def test_a_mismatch_is_reported_when_it_appears_and_when_it_has_doubled(tmp_path: Path) -> None:

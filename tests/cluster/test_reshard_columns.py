@@ -114,7 +114,7 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: lis
     try:
         assert columns(ray.get(peers[1].pick.remote(STEP, 0, 1, uids(made(0, 2))))) == columns(made(0, 2))
     except ReshardError as lost:
-        assert f"samples of {STEP} are lost: one of the writers [0] that held them has died" in str(lost)
+        assert f"samples of {STEP} are lost, because one of their writers [0] has died" in str(lost)
     ray.get(exchange.fail.remote(ReshardError("worker 2 died")))
     with pytest.raises(ReshardError, match="worker 2 died"):
         ray.get(later)

@@ -173,7 +173,7 @@ def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mi
     plan(Fault("weights.take", rank=1, call=3), Fault("weights.arrived", rank=0, call=2, action="flip"))
     found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), mode, name=f"update_{mode.rpartition('=')[2]}")
     check_whole(found)
-    refused = "bucket 0 of the weights of step 1 was rejected and is sent again (worker 0: its bytes"
+    refused = "bucket 0 of the weights of step 1 was rejected and is sent again (worker 0: its hash"
     assert any(note.startswith(refused) for note in found.notes("warning"))
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
     assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
@@ -186,4 +186,4 @@ def test_with_extra_prompts_a_worker_that_dies_costs_no_place_of_the_step(
     found = run(ground, *TWO_GENERATE, *STEPS, "algorithm.filter_groups.oversampling=1", name="more")
     account = verify(found.folder / "ledger.jsonl")
     assert found.outcome.steps == 4 and account.consumed == 16 and account.aborted > 4 and not account.dropped
-    assert any("another is started in its place" in note for note in found.notes("warning"))
+    assert any("and a replacement is started" in note for note in found.notes("warning"))

@@ -141,13 +141,13 @@ def test_what_is_refused_before_anything_is_submitted(slurm: Slurm, capsys: pyte
         assert slurm.submit(*overrides) == 2 and not (slurm.tools / "submitted").exists()
         return capsys.readouterr().err
 
-    assert "characters that no option of sbatch can have" in refused('trainer.slurm.account="a\nrm -r /"')
-    assert "needs a checkpoint of its own" in refused(f"trainer.resume_mode={slurm.ground.folder}")
+    assert "characters that are not allowed in an option of sbatch" in refused('trainer.slurm.account="a\nrm -r /"')
+    assert "must resume from its own checkpoints" in refused(f"trainer.resume_mode={slurm.ground.folder}")
     slurm.tool("sbatch", "echo 'invalid partition specified: no' >&2; exit 1")
-    assert f"sbatch refuses {slurm.script}: invalid partition specified: no" in refused("trainer.slurm.partition=no")
+    assert f"sbatch rejected {slurm.script}: invalid partition specified: no" in refused("trainer.slurm.partition=no")
     (slurm.tools / "sbatch").unlink()
     assert "no sbatch is on the PATH" in refused()
-    with pytest.raises(UserError, match="submits a command: start it with `distflow train`"):
+    with pytest.raises(UserError, match="submits a command: use `distflow train`"):
         distflow.train("grpo", slurm.ground.overrides("python", "trainer.launcher=slurm"))
 
 

@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is
     ground: Playground, whole: Run, plan: Callable[..., None]
 ) -> None:
     plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Earlier ones"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Earlier checkpoints"):
         start(ground, TOGETHER, "full")
     wait_until(lambda: not workers(), "no worker is left")
     assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == ["step-000001"]
@@ -144,7 +144,7 @@ def test_a_run_that_fails_again_ends_as_one_without_restarts(ground: Playground,
     plan(Fault("train.backward", rank=1, call=1, again=True))
     _, spec = ground.spec("grpo", *AGAIN, name="fails_again")
     with pytest.raises(
-        WorkerDied, match="worker 1 of 2, .* has died .* resumes from the start: there is no checkpoint"
+        WorkerDied, match="worker 1 of 2, .* has died .* resumes from the beginning: there is no checkpoint"
     ):
         launch_ray(spec)
     assert starts(ground.folder / "fails_again") == [0, 1]

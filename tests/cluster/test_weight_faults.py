@@ -112,7 +112,7 @@ def test_a_flipped_bit_is_found_by_the_hash_and_the_bucket_comes_again(
         f"bucket {number} of the weights of step 2 was rejected and is sent again (worker {rank}: "
         for number, rank in ((0, 2), (0, 2), (3, 5))
     ]
-    assert [note.partition("its bytes")[0] for note in notes] == refused
+    assert [note.partition("its hash")[0] for note in notes] == refused
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,7 +124,7 @@ def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
     old = newest(workers)
     fleet = weights_to(rollout_workers_of(workers, lambda note: None), carrier(way, tmp_path))
     with pytest.raises(
-        TrustError, match=r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its bytes are not those"
+        TrustError, match=r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its hash differs"
     ):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2, "none serves a part of it"
@@ -242,9 +242,9 @@ def striking(run_dir: Path, strike: Callable[[Path], None]) -> Carry:
 @pytest.mark.parametrize(
     ("strike", "why"),
     [
-        (cut, "has .* bytes, and .* were written"),
-        (flip, "its bytes are not those"),
-        (garble, "is not what was written"),
+        (cut, "has .* bytes, but .* were written"),
+        (flip, "its hash differs"),
+        (garble, "differs from what was written"),
     ],
 )
 def test_a_file_that_is_spoiled_on_the_disk_is_written_again(

@@ -97,7 +97,7 @@ def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[in
     with pytest.raises(TrustError, match="the engine of worker 5 was to use .* tensors that differ: b"):
         fleet.renumber(Version(3, 3), stripe_hashes(weights(1)))
     fleet.begin(Version(3, 4))
-    with pytest.raises(TrustError, match="the engine refused the weights of version 4: .*: missing"):
+    with pytest.raises(TrustError, match="the engine rejected the weights of version 4: .*: missing"):
         fleet.put(weights(1)[:3])
         fleet.commit({})
     assert fleet.confirmed == Version(3, 2)

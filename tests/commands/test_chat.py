@@ -69,7 +69,7 @@ def test_what_cannot_be_asked_is_one_message(tmp_path: Path, ask: Ask) -> None:
     for arguments, told in (
         (("no/such/model",), "no/such/model"),
         ((str(tmp_path),), str(tmp_path)),
-        ((str(tmp_path / "model"), "--max-tokens", "1000000"), "the model's context is"),
+        ((str(tmp_path / "model"), "--max-tokens", "1000000"), "the model's context has"),
         ((str(tmp_path / "model"), "--temperature", "-1"), "--temperature -1"),
     ):
         status, out, err = ask("Hi\n", *arguments)

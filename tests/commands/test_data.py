@@ -34,7 +34,7 @@ def test_it_shows_tokens_lengths_duplicates_and_overlap(tmp_path: Path, capsys: 
     assert f"tokens of a prompt: least {len(ids)}, median {len(ids)}, 90 % {longer}" in next(
         line for line in lines if line.startswith("tokens of a prompt: ") and not line.endswith(f"most {len(ids)}")
     )
-    assert any(line.startswith("2 rows repeat others, '1+2=' most often: 3 times, in ") for line in lines)
+    assert any(line.startswith("2 duplicate rows, '1+2=' most often: 3 times, in ") for line in lines)
     assert any(line.startswith("warning: 1 of 1 validation prompts are trained on") for line in lines)
     assert "ground truth: '3'" in lines
     assert not any("11+22=" in line for line in lines if line.startswith("prompt")) or "row 2" not in " ".join(lines)

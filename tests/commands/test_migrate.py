@@ -29,31 +29,31 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
     keys = "critic.optim.lr=1e-4 actor_rollout_ref.model.path=builtin:tiny-arithmetic data.train_batch_size=4"
     script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {rows} {keys}\n")
     assert main(["migrate", str(script), "--to", str(target)]) == 0
-    assert "critic.optim.lr=0.0001: nothing reads it in the pipeline of verl_grpo" in capsys.readouterr().err
+    assert "critic.optim.lr=0.0001: it is not used by the pipeline of verl_grpo" in capsys.readouterr().err
     assert "critic" not in yaml.safe_load(target.read_text())
     assert main(["config", str(target)]) == 0
 
 
 BAD = {
     "empty.py": ("", "it is empty"),
-    "binary.sh": (b"\x00\x01\xff", "it is no text"),
-    "zeros.sh": (b"a\x00b", "it is no text"),
-    "latin.py": ("# caf\xe9".encode("latin-1"), "it is no text"),
-    "broken.py": ("def f(:\n", "it is no Python script"),
-    "old.py": ("print 'two'\n", "it is no Python script"),
-    "deep.py": ("x = " + "(" * 5000, "it is no Python script"),
-    "other.py": ("print(1)\n", "it calls no trainer of TRL"),
-    "dpo.py": ("from trl import DPOTrainer\nDPOTrainer('m').train()\n", "line 2: DPOTrainer trains by a method"),
-    "kto.sh": ("python -m openrlhf.cli.train_kto --lr 1\n", "line 1: 'openrlhf.cli.train_kto' trains by a method"),
+    "binary.sh": (b"\x00\x01\xff", "it is not a text file"),
+    "zeros.sh": (b"a\x00b", "it is not a text file"),
+    "latin.py": ("# caf\xe9".encode("latin-1"), "it is not a text file"),
+    "broken.py": ("def f(:\n", "it is not a valid Python script"),
+    "old.py": ("print 'two'\n", "it is not a valid Python script"),
+    "deep.py": ("x = " + "(" * 5000, "it is not a valid Python script"),
+    "other.py": ("print(1)\n", "it does not call a trainer of TRL"),
+    "dpo.py": ("from trl import DPOTrainer\nDPOTrainer('m').train()\n", "line 2: DPOTrainer uses an unsupported"),
+    "kto.sh": ("python -m openrlhf.cli.train_kto --lr 1\n", "line 1: 'openrlhf.cli.train_kto' uses an unsupp"),
     "none.sh": ("echo hello\n", "no command in it trains"),
-    "quote.sh": ("echo 'open\n" + "x\n" * 20000, "line 1: a quotation mark is opened there"),
+    "quote.sh": ("echo 'open\n" + "x\n" * 20000, "line 1: a quotation mark is not closed"),
     "areal.sh": ("python -m areal.launcher.local x.py --config gone.yaml\n", "its settings are in gone.yaml"),
-    "tabs.yaml": ("a:\n\t- b", "it is no YAML"),
+    "tabs.yaml": ("a:\n\t- b", "it is not valid YAML"),
     "list.yaml": ("- a\n- b\n", "it is no mapping of keys"),
-    "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "is not known here"),
+    "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "of an unknown version"),
     "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
-    ), "it is no YAML"),
+    ), "it is not valid YAML"),
 }  # fmt: skip
 
 
@@ -74,9 +74,9 @@ def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
     taken.touch()
     for options, said in (
         (["--to", str(taken)], "it is there already"),
-        (["--to", str(tmp_path / "grpo.yaml")], "is that of no preset"),
+        (["--to", str(tmp_path / "grpo.yaml")], "is not the name of a preset"),
         (["--to", str(tmp_path / "a.b.yaml")], "has no dots"),
-        (["--to", str(tmp_path / "gone" / "a.yaml")], "in no folder that is there"),
+        (["--to", str(tmp_path / "gone" / "a.yaml")], "in a folder that does not exist"),
         (["--devices", "0"], "at least one device"),
     ):
         assert main(["migrate", script, *options]) == 2

@@ -99,7 +99,7 @@ def test_columns_that_say_nothing_are_left_out(tmp_path: Path, capsys: pytest.Ca
 def test_the_step_that_a_killed_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, lines, _ = why(capsys, str(write_run(tmp_path)), "3")
     assert "step 3 of" in lines[0]
-    assert lines[0].endswith("is not finished; its groups where the ledger ends: 2 generating")
+    assert lines[0].endswith("is not finished; states of its groups at the end of the ledger: 2 generating")
     assert [row["state"] for row in table(lines, "groups")] == ["generating", "generating"]
 
 
@@ -123,7 +123,7 @@ def test_states_are_named_as_the_scheduler_names_them(tmp_path: Path, capsys: py
     states = {str(group.group_id): str(group.state) for group in coordinator.queue.live}
     _, lines, _ = why(capsys, str(tmp_path), "2")
     assert {row["group"]: row["state"] for row in table(lines, "groups")} == states
-    assert lines[0].endswith("where the ledger ends: 2 queued, 2 waiting")
+    assert lines[0].endswith("states of its groups at the end of the ledger: 2 queued, 2 waiting")
     _, lines, _ = why(capsys, str(tmp_path), "1")
     assert "state" not in lines[lines.index("groups") + 1], "all are trained"
 

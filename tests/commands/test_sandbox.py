@@ -36,4 +36,4 @@ def test_long_output_is_cut_and_said_to_be(tmp_path: Path, capfd: pytest.Capture
     program.write_text("print('x' * 100_000)")
     assert main(["sandbox", "run", str(program)]) == 0
     out, err = capfd.readouterr()
-    assert out == "x" * 65_536 and "of each stream the first 65,536 bytes" in err
+    assert out == "x" * 65_536 and "only the first 65,536 bytes of each stream" in err

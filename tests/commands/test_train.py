@@ -44,7 +44,7 @@ def test_an_override_of_a_config_that_is_not_there_is_refused() -> None:
 
 def test_a_checkpoint_cannot_be_that_of_all(tmp_path: Path) -> None:
     run = CliRun(tmp_path / "log", ["train", "grpo", "ppo", "--resume", "somewhere"])
-    assert run.status() == 2 and "give it as NAME:trainer.resume_mode=PATH" in run.said()
+    assert run.status() == 2 and "write NAME:trainer.resume_mode=PATH" in run.said()
 
 
 @pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["trainer.seed=2", "a.yaml"]])

@@ -161,13 +161,13 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{ACTOR}.weight_update_mode=disk"],
         f"{ACTOR}.weight_update_mode",
-        ("processes of one machine", "set trainer.launcher=ray, or remove it"),
+        ("identical processes on one machine", "set trainer.launcher=ray, or remove it"),
     ),
     "weights by collective without a peer": (
         "grpo",
         [f"{ACTOR}.weight_update_mode=collective"],
         f"{ACTOR}.weight_update_mode",
-        ("processes of one machine", "set trainer.launcher=ray, or remove it"),
+        ("identical processes on one machine", "set trainer.launcher=ray, or remove it"),
     ),
     "weights by a backend's name": (
         "grpo",
@@ -179,13 +179,13 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["trainer.max_restarts=2"],
         "trainer.max_restarts",
-        ("starts nothing again", "a Slurm job is requeued", "set trainer.launcher=ray, or remove it"),
+        ("does not restart processes", "a Slurm job is requeued", "set trainer.launcher=ray, or remove it"),
     ),
     "restarts from another run": (
         "grpo",
         ["trainer.launcher=ray", "trainer.max_restarts=2", "trainer.resume_mode=/"],
         "trainer.resume_mode",
-        ("needs a checkpoint of its own", "without trainer.max_restarts"),
+        ("must resume from its own checkpoints", "without trainer.max_restarts"),
     ),
     "a partition without a job": (
         "grpo",
@@ -206,7 +206,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["algorithm.filter_groups.oversampling=0.5", "async.max_staleness=1"],
         "algorithm.filter_groups.oversampling",
-        ("none is surplus when a step is full", "oversampling=0"),
+        ("none is surplus", "oversampling=0"),
     ),
     "fewer than none": (
         "grpo",
@@ -219,7 +219,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["async.max_staleness=2", f"{ACTOR}.model_update_frequency=4"],
         f"{ACTOR}.model_update_frequency",
-        ("up to 3 steps old, and 2 is allowed", f"{ACTOR}.model_update_frequency=3 or less"),
+        ("up to 3 steps old, but 2 is allowed", f"{ACTOR}.model_update_frequency=3 or less"),
     ),
     "keys and values dropped": (
         "grpo",
@@ -259,7 +259,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["reward_model.enable=true"],
         "reward_model.enable",
-        ("reward_model.model.path names one",),
+        ("reward_model.model.path enables a reward model",),
     ),
     "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not implemented yet",)),
     "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not implemented yet",)),
@@ -337,7 +337,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["algorithm.scale_rewards=batch", "algorithm.norm_adv_by_std_in_grpo=false"],
         "algorithm.scale_rewards",
-        ("norm_adv_by_std_in_grpo", "the other by none"),
+        ("norm_adv_by_std_in_grpo", "the other does not divide"),
     ),
     "a batch of means": (
         "grpo",
@@ -500,7 +500,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.train_batch_size",
         ("100 rows",),
     ),
-    "a limit on no validation": ("grpo", ["data.val_max_samples=9"], "data.val_max_samples", ("there are none",)),
+    "a limit on no validation": ("grpo", ["data.val_max_samples=9"], "data.val_max_samples", ("there is no data",)),
     "one column for two": ("grpo", ["data.answer_key=prompt"], "data.prompt_key", ("both", "data.answer_key")),
     "a reward model beside ReMax": (
         "grpo",
@@ -694,7 +694,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 f"+{ACTOR}.policy_loss_kwargs.{name}={value}",
             ],
             f"{CORRECTION}.rollout_is",
-            ("twice", name),
+            ("both apply the weights", name),
         )
         for name, value in (
             ("behav_imp_weight_cap", "2.0"),
@@ -758,13 +758,13 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{CORRECTION}={{rollout_rs: seq_sum_k1, rollout_rs_threshold: 2.0_0.5}}"],
         f"{CORRECTION}.rollout_rs_threshold",
-        ("leave nothing",),
+        ("exclude everything",),
     ),
     "a bound of 0": (
         "grpo",
         [f"{CORRECTION}={{rollout_rs: token_k2, rollout_rs_threshold: 0}}"],
         f"{CORRECTION}.rollout_rs_threshold",
-        ("leave nothing",),
+        ("exclude everything",),
     ),
     "a ratio below 1 alone": (
         "grpo",
@@ -922,7 +922,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ),
             ("a domain called all", ["data.domains.all={train_files: a.jsonl}"], "data.domains", ("another name",)),
             ("a domain with a plus", ["data.domains={a+b: {train_files: a.jsonl}}"], "data.domains", ("letters",)),
-            ("a domain without settings", ["data.domains={a: a.jsonl}"], "data.domains", ("no mapping",)),
+            ("a domain without settings", ["data.domains={a: a.jsonl}"], "data.domains", ("not a mapping",)),
             ("domains as a list", ["data.domains=[a.jsonl]"], "data.domains", ("not a mapping",)),
             (
                 "no rows of a domain",
@@ -964,7 +964,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 "a domain's conversations in rl",
                 [DOMAIN_A, "data.domains.a.messages_key=m"],
                 "data.domains.a.messages_key",
-                ("does nothing",),
+                ("has no effect",),
             ),
             (
                 "a curriculum of one domain",
@@ -1042,20 +1042,20 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [VAL, f"{ROLLOUT}.val_kwargs.greedy=false"],
         f"{ROLLOUT}.val_kwargs.n",
-        ("no response at all",),
+        ("not generate any response",),
     ),
     "the best without validation": ("grpo", ["trainer.keep_best=true"], "trainer.keep_best", ("data.val_files",)),
     "the best, never validated": (
         "grpo",
         [VAL, "trainer.keep_best=true", "trainer.test_freq=0"],
         "trainer.test_freq",
-        ("never",),
+        ("disables it",),
     ),
     "the best, never saved": (
         "grpo",
         [VAL, "trainer.keep_best=true", "trainer.save_freq=-1"],
         "trainer.save_freq",
-        ("never",),
+        ("disables it",),
     ),
     "a metric of no best": (
         "grpo",
@@ -1069,7 +1069,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "trainer.experiment_name",
         ("slashes",),
     ),
-    "a name that is the folder": ("grpo", ["trainer.project_name='..'"], "trainer.project_name", ("no name",)),
+    "a name that is the folder": (
+        "grpo",
+        ["trainer.project_name='..'"],
+        "trainer.project_name",
+        ("not a valid folder name",),
+    ),
     "a count that is not taken": ("grpo", ["trainer.save_groups_last=3"], "trainer.save_groups_last", ("last_k",)),
     "a file of this folder for a module": ("grpo", ["trainer.imports=[code.py]"], "trainer.imports", ("write code,",)),
     "a file for a module": ("grpo", ["trainer.imports=[my/code.py]"], "trainer.imports", ("write code",)),

@@ -12,7 +12,7 @@ from distflow.launch.load_inputs import read_config
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 VERL = all_tables()["verl"].example
 ONE_GPU = {
-    f"{ROLLOUT}.tensor_model_parallel_size": "leave it at 1",
+    f"{ROLLOUT}.tensor_model_parallel_size": "keep the default 1",
     f"{ROLLOUT}.name": "choose from embedded, hf",
     f"{REF}.fsdp_config.param_offload": "or remove it",
 }
@@ -35,8 +35,8 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {
             **{key: text for key, text in ONE_GPU.items() if key != f"{ROLLOUT}.name"},
             "actor_rollout_ref.model.override_config.max_position_embeddings": "config.json",
-            f"{ACTOR}.ulysses_sequence_parallel_size": "not divided over devices",
-            f"{REF}.ulysses_sequence_parallel_size": "not divided over devices",
+            f"{ACTOR}.ulysses_sequence_parallel_size": "sequence parallelism is not supported",
+            f"{REF}.ulysses_sequence_parallel_size": "sequence parallelism is not supported",
             f"{ACTOR}.fsdp_config.fsdp_size": f"set {ACTOR}.strategy=fsdp",
             f"{ROLLOUT}.val_kwargs.do_sample": f"write {ROLLOUT}.val_kwargs.greedy=false",
             f"{OVERLONG}.len": "write reward.overlong.buffer_tokens=4096",
@@ -90,11 +90,13 @@ def test_with_the_answers_it_trains_what_it_says(name):
     preset, answers, written = ANSWERS[name]
     kept = [override for override in command(name) if key_of(override) not in answers]
     if offloads := [override for override in kept if override.endswith("_offload=True")]:
-        with pytest.raises(UserError, match=r"_offload: a CPU's data are in the host's memory already"):
+        with pytest.raises(UserError, match=r"_offload: on a CPU all data is in host memory already"):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if override not in offloads]
     if name in INERT:
-        with pytest.raises(UserError, match=f"do nothing in pipeline .*\n  {INERT[name]} \\(command line\\)\nTake"):
+        with pytest.raises(
+            UserError, match=f"without effect in pipeline .*\n  {INERT[name]} \\(command line\\)\nRemove"
+        ):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if key_of(override) != INERT[name]]
     loaded = load_config(preset, [*kept, *written])
@@ -109,7 +111,7 @@ def test_with_the_answers_it_trains_what_it_says(name):
 def test_on_another_preset_what_differs_is_said_once():
     kept = [override for override in command("verl_grpo_qwen2_7b") if override not in VERL["refused"]]
     *_, last = load_config("grpo", kept).notes
-    assert "the preset verl_grpo has them" in last
+    assert "the preset verl_grpo has" in last
     assert f"{ACTOR}.optim.scheduler='cosine_with_warmup' (verl 'constant_with_warmup')" in last
     assert "trainer.val_before_train=false (verl true)" in last
     for given in ("save_freq", "test_freq", "rollout.n=", "lam", "train_batch_size"):

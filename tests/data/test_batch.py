@@ -155,7 +155,7 @@ def test_merge_takes_the_columns_of_both() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("advantages", torch.zeros(2, 9), r"shape \(2, 9\) given, wanted \(2, 3\) padded or \(4,\) flat"),
+        ("advantages", torch.zeros(2, 9), r"it has shape \(2, 9\), expected \(2, 3\) padded or \(4,\) flat"),
         ("valid", torch.zeros(3, dtype=torch.bool), r"wanted \(2,\)"),
         ("domain", ["a"], "1 entries for 2 samples"),
         (

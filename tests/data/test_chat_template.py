@@ -70,7 +70,7 @@ def test_rows_come_in_order_and_what_is_raised_refuses_its_own(tokenizer: PreTra
         return f"{number} \ud800"
 
     made = list(render_all([1, 2, 3], render, tokenizer))
-    assert made == ["1 \ud800", "the chat template refuses the messages: TypeError: no two", "3 \ud800"]
+    assert made == ["1 \ud800", "the chat template rejects the messages: TypeError: no two", "3 \ud800"]
     assert [isinstance(entry, Refused) for entry in made] == [False, True, False]
     assert list(render_all([], render, tokenizer)) == []
 

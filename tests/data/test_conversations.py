@@ -211,9 +211,9 @@ def test_tokens_are_those_of_the_whole_conversation_at_once(family: str, message
 FAULTS = {
     "a template that drops calls": (t.SMOLLM2, WITH_TOOLS, [], "the chat template does not use tool_calls"),
     "a template that drops tools": (t.SMOLLM2, TALK, TOOLS, "the chat template does not use tools"),
-    "marks on the user": (t.MARKED_USER, TALK, [], "marks 'Hi' as generated, which no turn wrote"),
+    "marks on the user": (t.MARKED_USER, TALK, [], "marks 'Hi' as generated, but it is in no turn"),
     "marks on nothing": (t.MARKED_NEVER, TALK, [], "marks nothing of it as generated"),
-    "a template that raises": (t.GEMMA, TALK, [], "refuses the messages: no system role"),
+    "a template that raises": (t.GEMMA, TALK, [], "rejects the messages: no system role"),
     "no end": (t.SMOLLM2.replace("<|im_end|>", ""), TALK, [], r"without a token that ends it \(<\|im_end\|>\)"),
     "an end far away": (t.SMOLLM2.replace("'<|im_end|>'", "'. '"), TALK, [], "without a token that ends it"),
     "a marked turn without an end": (t.MARKED_NARROW.replace("'<|im_end|>\n'", "'\n'"), TALK, [], "without a token"),
@@ -241,7 +241,7 @@ def test_what_cannot_be_learnt_as_it_is_asked_for_is_a_bad_row(what: str) -> Non
     tokenizer = t.byte_level(template, tokens, tokens[1], tokens[0])
     with pytest.raises(UserError, match=f"1 bad row:\n  f:7: (?s:.*){said}"):
         encode(tokenizer, messages, tools=tools)
-    with pytest.raises(UserError, match="all rows are bad, and skipped; the first: f:7: "):
+    with pytest.raises(UserError, match="all rows are bad and were skipped; the first: f:7: "):
         encode(tokenizer, messages, BadRows("skip"), tools=tools)
 
 

@@ -170,7 +170,7 @@ def test_a_changed_id_is_found(tmp_path):
     assert content.count(ids) == 1
     file.write_bytes(content.replace(ids, bytes([ids[0] ^ 1]) + ids[1:]))
     assert EncodedRows(file)[0] == prompts[0]
-    with pytest.raises(UserError, match="row 1 is not as it was written.*Delete the file"):
+    with pytest.raises(UserError, match="row 1 has changed since it was written.*Delete the file"):
         EncodedRows(file)[1]
 
 
@@ -182,7 +182,7 @@ def test_an_id_that_has_changed_sides_is_found(tmp_path):
     (row,) = table.to_pylist()
     row["response_ids"].insert(0, row["prompt_ids"].pop())
     write_arrow(file, table.schema, pyarrow.Table.from_pylist([row], table.schema).to_batches())
-    with pytest.raises(UserError, match="row 0 is not as it was written"):
+    with pytest.raises(UserError, match="row 0 has changed since it was written"):
         EncodedRows(file)[0]
 
 

@@ -26,7 +26,7 @@ class TestLengths:
             2,
             5,
         )
-        assert "2 over-long prompts left out" in prompts.report.lines()
+        assert "2 overlong prompts left out" in prompts.report.lines()
 
     def test_the_limit_itself_is_not_too_long(self, tokenizer):
         assert len(encode(self.rows, tokenizer, max_prompt_length=12)) == 3

@@ -34,7 +34,7 @@ def test_rows_are_chosen_by_their_measured_pass_rate(tokenizer):
     rows = [row(f"{rate}", pass_rate=rate) for rate in (0.0, 0.1, 0.5, 0.9, 1.0)]
     prompts = encode(rows, tokenizer, pass_rate=(0.1, 0.9))
     assert [prompt.prompt_text for prompt in prompts] == ["0.1", "0.5", "0.9"]
-    assert "2 rows outside of data.pass_rate left out" in prompts.report.lines()
+    assert "2 rows outside data.pass_rate left out" in prompts.report.lines()
     said = r"data.domains.a.pass_rate=\[0.6, 0.7\]: of 5 rows none .*data.domains.a.pass_rate_key\) go from 0 to 1"
     with pytest.raises(UserError, match=said):
         encode(rows, tokenizer, pass_rate=(0.6, 0.7), group="data.domains.a")

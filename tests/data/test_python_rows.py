@@ -70,7 +70,7 @@ def test_nested_values_of_a_data_frame(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ([], "no rows in the list"),
-        (iter([]), "make it anew"),
+        (iter([]), "create a new one"),
         (["1+1="], "row 1 of the list is str, not a mapping"),
         ([ROWS[0], 3], "row 2 of the list is int"),
         ({"prompt": ["1+1="], "answer": ["2"]}, "data is a dict, no rows: give a list of rows, each a dict"),

@@ -188,12 +188,12 @@ def test_files_that_hold_or_stand_for_too_much_are_refused(tmp_path):
         table = pyarrow.table({"prompt": texts, "answer": ["1"] * rows})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False)
     said = {
-        "long.json": "is one list of 10,737,418,240 bytes, too much to be read as a whole: save it as .jsonl",
+        "long.json": "is one list of 10,737,418,240 bytes, too large to be read at once: save it as .jsonl",
         "many.json": "save it as .jsonl",
         "long.csv": "long.csv' cannot be read: it has a line of more than 8,388,608 bytes",
         "field.csv": "not CSV: field larger than field limit",
         "wide.csv": "columns: c0, c1, c10, ",
-        **dict.fromkeys(("long.parquet", "same.parquet", "many.parquet"), "it stands for more than 134,217,728 bytes"),
+        **dict.fromkeys(("long.parquet", "same.parquet", "many.parquet"), "it expands to more than 134,217,728 bytes"),
     }
     for name, part in said.items():
         found = message(tmp_path / name)
@@ -239,7 +239,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_shown(tmp_path):
 
 def test_only_bad_rows_are_an_empty_data_set(tmp_path):
     (tmp_path / "a.jsonl").write_text("oops\n" * 3)
-    assert "3 bad ones skipped, the first:" in message(tmp_path / "a.jsonl", bad_rows="skip")
+    assert "3 bad ones were skipped, the first:" in message(tmp_path / "a.jsonl", bad_rows="skip")
 
 
 def test_csv_rows_of_the_wrong_width(tmp_path):

@@ -54,7 +54,7 @@ def test_settings_reach_the_data_set_and_rows_are_its_own() -> None:
     [
         ("chain_sums", "no data set 'chain_sums'; did you mean 'chain_sum'?"),
         ("chain_sum?min_term=3", "'chain_sum' has no setting 'min_term'; did you mean 'min_terms'?"),
-        ("chain_sum?min_terms=0", "refuses its settings"),
+        ("chain_sum?min_terms=0", "rejects its settings"),
     ],
 )
 def test_an_invalid_source_is_reported(source: str, said: str) -> None:

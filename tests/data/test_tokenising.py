@@ -88,7 +88,7 @@ def test_messages_that_the_template_refuses_are_bad_rows():
         row([{"role": "tool", "content": "a"}], origin="f:1"),
         row([{"role": "user", "content": "b"}], origin="f:2"),
     ]
-    with pytest.raises(UserError, match="f:1: the chat template refuses the messages: user first"):
+    with pytest.raises(UserError, match="f:1: the chat template rejects the messages: user first"):
         encode(rows, tokenizer)
     bad = BadRows("skip")
     prompts = encode(rows, tokenizer, bad)

@@ -224,10 +224,16 @@ GOES_ON: dict[str, dict[str, int]] = {
     "plain_exit": {"error": 1},
 }
 ENDS = {
-    "step_always": (1, "the last 4 prompt groups all failed, so nothing can progress; the first said: node 'rollout"),
+    "step_always": (
+        1,
+        "the last 4 prompt groups all failed, so the run cannot progress; the first error: node 'rollout",
+    ),
     "lost_request": (1, "the rollout engine EmbeddedEngine hangs: it was asked for 2 samples of row "),
     "edge_put": (1, "the rollout loop has failed: MemoryError: no room for the group"),
-    "node_always": (2, "the last 8 prompt groups all failed, so nothing can progress; the first said: node 'faulty'"),
+    "node_always": (
+        2,
+        "the last 8 prompt groups all failed, so the run cannot progress; the first error: node 'faulty'",
+    ),
 }
 """Exit status and message."""
 QUICK = ("step_memory", "step_exit", "refused_thrice", "node_sleeps", "lost_request", "edge_put", "node_always")
@@ -334,7 +340,7 @@ def test_a_stop_says_that_it_is_the_verifiers_who_are_waited_for(ground: Playgro
     run.wait_for((ground.folder / "run" / "ledger.jsonl").exists)
     time.sleep(LASTING_S + 3)
     run.send(signal.SIGINT)
-    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    run.wait_for(lambda: "a second signal exits at once" in run.said())
     assert "s for scores (on: reward functions)" in run.said() and "s for step 1 (on: rollout)" in run.said(), (
         run.said()
     )

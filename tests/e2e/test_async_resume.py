@@ -279,7 +279,7 @@ def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, ba
 def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
     finish(ground, "grown", "trainer.total_epochs=1")
     again = finish(ground, "grown", "trainer.total_epochs=1")
-    assert "is done: step 5 was the last" in (ground.folder / "grown.log").read_text()
+    assert "is finished: step 5 was the last" in (ground.folder / "grown.log").read_text()
     verify(again / "ledger.jsonl")
     folder = finish(ground, "grown", "trainer.total_epochs=2")
     verify(folder / "ledger.jsonl")
@@ -342,7 +342,7 @@ def test_the_second_signal_leaves_at_once_and_costs_nothing_that_was_saved(
     run.wait_for(lambda: (ground.folder / "twice" / "checkpoints" / "step-000005").exists())
     children = children_of(run.pid)
     run.send(signal.SIGINT)  # step 6 waits for the answer that never comes
-    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    run.wait_for(lambda: "a second signal exits at once" in run.said())
     run.send(signal.SIGINT)
     assert run.status() == 130
     deadline = time.monotonic() + 60

@@ -140,7 +140,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "unknown preset": (nothing, (), ("neither a preset nor a file", "grpo")),
     "unknown key": (nothing, ("trainer.sav_freq=3",), ("trainer.sav_freq", "trainer.save_freq")),
-    "inert key": (nothing, ("critic.optim.lr=1e-3",), ("critic.optim.lr (command line)", "do nothing")),
+    "inert key": (nothing, ("critic.optim.lr=1e-3",), ("critic.optim.lr (command line)", "without effect")),
     "no such pipeline": (
         nothing,
         ("dag.pipeline=nowhere.at_all:make",),

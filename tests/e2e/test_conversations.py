@@ -99,11 +99,11 @@ def test_the_command_says_what_is_learnt_and_what_is_wrong(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["sft", *ground.overrides("run", *SFT)]) == 0
-    assert "tokens, 10 turns of the assistant to train on" in capsys.readouterr().out
+    assert "tokens, 10 assistant turns to train on" in capsys.readouterr().out
     rows = [*TALKS, {"messages": TALKS[1]["messages"][:-1]}]
     ground.write_rows(rows)
     assert cli.main(["sft", *ground.overrides("other", *SFT)]) == 2
     err = capsys.readouterr().err
     assert f"{ground.folder}/rows.jsonl:5: the conversation (column 'messages') ends with a message of the user" in err
     assert cli.main(["sft", *ground.overrides("other", *SFT, "data.bad_rows=skip")]) == 0
-    assert "10 turns of the assistant to train on, 1 bad rows skipped" in capsys.readouterr().out
+    assert "10 assistant turns to train on, 1 bad rows skipped" in capsys.readouterr().out

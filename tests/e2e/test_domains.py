@@ -165,7 +165,7 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
 @pytest.mark.parametrize("setting", ["data.domain_key=source", "data.train_max_samples=5", "data.prompt_key=other"])
 def test_what_no_domain_asks_for_is_refused(ground: Playground, setting: str) -> None:
     domains = {**DOMAINS, "math": {**DOMAINS["math"], "prompt_key": "prompt"}}
-    with pytest.raises(UserError, match=f"keys that do nothing in pipeline 'grpo.*':\n  {setting.partition('=')[0]} "):
+    with pytest.raises(UserError, match=f"keys without effect in pipeline 'grpo.*':\n  {setting.partition('=')[0]} "):
         ground.spec("grpo", *given(ground, *FILTERED, setting, domains=domains))
 
 

@@ -57,7 +57,7 @@ async def workflow(group, rollout, tokenizer):
 
 
 def make(*rewards, answer=nodes.generate):
-    pipeline = Pipeline("endless")
+    pipeline = Pipeline("infinite")
     pipeline.add_node("answer", answer)
     for reward in rewards:
         pipeline.add_node("reward", reward, node_role=NodeRole.REWARD, deps=["answer"])
@@ -97,8 +97,8 @@ LATE = "did not return within 0.4 s (reward.timeout_s for each sample)"
 CASES = {
     "by_sample": LATE,
     "by_batch": LATE,
-    "swallowing": f"{LATE}, swallows its cancellation and was abandoned",
-    "blocking": "an async function has kept everything else waiting for 0.4 s (at endless.py:",
+    "swallowing": f"{LATE}, suppresses its cancellation and was abandoned",
+    "blocking": "an async function has blocked everything else for 0.4 s (at endless.py:",
     "tasks": LATE,
     "judging": LATE,
     "answering": LATE,
@@ -107,7 +107,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
-    ground = Playground(tmp_path_factory.mktemp("endless"), num_rows=4)
+    ground = Playground(tmp_path_factory.mktemp("infinite"), num_rows=4)
     (ground.folder / "endless.py").write_text(PROGRAM)
     return ground
 

@@ -66,7 +66,7 @@ REFUSED = {
     ),
     "a path that is no hub id": (("actor_rollout_ref.model.path=model/no",), ("model/no", "no such file or folder")),
     "a key as an option": (("--trainer.seed=3",), ("write trainer.seed=3",)),
-    "an option of Hydra's": (("--config-name=ppo_trainer", "--config-path=config"), ("Hydra's: leave it out",)),
+    "an option of Hydra's": (("--config-name=ppo_trainer", "--config-path=config"), ("an option of Hydra: remove it",)),
     "a short key as an option": (("--lr", "3"), ("actor_rollout_ref.actor.optim.lr",)),
     "no key to change": (("--allow-change", "nosuch.key"), ("nosuch.key", "no such key")),
     "no checkpoint to resume": (("--resume", "model"), ("model is no checkpoint",)),

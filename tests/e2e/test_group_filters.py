@@ -80,10 +80,10 @@ def test_a_function_drops_groups_for_reasons_of_its_own(ground: Playground) -> N
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("algorithm.filter_groups.mean_range=[0.1,0.9]",), "keys that do nothing in pipeline"),
+        (("algorithm.filter_groups.mean_range=[0.1,0.9]",), "keys without effect in pipeline"),
         ((*BAND, "algorithm.filter_groups.mean_range=[0.9,0.1]"), "holds no number"),
-        ((ENABLED[0], "algorithm.filter_groups.mean_range=[1,2]"), "never between them"),
-        (("algorithm.filter_groups.should_accept={}/accept.py:waits",), "is an async function: make it a plain one"),
+        ((ENABLED[0], "algorithm.filter_groups.mean_range=[1,2]"), "no share of correct responses"),
+        (("algorithm.filter_groups.should_accept={}/accept.py:waits",), "is an async function: use a synchronous one"),
         (("algorithm.filter_groups.should_accept={}/accept.py:nothing",), "should_accept"),
         (("algorithm.filter_groups.should_accept={}/accept.py:reads",), "nothing_writes_it"),
     ],

@@ -12,11 +12,11 @@ from tests.rewards.test_judge_reward import server as server
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 BAD: dict[int, tuple[Reply | None, str]] = {
-    1: ((200, {"content-type": "text/html"}, b"<html>busy</html>"), "no chat completion"),
+    1: ((200, {"content-type": "text/html"}, b"<html>busy</html>"), "not a chat completion"),
     2: ((200, {}, f"who is {SECRET}?".encode()), "who is ***?"),
     3: (completion('{"score": NaN, "reason": "x"}'), "not between 0 and 1"),
     4: ((429, {"retry-after": "3600"}, b"{}"), "status 429, and asks to wait 3600 s"),
-    5: ((200, {"content-length": "99"}, b'{"choices"'), "its answer broke off"),
+    5: ((200, {"content-length": "99"}, b'{"choices"'), "its reply is incomplete"),
     6: (None, "Connection error"),
     7: ((401, {}, f'{{"error": {{"message": "not {SECRET}"}}}}'.encode()), "OPENAI_API_KEY holds its key"),
 }

@@ -107,7 +107,7 @@ def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
     assert train(ground, longer) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "two runs may have written to it" in out
-    assert f"What it has after step-00000{damaged_after} is taken back, and stays in the file" in out
+    assert f"Its records after step-00000{damaged_after} are rolled back, but remain in the file" in out
     assert (f"--resume {run}/checkpoints/step-000003" in out) == (damaged_after == 2)
     assert any("two runs may have written" in note for note in notes(run, "warning"))
     assert f"resumed from step-00000{damaged_after}" in notes(run, "info")

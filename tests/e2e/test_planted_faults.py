@@ -101,7 +101,7 @@ def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> 
 
 def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
     plant_before_update(monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4))
-    with pytest.raises(TrustError, match="sample 0-1 carries group_index 1: a node mixed up groups"):
+    with pytest.raises(TrustError, match="sample 0-1 carries group_index 1: a node mixed up the groups"):
         playground.run(*GRPO)
 
 
@@ -137,7 +137,7 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
         return hashes | {name: stripe_hash(kept)}
 
     monkeypatch.setattr(weights_module, "copy_weights", forgetful)
-    with pytest.raises(TrustError, match=r"did not arrive whole; tensors that differ: model.layers.1.mlp.up_proj"):
+    with pytest.raises(TrustError, match=r"arrived incompletely; different tensors: model.layers.1.mlp.up_proj"):
         playground.run(*GRPO, BFLOAT16)
 
 
@@ -181,7 +181,7 @@ def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float
     options = ["trust.unmoved_after=3", f"actor_rollout_ref.actor.optim.weight_decay={weight_decay}"]
     run = playground.run(*GRPO, "trainer.total_training_steps=6", *options, spoil=deaf)
     (found,) = run.notes("finding")
-    assert found.startswith("actor: 'model.layers.1.mlp.up_proj.weight' did not move in 3 updates")
+    assert found.startswith("actor: 'model.layers.1.mlp.up_proj.weight' did not change in 3 updates")
 
 
 def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> None:

@@ -164,7 +164,7 @@ def test_a_tensor_that_is_exchanged_on_its_way(playground: Playground, monkeypat
         original(self, [(n, first[n] if "lm_head" in n else t) for n, t in bucket])
 
     monkeypatch.setattr(LocalWeights, "put", put)
-    with pytest.raises(TrustError, match="version 1 did not arrive whole; tensors that differ: lm_head.weight"):
+    with pytest.raises(TrustError, match="version 1 arrived incompletely; different tensors: lm_head.weight"):
         run(playground, mode)
     assert len(fired) > 1
 

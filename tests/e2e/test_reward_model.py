@@ -108,7 +108,7 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
         for name, folder in (("helpful", helpful), ("strict", strict)):
             assert parts[name] == pytest.approx(reference(folder, asked), abs=2e-5)
         if said == NOTHING:
-            assert row["score"] is None and row["errors"] == "critique: the judge's answer is no JSON: 'no idea'"
+            assert row["score"] is None and row["errors"] == "critique: the judge's reply is not JSON: 'no idea'"
             assert "critique" not in parts and row["masked"] == 1.0 and row["advantage"] == 0
         else:
             wanted = json.loads(said[said.index('{"') :])

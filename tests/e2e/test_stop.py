@@ -60,7 +60,7 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     run = start(ground, "stopped", "reward.timeout_s=120")
     children = wait_for_verdicts(ground, run)
     run.send(number)
-    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    run.wait_for(lambda: "a second signal exits at once" in run.said())
     (ground.folder / "hold").unlink()
     assert run.status() == 128 + number, run.said()
     assert f"{number.name}: finishing this step, saving, then leaving" in run.said()
@@ -81,12 +81,12 @@ def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -
     run = start(ground, "unsaved", "trainer.save_freq=-1", "reward.timeout_s=120")
     wait_for_verdicts(ground, run)
     run.send(signal.SIGINT)
-    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    run.wait_for(lambda: "a second signal exits at once" in run.said())
     (ground.folder / "hold").unlink()
     assert run.status() == 130
     assert "not saving (trainer.save_freq is off)" in run.said()
     assert not (ground.folder / "unsaved" / "checkpoints").exists()
-    assert "no checkpoint was saved, so the same command starts again" in run.said()
+    assert "no checkpoint was saved, so the same command starts from the beginning" in run.said()
     assert "saved: no checkpoint (trainer.save_freq)" in run.said()
 
 
@@ -95,7 +95,7 @@ def test_twice_leaves_at_once_and_leaves_nothing_behind(ground: Playground, numb
     run = start(ground, "twice", seconds=300)
     children = wait_for_verdicts(ground, run)
     run.send(number)
-    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    run.wait_for(lambda: "a second signal exits at once" in run.said())
     run.send(number)
     assert run.status() == 128 + number
     assert_gone(children)
@@ -179,7 +179,7 @@ def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:
     run = TerminalRun(["train", "grpo", *keys])
     run.read_until(lambda: "\x1b[?25l" in run.said() and (ground.folder / "judging").exists())
     run.send(signal.SIGINT)
-    run.read_until(lambda: "a second time leaves at once" in run.said())
+    run.read_until(lambda: "a second signal exits at once" in run.said())
     run.send(signal.SIGINT)
     run.read_until(lambda: False)
     assert run.status() == 130

@@ -84,7 +84,10 @@ def test_a_metric_that_never_appears_is_told_after_a_validation_and_at_the_end(g
         (["trainer.stop_when=a > 1 and b > 2"], "no condition of a metric"),
         (["trainer.stop_when=a >= nan"], "no condition of a metric"),
         (["trainer.stop_when=val_correct/all/mean>=0.9"], "without validation there is no such metric"),
-        (["trainer.stop_when=val/errors>0", "data.val_files={}/rows.jsonl", "trainer.test_freq=-1"], "test_freq means"),
+        (
+            ["trainer.stop_when=val/errors>0", "data.val_files={}/rows.jsonl", "trainer.test_freq=-1"],
+            "test_freq disables",
+        ),
     ],
 )
 def test_a_condition_that_cannot_hold_is_refused_before_the_start(

@@ -117,13 +117,13 @@ def test_a_row_without_a_domain_is_told_with_its_file_and_line(ground: Playgroun
         (r"data.domains.rest.tags: no row of data.train_files has the tag x or y", "data.domains.rest={tags: [x, y]}"),
         ("the tag 'gsm' is named twice", "data.domains.code.tags=[mbpp,apps,gsm]"),
         ("the domain 'code' has no data to train on.*data.domains.code.tags", "data.domains.code.tags=[]"),
-        ("no column is named that the tags are in", "data.tag_key=null"),
-        ("they choose rows of data.train_files, which names no file", "data.train_files=null"),
+        ("the column with the tags is not set", "data.tag_key=null"),
+        ("they select rows of data.train_files, which is not set", "data.train_files=null"),
         ("both name data of the domain 'code', which has tags", "data.domains.code.train_files=x.jsonl"),
     ],
 )
 def test_tags_and_domains_that_do_not_fit_are_told_before_the_start(ground: Playground, said: str, change: str) -> None:
-    more = ["data.val_files=null"] if "names no file" in said else []
+    more = ["data.val_files=null"] if "which is not set" in said else []
     with pytest.raises(UserError, match=f"(?s){said}"):
         ground.spec("grpo", *given(ground, change, *more))
 
@@ -135,7 +135,7 @@ def test_a_tag_that_no_row_has_is_noted(ground: Playground) -> None:
     said: list[str] = []
     more = given(ground, "data.domains.math.tags=[gsm,aime,gsm8k]")
     make_spec(load_config("grpo", ground.overrides("noted", *more)), say=said.append)
-    assert any("data.domains.math.tags has 'gsm8k', and no row that is used has that tag" in line for line in said)
+    assert any("data.domains.math.tags has 'gsm8k', but no used row has that tag" in line for line in said)
 
 
 def test_a_name_of_two_things_is_refused() -> None:

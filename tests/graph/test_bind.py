@@ -139,7 +139,7 @@ def test_derived_fields_are_those_of_a_batch(name):
 def test_a_node_that_declares_no_writes_is_pointed_at(config):
     graph = graph_of(("silent", lambda batch, ctx: None, [], {}), ("read", by_group, ["silent"], {}))
     message = fails(graph, config, ["response_mask", "group_index"])
-    assert "if 'silent' writes it, declare that by @node(writes=...)" in message
+    assert "if 'silent' writes it, declare that with @node(writes=...)" in message
 
 
 def test_fields_of_the_program(config):

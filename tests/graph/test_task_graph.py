@@ -59,7 +59,7 @@ def test_adding(diamond):
     assert diamond.get_topological_sort()[-1] == "e"
     with pytest.raises(PipelineError, match="node 'e' exists already"):
         diamond.add_node(Node("e", nothing))
-    with pytest.raises(PipelineError, match="a graph holds nodes, not 'f': write Node"):
+    with pytest.raises(PipelineError, match="a graph consists of nodes, not 'f': write Node"):
         diamond.add_node("f")
 
 
@@ -88,7 +88,7 @@ def test_updating():
     graph.update_node("b", func=nothing)
     ok, message = graph.validate_graph()
     assert not ok and "takes no option 'scale'" in message
-    with pytest.raises(PipelineError, match="keeps its id"):
+    with pytest.raises(PipelineError, match="the id of a node cannot change"):
         graph.update_node("b", node_id="c")
     with pytest.raises(PipelineError, match="retry_limit"):
         graph.update_node("b", retry_limit=-1)

@@ -114,5 +114,5 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
     with pytest.raises(UserError, match="none of 256 rows is short enough"):
         spec_of(ground, [LONG] * 270, "data.lazy=true")
     tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
-    with pytest.raises(UserError, match="data.lazy cannot choose rows by data.domains.NAME.tags"):
+    with pytest.raises(UserError, match="data.lazy cannot select rows by data.domains.NAME.tags"):
         spec_of(ground, good(2)[1:], "data.lazy=true", *tags)

@@ -80,7 +80,7 @@ def test_it_goes_on_from_its_copy_when_the_other_run_has_gone(ground: Playground
     start(ground, path, kl, f"{STEPS}=1", name="child")
     shutil.rmtree(ground.folder / "passing" / "checkpoints" / "step-000002")
     said = start(ground, path, kl, f"{STEPS}=2", name="child")
-    assert any("that this run began from" in line for line in said)
+    assert any("this run's own copy" in line for line in said)
     assert [r.step for r in read_metrics(ground.folder / "child") if r.kind == "train"] == [1, 2]
 
     said = start(ground, path, kl, f"{STEPS}=1", "trainer.resume_mode=never", name="child")
@@ -104,8 +104,8 @@ def test_eval_asks_a_run_what_the_run_asked(ground: Playground, capsys: pytest.C
 
 def test_eval_says_what_is_missing(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
     for target, told in (
-        (ground.folder / "model", "is a model: say how it is asked"),
-        (ground.folder, "is no run's folder and no checkpoint"),
+        (ground.folder / "model", "is a model: choose a preset"),
+        (ground.folder, "is neither a run's folder nor a checkpoint"),
     ):
         assert cli.main(["eval", str(target)]) == 2
         assert told in capsys.readouterr().err
@@ -142,7 +142,7 @@ def test_an_adapter_is_exported_alone_and_evaluated(ground: Playground, capsys: 
     val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=12")
     found = [evaluate(capsys, "grpo", *ground.overrides("unused", *val, f"{MODEL}={path}")) for path in (whole, alone)]
     assert found[0] == found[1]
-    with pytest.raises(UserError, match="trained all weights; leave --adapter out"):
+    with pytest.raises(UserError, match="trained all weights: remove --adapter"):
         export_checkpoint(ground.folder / "source", ground.folder / "no-adapter", adapter=True)
 
 
@@ -174,7 +174,7 @@ def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> N
     write_tiny_model(tmp_path / "model", "llama")
     assert not is_of_a_run(tmp_path / "model") and not is_of_a_run("Qwen/Qwen2.5-0.5B") and not is_of_a_run(tmp_path)
     for path in (tmp_path, tmp_path / "model"):
-        with pytest.raises(UserError, match="no run's folder and no checkpoint"):
+        with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
             policy_checkpoint(path)
     with pytest.raises(UserError, match="there is no folder"):
         policy_checkpoint(tmp_path / "none")

@@ -138,7 +138,9 @@ def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
     mode: str, more: tuple[str, ...]
 ) -> None:
     elsewhere = (f"{ACTOR}.weight_update_mode={mode}", "trainer.launcher=ray", f"{MODEL}.path=builtin:tiny-arithmetic")
-    with pytest.raises(UserError, match=r"weight_update_mode \(command line\): every worker that generates trains as"):
+    with pytest.raises(
+        UserError, match=r"weight_update_mode \(command line\): every worker that generates also trains"
+    ):
         follow("grpo", *elsewhere, *more)
     follow("grpo", *elsewhere, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
 

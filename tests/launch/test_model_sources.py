@@ -24,8 +24,10 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
     assert model_sizes(said, ["actor", "critic", "ref", "rollout"]) == {**counted, "actor": 600e9, "ref": 10**6}
     with pytest.raises(UserError, match="dag.model_sizes: the pipeline has no model 'ref'; known: actor, critic"):
         model_sizes(said, ["actor", "critic"])
-    with pytest.raises(UserError, match="dag.model_sizes: '7 billion' is no size of a model; write e.g. 70B"):
+    with pytest.raises(UserError, match="dag.model_sizes: '7 billion' is not a model size; write e.g. 70B"):
         model_sizes(ppo(*ray, "dag.model_sizes.actor='7 billion'"), ["actor"])
     (tmp_path / "critic" / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(UserError, match=r"critic.model.path: .* no language model 't5': set its size, e\.g\. dag\."):
+    with pytest.raises(
+        UserError, match=r"critic.model.path: .* has no language model 't5': set its size, e\.g\. dag\."
+    ):
         model_sizes(ppo(own), ["actor", "critic"])

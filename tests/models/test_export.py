@@ -73,7 +73,7 @@ def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -
     ("content", "words"),
     [
         ({"peft_type": "LORA"}, "names its base model"),
-        ({"peft_type": "IA3", "base_model_name_or_path": "m"}, "is of no LoRA adapter"),
+        ({"peft_type": "IA3", "base_model_name_or_path": "m"}, "is not that of a LoRA adapter"),
         ({"peft_type": "LORA", "base_model_name_or_path": "/no/such/folder"}, "there is no folder"),
         (None, "adapter weights"),
     ],

@@ -75,7 +75,7 @@ def test_missing_and_odd_paths(tmp_path: Path, folder: Path) -> None:
         load_model("/no/such/folder")
     with pytest.raises(UserError, match="no-runs/of/mine': there is no folder 'no-runs' in "):
         load_model("no-runs/of/mine")
-    with pytest.raises(UserError, match="is a file; give its folder, "):
+    with pytest.raises(UserError, match="is a file; use its folder, "):
         load_model(folder / "config.json")
     (tmp_path / "x.gguf").touch()
     with pytest.raises(UserError, match="gguf_file"):

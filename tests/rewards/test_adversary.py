@@ -107,7 +107,7 @@ def test_a_run_is_told_in_one_warning_and_its_own_process_is_left_alone(tmp_path
         pool = router.pools.of("default")
         arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
         assert asyncio.run(pool.call("custom", arguments)).value == 1.0  # the first call that it sees
-    assert kind == "warning" and message.startswith("reward function 'custom' (domain 'default') pays for responses")
+    assert kind == "warning" and message.startswith("reward function 'custom' (domain 'default') scores responses")
     assert "\n  rows:" in message
 
 

@@ -14,7 +14,7 @@ GOOD = ["assert f(1) == 2"]
         (["math"], None, {}, ""),
         (["module:function", "format"], None, {}, ""),
         (["code"], ["assert f(1) ==", *GOOD], {}, "no Python"),
-        (["math", "code_share"], ["assert 1 == 1"], {}, "call no function"),
+        (["math", "code_share"], ["assert 1 == 1"], {}, "do not call a function"),
         (["code"], {"inputs": ["1\n"]}, {}, "'inputs' and 'outputs' must be lists"),
         (["code"], {"inputs": ["1\n", "2\n"], "outputs": ["3\n"]}, {}, "2 'inputs' and 1 'outputs'"),
         (["code"], {"inputs": ["1"], "outputs": ["{"], "fn_name": "f"}, {}, "is no JSON"),

@@ -92,7 +92,7 @@ def test_messages_of_a_text_prompt_leave_it_a_text(pool: RewardPool) -> None:
 def test_errors_say_what_is_offered(pool: RewardPool) -> None:
     (missing,), (form,) = ask(pool, "wants_more", "a"), ask(pool, "chat", "a")
     assert isinstance(missing, Error) and "'no_such_column'" in missing.reason and "level" in missing.reason
-    assert isinstance(form, Error) and "data.prompt_format=chat makes both messages) (at foreign.py:" in form.reason
+    assert isinstance(form, Error) and "with data.prompt_format=chat both are messages) (at foreign.py:" in form.reason
 
 
 def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:

@@ -126,32 +126,32 @@ def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (completion("I would say 1."), "is no JSON"),
+        (completion("I would say 1."), "is not JSON"),
         (completion('{"score": NaN, "reason": "x"}'), "not between 0 and 1"),
-        (completion('{"score": 1, "score": 0, "reason": "x"}'), "is no JSON"),
-        (completion('```json\n{"score": 1, "reason": "x"}\n```'), "is no JSON"),
+        (completion('{"score": 1, "score": 0, "reason": "x"}'), "is not JSON"),
+        (completion('```json\n{"score": 1, "reason": "x"}\n```'), "is not JSON"),
         (reward_result(1.5), "not between 0 and 1"),
         (reward_result(-0.1), "not between 0 and 1"),
-        (reward_result("1"), "no score with a reason"),
-        (reward_result(True), "no score with a reason"),
-        (reward_result(1, None), "no score with a reason"),
+        (reward_result("1"), "not a score with a reason"),
+        (reward_result(True), "not a score with a reason"),
+        (reward_result(1, None), "not a score with a reason"),
         (reward_result(1, more=1), "not {reason, score}"),
         (completion("[1]"), "not {reason, score}"),
-        (completion("[" * 100_000), "is no JSON"),
-        (completion(None), "answered no text"),
-        ((200, {}, b"<html>busy</html>"), "no chat completion"),
-        ((200, {}, b"{}"), "no chat completion"),
-        ((200, {}, b"\xff\xfe" * 50), "no chat completion"),
+        (completion("[" * 100_000), "is not JSON"),
+        (completion(None), "is not text"),
+        ((200, {}, b"<html>busy</html>"), "not a chat completion"),
+        ((200, {}, b"{}"), "not a chat completion"),
+        ((200, {}, b"\xff\xfe" * 50), "not a chat completion"),
         ((200, {}, b" " * 2**21), "longer than"),
-        ((404, {}, b'{"error": {"message": "no such model"}}'), "refused: NotFoundError.*no such model"),
+        ((404, {}, b'{"error": {"message": "no such model"}}'), "rejected the request: NotFoundError.*no such model"),
         ((401, {}, json.dumps({"error": {"message": f"bad key {SECRET}"}}).encode()), r"bad key \*\*\*"),
-        ((500, {}, b"oops"), "no answer in 1 attempt: status 500"),
-        (None, "no answer in 1 attempt: Connection error.*disconnected"),
-        ((200, {"content-length": "99"}, b'{"choices": ['), "no answer in 1 attempt: its answer broke off"),
-        ((200, {"content-encoding": "gzip"}, b"no gzip"), "no answer in 1 attempt: its answer broke off"),
+        ((500, {}, b"oops"), "did not reply in 1 attempt: status 500"),
+        (None, "did not reply in 1 attempt: Connection error.*disconnected"),
+        ((200, {"content-length": "99"}, b'{"choices": ['), "did not reply in 1 attempt: its reply is incomplete"),
+        ((200, {"content-encoding": "gzip"}, b"no gzip"), "did not reply in 1 attempt: its reply is incomplete"),
         (completion('{"score": 1' + "0" * 400 + ', "reason": "x"}'), "not between 0 and 1"),
-        ((200, {}, f"you are {SECRET}".encode()), r"no chat completion: 'you are \*\*\*'"),
-        (completion(f"you are {SECRET}"), r"no JSON: 'you are \*\*\*'"),
+        ((200, {}, f"you are {SECRET}".encode()), r"not a chat completion: 'you are \*\*\*'"),
+        (completion(f"you are {SECRET}"), r"not JSON: 'you are \*\*\*'"),
     ],
 )
 def test_what_is_no_verdict_is_an_error_by_name(runner, server, reply, message):
@@ -168,7 +168,7 @@ def test_an_overloaded_endpoint_is_asked_again(runner, server):
     assert ask(runner, server, retries=3)["score"] == 1.0
     assert len(server.asked) == 4 and time.monotonic() - began > 0.5 + 1.0 - 0.1, "the waits grow"
     server.reply = lambda content, number: (429, {"retry-after": "0"}, b"{}")
-    with pytest.raises(ValueError, match="no answer in 3 attempts: status 429"):
+    with pytest.raises(ValueError, match="did not reply in 3 attempts: status 429"):
         ask(runner, server, retries=2)
     assert len(server.asked) == 7
 
@@ -184,7 +184,7 @@ def test_answers_are_kept_by_everything_that_was_sent(runner, server, tmp_path):
     assert JudgeCache(store).spent() == (4, 28)
     server.reply = lambda content, number: completion("garbage")
     for number in (5, 6):
-        with pytest.raises(ValueError, match="no JSON"):
+        with pytest.raises(ValueError, match="not JSON"):
             ask(runner, server, "six", store=store)
         assert len(server.asked) == number, "what is no verdict is not kept"
 
@@ -268,7 +268,7 @@ def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: P
     with make_router(functions, timeout_s=20.0, num_workers=1, max_response_length=9) as router:
         good, bad = asyncio.run(router([sample("2+2?"), sample("2+3?")]))
     assert good.reward_result == Score(1.0, {"judge/reason": "so"})
-    assert isinstance(bad.reward_result, Error) and "no JSON" in bad.reward_result.reason
+    assert isinstance(bad.reward_result, Error) and "not JSON" in bad.reward_result.reason
 
 
 def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server):
@@ -284,7 +284,7 @@ def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server)
         pool.close()
     for found in reward_results:
         assert isinstance(found, Error) and "1 attempt: status 429, and asks to wait 3" in found.reason
-        assert f"reward.timeout_s leaves no time for another (model 'm' at {server.url})" in found.reason
+        assert f"reward.timeout_s leaves no time for another attempt (model 'm' at {server.url})" in found.reason
     assert len(server.asked) == 2
 
 
@@ -327,7 +327,7 @@ def test_a_key_that_no_header_can_hold_is_told_without_it(runner, server, monkey
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
     assert ask(runner, server)["score"] == 1.0 and server.keys == [f"Bearer {SECRET}"]
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n{SECRET}")
-    with pytest.raises(ValueError, match="OPENAI_API_KEY holds no key") as raised:
+    with pytest.raises(ValueError, match="OPENAI_API_KEY does not contain a key") as raised:
         ask(runner, server)
     assert SECRET not in str(raised.value)
 

@@ -118,7 +118,7 @@ def test_new_weights_are_used_and_stamped() -> None:
             assert generation.versions == [3] * 12
             expected = forward_log_probs(other, request.prompt_ids, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
-            with pytest.raises(ValueError, match="never go back"):
+            with pytest.raises(ValueError, match="never decrease"):
                 await engine.load_weights(Version(0, 2), other.named_parameters())
 
     asyncio.run(run())

@@ -185,7 +185,7 @@ def test_bad_weights_in_flight_disturb_nothing() -> None:
         half = list(other.named_parameters())[:3]
         with pytest.raises(ValueError, match="nothing changed"):
             await engine.load_weights(Version(0, 1), half)
-        with pytest.raises(ValueError, match="versions never go back"):
+        with pytest.raises(ValueError, match="versions never decrease"):
             await engine.load_weights(Version(-1, 9), None)
         result = await task
         assert tokens_of([result]) == undisturbed and engine.version == Version(0, 0)

@@ -96,7 +96,7 @@ def test_shared_weights_must_be_the_same_storage() -> None:
     model = make_model()
     check_shared(model, model.named_parameters())
     check_shared(model, ())
-    with pytest.raises(ValueError, match=r"1 sent tensors lie elsewhere \(model.norm.weight\)"):
+    with pytest.raises(ValueError, match=r"1 sent tensors are stored elsewhere \(model.norm.weight\)"):
         check_shared(model, weights_of(model, model__norm__weight=model.model.norm.weight.detach().clone()))
 
 

@@ -108,7 +108,7 @@ def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted
     assert run(plane, counts) == [[1, 3, 4, 5]]
     group_counts = counts.checked_counts()
     assert engine.num_cancelled == group_counts.aborted == 2 and engine.num_running == 0
-    assert plane.events.ended[0] == plane.events.ended[2] == "aborted: the step had all it needs"  # type: ignore[index]
+    assert plane.events.ended[0] == plane.events.ended[2] == "aborted: the step was complete"  # type: ignore[index]
     assert group_counts.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), "of 2 samples each"
 
 

@@ -42,7 +42,7 @@ def test_all_responses_of_a_step_are_scored_each_by_its_own_answer(ask: Ask) -> 
     assert found == [
         {"score": 0.75, "reason": "odd"},
         {"score": 0.0, "reason": "even"},
-        {"error": "the judge's answer is no JSON: 'no idea'"},
+        {"error": "the judge's reply is not JSON: 'no idea'"},
         {"score": 0.75, "reason": "odd"},
     ]
     assert ask() == [], "a rank without samples asks nothing"
@@ -56,7 +56,7 @@ def test_what_is_too_long_is_an_error_of_its_sample_alone(ask: Ask) -> None:
 
 def test_a_template_that_names_no_column_gives_no_score(ask: Ask) -> None:
     assert ask("a", template="{response} {levl}") == [
-        {"error": "the judge's template names levl, which is no column of the row"}
+        {"error": "the judge's template names levl, which is not a column of the row"}
     ]
 
 

@@ -127,7 +127,7 @@ def test_code_of_the_user_that_holds_the_thread_up_ends_what_waits_for_it() -> N
 
     with LoopThread("t", blocked_after_s=0.3) as thread:
         waiting = thread.start(for_ever())
-        said = r"kept everything else waiting for 0.3 s \(at test_loop_thread.py:\d+\): it must await"
+        said = r"blocked everything else for 0.3 s \(at test_loop_thread.py:\d+\): it must await"
         with pytest.raises(LoopBlocked, match=said):
             thread.call(holds_up())
         with pytest.raises(LoopBlocked):

@@ -24,7 +24,7 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
     assert told == [0, 0, 1, 1, 1, 2, 3, 3, 3, 4]
     assert (
         said[0].startswith("6 of 100 scores are reward errors (6%) at step 3; ")
-        and "The first said: it broke" in said[0]
+        and "The first error was: it broke" in said[0]
     )
 
 

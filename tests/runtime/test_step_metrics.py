@@ -157,7 +157,7 @@ def test_two_things_never_share_a_metric() -> None:
     assert (found["reward/math/mean"], found["reward/math/math"], found["reward/math/mean_score"]) == (0.5, 0.5, 0.5)
     for name in ("mean", "mean_score"):
         batch["reward_parts"] = [{"math": 1.0, name: 0.0}, {"math": 0.0, name: 0.0}]
-        with pytest.raises(UserError, match=f"'reward/math/{name}' would stand for two things"):
+        with pytest.raises(UserError, match=f"'reward/math/{name}' would have two meanings"):
             batch_metrics(Figures.of(batch))
 
 

@@ -236,11 +236,11 @@ def test_what_is_no_sandbox_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(SandboxFault, match="it is no sandbox"):
+        with pytest.raises(SandboxFault, match="it is not a sandbox"):
             RemoteSandbox(f"http://127.0.0.1:{listening.getsockname()[1]}")
         thread.join()
     for wrong in ("localhost:8750", "ftp://host", "http://user:word@host:1"):
-        with pytest.raises(UserError, match="is no URL of a sandbox"):
+        with pytest.raises(UserError, match="is not the URL of a sandbox"):
             RemoteSandbox(wrong)
 
 

@@ -108,15 +108,15 @@ an_object, a_tuple, not_a_number = leaves({"a": object()}), leaves({"a": (1, 2)}
         ("nothing", "returned None, no mapping"),
         ("listed", r"returned \[1, 2\], no mapping"),
         ("unknown", "gave a weight to 'cod', which is not a domain of the run, did you mean code"),
-        ("lacks", "gave no weight to 'code'; 0 leaves a domain out"),
+        ("lacks", "gave no weight to 'code'; 0 suspends a domain"),
         ("negative", "gave 'code' the weight -0.5, no finite number"),
         ("nan", "gave 'math' the weight nan"),
         ("infinite", "gave 'math' the weight inf"),
         ("text", "gave 'math' the weight '1'"),
         ("zero", "gave every domain the weight 0"),
-        ("an_object", "left a state that JSON cannot hold: Object of type object"),
+        ("an_object", "left a state that JSON cannot represent: Object of type object"),
         ("a_tuple", r"left a state that JSON would change: {'a': \(1, 2\)}"),
-        ("not_a_number", "left a state that JSON cannot hold"),
+        ("not_a_number", "left a state that JSON cannot represent"),
     ],
 )
 def test_what_it_may_not_do(function, said):

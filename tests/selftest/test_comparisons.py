@@ -185,7 +185,7 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
-    assert "6 of 6 pairs are left out, and not proven here. Ray is not installed" in lines[-1]
+    assert "6 of 6 pairs were left out and are not verified. Ray is not installed" in lines[-1]
     assert "pip install 'distflow[ray]'" in lines[-1]
 
 

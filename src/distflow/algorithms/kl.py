@@ -41,7 +41,7 @@ def check_kl_type(kind: str) -> str:
     if base not in KL_TYPES or base + plus == "full+":
         meant = f"; did you mean '{near}'?" if (near := nearest(base, KL_TYPES)) else ""
         raise ValueError(
-            f"KL type '{kind}' is none of {', '.join(KL_TYPES)}, all but full also with a trailing +{meant}"
+            f"KL type '{kind}' is none of {', '.join(KL_TYPES)}, all except full also with a trailing +{meant}"
         )
     return base + plus
 
@@ -50,7 +50,7 @@ def check_token_kl_type(kind: str) -> str:
     """As `check_kl_type`, for places that hold the log-probs of the sampled tokens only; raises for `full`."""
     name = check_kl_type(kind)
     if name == "full":
-        raise ValueError("KL type 'full' needs whole distributions, which are never stored; use 'low_var_kl'")
+        raise ValueError("KL type 'full' needs whole distributions, which are not stored; use 'low_var_kl'")
     return name
 
 

@@ -119,12 +119,12 @@ def check_mismatch(
 def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:
     message = "cause: numerics"
     if not batch.flat("rollout_log_probs").equal(batch.flat("sampling_log_probs")):
-        message += "; and sampling is truncated or penalised, so another policy draws than is trained"
+        message += "; and sampling is truncated or penalised, so the sampling policy differs from the trained one"
     if metrics["mismatch/same_version/share"] < 1:
         names = {"older_version": "older weights", "older_kv": "KV of older weights"}
         found = {name: metrics.get(f"mismatch/{cause}/mean_abs") for cause, name in names.items()}
         others = ", ".join(f"{name}: {mean:.3g}" for name, mean in found.items() if mean is not None)
-        message += f"; tokens of older weights, which staleness lets differ, are not among them ({others})"
+        message += f"; tokens of older weights, which may differ by staleness, are not included ({others})"
     return message
 
 

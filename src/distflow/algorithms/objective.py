@@ -141,12 +141,12 @@ class PolicyObjective(_Objective):
             )
             if self.weights_field is not None and not self.policy_loss.takes_weights:
                 raise ValueError(
-                    f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the parameter, or turn "
-                    "algorithm.rollout_correction off"
+                    f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the parameter, or "
+                    "disable algorithm.rollout_correction"
                 )
             if threshold is not None:
                 raise ValueError(
-                    f"policy loss '{self.policy_loss.name}' returns one number, from which no sequence can be masked: "
+                    f"policy loss '{self.policy_loss.name}' returns a single number, so sequences cannot be masked: "
                     "set actor.off_policy_mask_threshold=null, or register a loss that returns a loss per token"
                 )
 
@@ -250,8 +250,8 @@ class PolicyObjective(_Objective):
                 return loss, statistics
             case (Tensor(shape=shape), Mapping()):
                 raise UserError(
-                    f"policy loss '{self.policy_loss.name}' returned a loss of shape {tuple(shape)}; it must have one "
-                    f"number a token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by "
+                    f"policy loss '{self.policy_loss.name}' returned a loss of shape {tuple(shape)}; it must have "
+                    f"one number per token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by "
                     "loss_agg_mode"
                 )
             case returned:
@@ -259,9 +259,9 @@ class PolicyObjective(_Objective):
                 if isinstance(returned, Tensor):
                     what = f"a tensor of shape {tuple(returned.shape)} alone" if returned.ndim else "one number"
                 raise UserError(
-                    f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), and "
-                    f"returned {what}: write `return losses, {{}}`, where losses has a number a token, "
-                    f"{tuple(log_probs.shape)}, and leave their mean to loss_agg_mode"
+                    f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), but "
+                    f"returned {what}: write `return losses, {{}}`, where losses has a number per token, "
+                    f"{tuple(log_probs.shape)}, and loss_agg_mode computes their mean"
                 )
 
     def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ class Registry(dict[str, Registered]):
         """Raises ValueError with the nearest name."""
         if (found := self.known(name)) is None:
             raise ValueError(
-                f"{self._what} '{name}' is unknown; yours is file.py:function, or registered by {self._decorator} in "
+                f"{self._what} '{name}' is unknown; use file.py:function, or register it with {self._decorator} in "
                 f"a module of trainer.imports{hint(name, [*self._table, *self])}"
             )
         return found
@@ -284,12 +284,12 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     except (TypeError, ValueError):
         raise _refused_loss(name, fn, "its parameters cannot be read") from None
     if inspect.iscoroutinefunction(fn):
-        raise _refused_loss(name, fn, "it is async, and a loss is called within backward's pass; write a plain def")
+        raise _refused_loss(name, fn, "it is async, but losses are called synchronously; write a plain def")
     if by_position := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
-        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
+        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be passed by name; remove the /")
     if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
         if extra := [each for each in required_parameters(fn) if each not in SCALAR_LOSS_ARGUMENTS]:
-            raise _refused_loss(name, fn, f"nothing gives '{extra[0]}'; give it a default")
+            raise _refused_loss(name, fn, f"there is no value for '{extra[0]}'; add a default")
         return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), returns_scalar=True)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for wanted in ("log_probs", "loss_mask"):

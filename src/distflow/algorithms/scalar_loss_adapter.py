@@ -26,11 +26,11 @@ class FrozenView(Mapping[str, object]):
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
         if name not in values:
-            raise AttributeError(f"the actor has no number '{name}'; it has {', '.join(sorted(values))}")
+            raise AttributeError(f"the actor has no numeric key '{name}'; it has {', '.join(sorted(values))}")
         return values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"the config that a loss sees is read only: '{name}' cannot be set")
+        raise AttributeError(f"the config passed to a loss is read-only: '{name}' cannot be set")
 
     def __getitem__(self, name: str) -> object:
         return self._values[name]
@@ -85,8 +85,8 @@ class ScalarLossAdapter:
         if not bound.used:
             if not self._warned:
                 warnings.warn(
-                    f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: each "
-                    "micro-batch counts by its tokens, so the loss may depend on how the batch is split",
+                    f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: "
+                    "micro-batches are weighted by tokens, so the loss may depend on how the batch is split",
                     stacklevel=1,
                 )
             self._warned = True

@@ -42,7 +42,7 @@ def to_lines(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return [f"{key}={_text(value, key)}" for key, value in _leaves("", overrides)]
     if not isinstance(overrides, Sequence) or not all(isinstance(line, str) for line in overrides):
-        raise UserError(f"overrides are {overrides!r:.80}: give a dict, or a list of texts 'key=value'")
+        raise UserError(f"overrides are {overrides!r:.80}: pass a dict, or a list of strings 'key=value'")
     return list(overrides)
 
 
@@ -80,7 +80,7 @@ def _text(value: Any, key: str) -> str:
         return "[" + ",".join(_text(item, key) for item in value) + "]"
     if callable(item := getattr(value, "item", None)):  # a number of numpy or torch
         return _text(item(), key)
-    raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config holds numbers, texts, lists and dicts")
+    raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config has numbers, strings, lists and dicts")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PythonInputs:
         for name, (key, _) in _FUNCTIONS.items():
             function = getattr(self, name)
             if function is not None and (not callable(function) or isinstance(function, type)):
-                raise UserError(f"{name} is {function!r:.80}: give a function. Those with a name are set by {key}")
+                raise UserError(f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}")
         if self.reward is None:
             return
         from distflow.rewards.load_functions import find_fault, name_of
@@ -151,7 +151,7 @@ class PythonInputs:
         for name in ("reward", "advantage", "loss"):
             if getattr(self, name) is not None and not is_rl(config):
                 raise UserError(
-                    f"{name} is given, and the pipeline {pipeline_name(config)} scores no responses: leave it out"
+                    f"{name} is given, and the pipeline {pipeline_name(config)} does not score responses: remove it"
                 )
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
@@ -177,7 +177,7 @@ class PythonInputs:
             name = "data" if key == "train" else "val_data"
             wanted = getattr(config.data, f"{key}_max_samples")
             if keep_rows(rows, file, name=name, wanted=wanted, resuming=resuming):
-                say(f"{name}: resuming with the rows that the run began with, in {file}; the argument is not read")
+                say(f"{name}: the run resumes with its original rows, in {file}; the argument is not used")
         if self.reward is not None:
             write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
         for key, file, _, entry in self._functions(config):
@@ -217,4 +217,4 @@ def _reward_file(config: Config) -> Path:
 def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
     for line in lines:
         if f"{key_of(line)}.".startswith(f"{key}."):
-            raise UserError(f"{key_of(line)} is set, and {name}= says the same: leave one of them out")
+            raise UserError(f"{key_of(line)} is set, and so is the argument {name}=: remove one of them")

@@ -81,8 +81,8 @@ class Run:
         """Raises UserError where the folder is no run's."""
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "events.jsonl").is_file():
-            where = "holds no file events.jsonl" if self.folder.is_dir() else "is not there"
-            raise UserError(f"{self.folder} is no run's folder: it {where}")
+            where = "has no file events.jsonl" if self.folder.is_dir() else "is not there"
+            raise UserError(f"{self.folder} is not a run's folder: it {where}")
 
     @property
     def status(self) -> str:
@@ -120,7 +120,7 @@ class Run:
         if split != DROPPED:
             _check_one_of("split", split)
         if step is not None and not isinstance(step, int):
-            raise UserError(f"step={step!r}: write a step's number, or -1 for the last")
+            raise UserError(f"step={step!r}: pass the number of a step, or -1 for the last")
         timeline = run_reader.read_timeline(self.folder, max_bytes=None)
         rows = Table()
         for name in run_reader.sample_splits(self.folder) if split is None else [split]:
@@ -203,4 +203,4 @@ load_run = Run  # as users call it
 
 def _check_one_of(name: str, value: str | None) -> None:
     if value not in (None, *SPLITS):
-        raise UserError(f"{name}={value!r}: write one of {', '.join(map(repr, SPLITS))}, or leave it out for all")
+        raise UserError(f"{name}={value!r}: write one of {', '.join(map(repr, SPLITS))}, or omit it for all")

@@ -64,16 +64,16 @@ def rollouts(
             inputs = replace(inputs, data=[row] * named.data.train_batch_size)
     loaded = read(preset_or_config, overrides, inputs, resume)
     if not is_rl(loaded.config):
-        raise UserError(f"the pipeline {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
+        raise UserError(f"the pipeline {pipeline_name(loaded.config)} does not generate: run it with distflow.train")
     trainer, frees = loaded.config.trainer, loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
     if trainer.launcher == "slurm" or trainer.max_restarts:
         raise UserError(
-            "a loop of your own is started by you: leave trainer.max_restarts and trainer.launcher=slurm out"
+            "your own loop is started by your script: remove trainer.max_restarts and trainer.launcher=slurm"
         )
     if trainer.launcher == "local" and not is_one_process(loaded.config):
-        raise UserError("a loop of your own drives several processes over Ray alone: set trainer.launcher=ray")
+        raise UserError("your own loop needs Ray for several processes: set trainer.launcher=ray")
     if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
-        raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): distflow.train alone frees it")
+        raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): only distflow.train can free it")
     _check_should_accept(should_accept)
     return Rollouts(loaded, inputs, should_accept, has_data=has_data)
 
@@ -119,7 +119,7 @@ class Rollouts:
         from distflow.launch.local_launcher import open_local
 
         if self._running is not None:
-            raise UserError("these rollouts are entered already")
+            raise UserError("these rollouts have already been entered")
         with ExitStack() as stack:
             stack.enter_context(claimed_for_a_run(self.config.trainer.run_dir))
             self._spec_entered = spec = self._spec()
@@ -147,7 +147,7 @@ class Rollouts:
         """
         _check_should_accept(should_accept, workflow)
         if not self._has_data:
-            raise UserError("prepare_batch takes rows of data, and none were given: data=..., or submit and wait")
+            raise UserError("prepare_batch takes rows of data, but there is no data: pass data=..., or submit and wait")
         self._entered.intake.open_data(should_accept or self._should_accept)
         return self._take(self.config.data.train_batch_size, timeout)
 
@@ -176,11 +176,11 @@ class Rollouts:
         """
         self._refuse_domains("wait")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UserError(f"wait({count!r}): a number of prompt groups, from 1")
+            raise UserError(f"wait({count!r}): pass a number of prompt groups, at least 1")
         batch = self._take(count, timeout)
         if batch is None:
             steps = self._spec_entered.data.total_steps
-            raise UserError(f"wait({count}): the run has had all of its {steps} steps (trainer.total_training_steps)")
+            raise UserError(f"wait({count}): all {steps} steps of the run are done (trainer.total_training_steps)")
         return batch
 
     def train(self, batch: "Batch") -> dict[str, float]:
@@ -193,8 +193,8 @@ class Rollouts:
         self._refuse_while_shared()
         if self._updates and may_derive_old(self.config):
             raise UserError(
-                "train: this step has had its one update, after which the ratio is 1 no more. Set "
-                "algorithm.recompute_old_log_probs=true to train on a step in parts"
+                "train: the only update of this step is done, and afterwards the ratio is no longer 1. To train on "
+                "a step in parts, set algorithm.recompute_old_log_probs=true"
             )
         trained, metrics = self._entered.worker.learn(sorted(set(batch["group_index"].tolist())), batch)
         for name in trained.names:
@@ -214,13 +214,13 @@ class Rollouts:
         running = self._entered
         owed = running.intake.standing().num_owed
         if not self._parts:
-            raise UserError("publish ends a step, and no batch was taken since the last: prepare_batch or wait first")
+            raise UserError("publish ends a step, but no batch was taken since the last: prepare_batch or wait first")
         if owed:
             plan = self._spec_entered.data
             raise UserError(
-                f"publish: {owed} more prompt groups must be taken first, or they would be trained on more than "
-                f"{plan.max_staleness} versions late (async.max_staleness). A version takes data.train_batch_size="
-                f"{plan.consumer_batch} groups: set it to what you train on for each, or wait({owed})"
+                f"publish: {owed} more prompt groups must be taken first, or they would be trained on with a "
+                f"staleness above {plan.max_staleness} (async.max_staleness). A version consumes data.train_batch_size="
+                f"{plan.consumer_batch} groups: set it to the number that you train on, or wait({owed})"
             )
         worker = running.worker
         names = set.intersection(*(set(part.batch.names) for part in self._parts))
@@ -294,21 +294,21 @@ class Rollouts:
         if not self._has_data:
             if spec.config.trainer.total_training_steps is None:
                 raise UserError("without data the number of steps is unknown: set trainer.total_training_steps")
-            spec = replace(spec, description={**spec.description, "data": "prompts that a loop submits"})
+            spec = replace(spec, description={**spec.description, "data": "prompts submitted by the loop"})
         spec = replace(spec, options=replace(spec.options, audit_freq=0))
         self.config = spec.config
         return replace(spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline()))
 
     def _refuse_domains(self, method: str) -> None:
         if self.config.data.domains:
-            raise UserError(f"{method}: data.domains share out every step among themselves; take it by prepare_batch")
+            raise UserError(f"{method}: the groups of a step are divided over data.domains: use prepare_batch")
 
     def _take(self, wanted: int, timeout: float | None) -> "Batch | None":
         running = self._entered
         try:
             part = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
         except KeyboardInterrupt:  # a thread may still wait for this call, and would take groups meant for later
-            running.intake.fail(UserError("a wait for groups was interrupted: leave the rollouts, and enter new ones"))
+            running.intake.fail(UserError("a wait for groups was interrupted: leave the rollouts and enter new ones"))
             raise
         if part is None:
             return None
@@ -318,7 +318,7 @@ class Rollouts:
     def _engine(self, name: str) -> Any:
         engine = getattr(self._entered.worker.resources, name)
         if engine is None:
-            raise UserError(f"the pipeline '{self._pipeline.graph_id}' has no {name}: no node of it uses one")
+            raise UserError(f"the pipeline '{self._pipeline.graph_id}' has no {name}: none of its nodes uses one")
         return engine
 
     def _refuse_while_shared(self) -> None:
@@ -327,8 +327,8 @@ class Rollouts:
         num_running = standing.group_counts.running - standing.num_waiting
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
-                f"{num_running} prompt groups are still being generated with the weights that this would change: wait "
-                "for them first, or set async.max_staleness=1, where the engine has weights of its own"
+                f"{num_running} prompt groups are still being generated with the weights that this would change: "
+                "wait for them first, or set async.max_staleness=1, with which the engine has its own weights"
             )
 
 
@@ -351,13 +351,13 @@ class _CheckedEngine:
 
 def _check_should_accept(should_accept: object, workflow: object = None) -> None:
     if should_accept is not None and not callable(should_accept):
-        raise UserError(f"should_accept is {should_accept!r:.80}: give a function of a group's batch")
+        raise UserError(f"should_accept is {should_accept!r:.80}: pass a function of a group's batch")
     if inspect.iscoroutinefunction(should_accept):
-        raise UserError("should_accept is an async function, whose result would never be awaited: make it a plain one")
+        raise UserError("should_accept is an async function, which would never be awaited: use a synchronous one")
     if workflow is not None:
         raise UserError(
-            "workflow: there are no episodes of several turns. Each prompt has rollout.n responses, which the `reward` "
-            "of distflow.rollouts scores: leave workflow out"
+            "workflow: multi-turn episodes are not supported. Each prompt has rollout.n responses, which the "
+            "`reward` of distflow.rollouts scores: remove workflow"
         )
 
 

@@ -71,7 +71,7 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
         named = base_preset({key_of(line): line.partition("=")[2] for line in lines})
     presets = [name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"]
     if len(presets) != 1 or not isinstance(presets[0], str):
-        raise UserError(f"defaults is {named!r}: name the one preset that the config builds on")
+        raise UserError(f"defaults is {named!r}: name the single preset that the config builds on")
     return presets[0], lines
 
 

@@ -48,8 +48,8 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
     registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
     if not recorded.is_ours("advantages", [estimator.fn for estimator in registered if estimator.formula]):
         return (
-            "the estimator is the user's and has no formula: register_adv_est(NAME, formula=...) takes it, written a "
-            "second time as (samples, options) -> [(advantages, returns) of each]"
+            "the estimator is the user's and has no formula: register_adv_est(NAME, formula=...) accepts a second "
+            "implementation, (samples, options) -> [(advantages, returns) of each]"
         )
     if sum(len(sample["response_ids"]) for sample in recorded.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
@@ -73,7 +73,7 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
         "difficulty_weight and length_weight": settings.difficulty_weight or settings.length_weight,
     }
     if not recorded.is_whole and (needing := [what for what, is_on in over_step.items() if is_on]):
-        return f"{needing[0]} needs all samples of the step, which has too many to send them to all ranks"
+        return f"{needing[0]} needs all samples of the step, which are too many to send to all ranks"
     engines = {name: model.weight for name, model in scoring_models(recorded.config.reward_model).items()}
     weights = {"weight_of": lambda sample, part: (engines | functions_of(recorded, sample)).get(part, 1.0)}
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}

@@ -48,7 +48,7 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
     found = _examine(name, call, (positional, keyword), mask, "advantages")
     if not {"random", "outside"} & found.keys() and _mixes_groups(recorded):
         found["groups"] = (
-            f"{name} mixes groups: for one group alone it gives other advantages than for the same group in the batch. "
+            f"{name} mixes groups: for one group alone it gives other advantages than in the batch. "
             'If that is intended, register it with scope="global"'
         )
     return list(found.values())
@@ -110,12 +110,12 @@ def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: 
     if not all(bool(tensor[:, : mask.shape[1]][mask > 0].isfinite().all()) for tensor in found):
         findings["not finite"] = f"{name} gives non-finite numbers on tokens of the policy"
     if not _equal(found, call(*arguments)):
-        what = f"a second call with the same arguments gives other {result}"
+        what = f"a second call with the same arguments gives different {result}"
         findings["random"] = f"{name} is not deterministic: {what}; it cannot be audited"
     elif not _equal(found, _widened(call, arguments, mask)):
         findings["outside"] = (
-            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives other "
-            f"{result}. The numbers there depend on which samples share the batch; multiply by the mask before you sum"
+            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives different "
+            f"{result}. These numbers depend on which samples share the batch; multiply by the mask before summing"
         )
     return findings
 

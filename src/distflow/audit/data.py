@@ -85,7 +85,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
     if not unread and not num_wanted <= num <= most:  # more if bad ones are among the first
         raise Wrong(
             f"{num_wanted:,} rows of the {split}_files are wanted, but {len(rows):,} are used and {num - len(rows):,} "
-            "counted as left out: rows were lost, or are there twice"
+            "counted as left out: rows were lost or duplicated"
         )
     drawn = random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * len(named), len(rows)))
     usable = rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn)

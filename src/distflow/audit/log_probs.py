@@ -49,7 +49,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
     elif own in recorded.batch and not recorded.run.is_exact and not recorded.partial and recorded.is_ours(own):
         ours = recorded.batch.flat(own)  # in low precision, engine and trainer never round alike over a whole step
         if len(ours) >= 50 and torch.equal(ours, recorded.batch.flat("rollout_log_probs")):
-            raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
+            raise Wrong(f"{own} are the engine's, bit for bit: they were copied instead of computed by the trainer")
     actor, reference, critic = resources.actor, resources.ref, resources.critic
     passed = []
     if isinstance(actor, OpenEngine):
@@ -95,7 +95,7 @@ def audit_reference(recorded: RecordedStep) -> str | None:
     if not gap <= limit:
         raise Wrong(
             f"the reference moved: on fixed tokens its log-probs differ by {gap:.3g} on average from those at the "
-            f"start of the run (limit {limit:g}). It shares weights with the policy, or something trains it"
+            f"start of the run (limit {limit:g}). It shares weights with the policy, or is being trained"
         )
     return None
 
@@ -215,5 +215,5 @@ def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor)
             f"{column} of sample {sample['uid']} differs by {float(gap.mean()):.3g} on average and "
             f"{float(gap.max()):.3g} at most from the model's own padded forward at the sampling "
             f"temperature (limits {limits[0]:g}, {limits[1]:g}): a shift, another temperature, another model, or "
-            "packed sequences that see each other"
+            "attention between packed sequences"
         )

@@ -69,7 +69,7 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
     if settings.rollout_is_batch_normalize and not (recorded := recorded.everyone).is_whole:
-        return "the mean of the weights needs all samples of the step, too many to send them to all ranks"
+        return "the mean of the weights needs all samples of the step, which are too many to send to all ranks"
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
     level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
     gaps = [_gap(sample, own, level) for sample in recorded.samples]
@@ -178,8 +178,8 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         formula = FORMULAS.get(name)
     if formula is None:
         return (
-            f"the loss '{name}' has no formula: register_policy_loss(NAME, formula=...) takes it, written a second "
-            "time as (tokens, options) -> loss of each token"
+            f"the loss '{name}' has no formula: register_policy_loss(NAME, formula=...) accepts a second "
+            "implementation, (tokens, options) -> loss of each token"
         )
     return lambda batch, outputs: _policy_loss(recorded, batch, outputs, formula)
 
@@ -233,7 +233,7 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
         if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
             raise Wrong(
                 f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but its micro-batches on "
-                f"all ranks give {value:.6g}: it is over padding, or by another mean than the config's"
+                f"all ranks give {value:.6g}: it includes padding, or uses another mean than the config's"
             )
 
 
@@ -292,7 +292,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     if sorted(uids) != sorted(update.uids):
         raise Wrong(
             f"the micro-batches of a mini-batch hold {len(uids)} samples, the mini-batch {len(update.uids)}: some "
-            "were left out or taken twice"
+            "were left out or used twice"
         )
     samples = [known[uid] for micro in update.micros for uid in micro.recorded]
     lengths = [len(sample["response_ids"]) for sample in samples]

@@ -55,7 +55,7 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
             if found != expected and not is_close:
                 raise Wrong(
                     f"the samples file has {found!r} as the {name} of sample {sample['uid']}, which is {expected!r}: "
-                    "its row is another sample's, or what writes it is wrong. Weights are not affected"
+                    "its row belongs to another sample, or the code that writes it is wrong. Weights are not affected"
                 )
     return None
 
@@ -66,8 +66,8 @@ def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> Non
         if repr(found) != repr(expected) and not abs(found - expected) <= LIMIT * abs(expected) + 1e-6:
             raise Wrong(
                 f"the metric {name} is reported as {found:.6g}, but of the step's own samples and updates it is "
-                f"{expected:.6g}: it is of other samples or steps, over padding, or unweighted. Weights are not "
-                "affected, but do not trust this run's curves; repair what computes the metric"
+                f"{expected:.6g}: it covers other samples or steps, includes padding, or is unweighted. Weights are "
+                "not affected, but do not trust this run's curves; correct the code that computes the metric"
             )
 
 

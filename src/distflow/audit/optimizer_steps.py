@@ -165,8 +165,8 @@ def audit_backward(recorded: RecordedStep) -> str | None:
         if not error <= limit and float(other.norm()) > 1e-9:
             raise Wrong(
                 f"the gradient of {name} by the log-probs of samples {', '.join(s['uid'] for s in chosen)} differs by "
-                f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: packed sequences "
-                "see each other, or part of the model is cut off from the gradient"
+                f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: there is "
+                "attention between packed sequences, or part of the model gets no gradient"
             )
     return None
 

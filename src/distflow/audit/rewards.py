@@ -126,14 +126,14 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
         text, truth = wanted["solution_str"][:80], str(wanted["ground_truth"])[:80]
         raise Wrong(
             f"reward function '{name}' was never called with the response of sample {sample['uid']} ({text!r}) and the "
-            f"ground truth ({truth!r}), domain and extra_info of its row: the sample was scored by another's"
+            f"ground truth ({truth!r}), domain and extra_info of its row: it was scored with another's data"
         )
     # A sample with a reward error may be valid: reward.on_error can give it a score.
     score, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
     if valid and not any(isinstance(v, Score) and v.value == score for v in own):
         raise Wrong(
             f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave {_shown(own)} for "
-            "its response: scores are on other samples, or one that failed was counted, as a 0 say"
+            "its response: scores are assigned to other samples, or a failed one was counted, as a 0 say"
         )
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
@@ -252,7 +252,7 @@ def _check_processed(
     levels = (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level)
     moments = recorded.run.state.get("reward_moments", {}).get(domain)
     if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
-        return "reward_norm and whiten_rewards need all samples of the step, too many to send them to all ranks"
+        return "reward_norm and whiten_rewards need all samples of the step, which are too many to send to all ranks"
     if "running" in levels and moments is None:
         return "rewards before this process, or on other ranks, were not recorded"
     samples = in_baselines(recorded, algorithm, samples)

@@ -102,7 +102,7 @@ def _trained_and_adapted(recorded: RecordedStep) -> None:
         )
         if adapts:
             raise Wrong(f"{what}, but adapters and nothing else should be trained")
-        recorded.run.warn(f"{what}, and no key freezes any: right only if the model's own code does that")
+        recorded.run.warn(f"{what}, and no key freezes any: this is correct only if the model's own code freezes them")
     expected, modules = settings.lora_alpha / max(settings.lora_rank, 1), dict(unwrapped(model).named_modules())
     for name, module in modules.items():
         for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():

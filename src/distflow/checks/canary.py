@@ -56,7 +56,7 @@ class Canary:
             self._limits = (max(self.GROWTH * mean, least), max(self.GROWTH * largest, 10 * least))
         if not (mean <= limits[0] and largest <= limits[1]):
             raise TrustError(
-                f"canary: on fixed prompts the engine's log-probs differ from the trainer's by {mean:.3g} on average, "
+                f"canary: on fixed prompts the log-probs of engine and trainer differ by {mean:.3g} on average, "
                 f"{largest:.3g} at most (limits {limits[0]:.3g} and {limits[1]:.3g}). Likely causes: weights that did "
                 "not arrive, KV kept from older weights, a prefix cache not keyed by version, another temperature"
             )

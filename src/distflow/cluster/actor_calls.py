@@ -83,7 +83,7 @@ def reply_of(ref: Any, number: int) -> Any:
     try:
         return ray.get(ref, timeout=REPLIES_WITHIN_S)
     except (RayActorError, GetTimeoutError) as err:
-        raise WorkerDied(f"{name_of(number)}'s process is gone or does not answer ({type(err).__name__}).") from err
+        raise WorkerDied(f"{name_of(number)}'s process is gone or does not reply ({type(err).__name__}).") from err
 
 
 def kill(actor: Any) -> None:
@@ -120,8 +120,8 @@ def hanging(
     places = [f"worker {rank} is {each.result() if each in answered else 'silent'}" for rank, each in where.items()]
     return WorkerHangs(
         f"{' and '.join(places)}, and has not reached a collective call of all ranks within {limit_s:g} s "
-        "(trainer.peers_timeout_s): a function or a lock that does not end, or a rank with much more to do. Its stacks "
-        f"are in {stacks}."
+        "(trainer.peers_timeout_s): a function or a lock does not end, or the rank has much more work than others. "
+        f"Its stacks are in {stacks}."
     )
 
 

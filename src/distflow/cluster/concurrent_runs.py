@@ -68,6 +68,6 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
             self._lines.put(f"{name:<{width}} | {line.rstrip()}")
 
     def _ask_to_stop(self, signal_name: str) -> None:
-        self._say(f"{signal_name}: all runs finish a step, save and leave; a second time ends them at once")
+        self._say(f"{signal_name}: all runs finish a step, save and exit; a second signal ends them at once")
         for process in self._processes.values():
             process.send_signal(SIGTERM)

@@ -45,10 +45,10 @@ WITHIN_S = 3600.0
 _DEATH_IS_REPORTED_WITHIN_S = 2.0
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
-    "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
-    "modules on the PYTHONPATH with which Ray was started there"
+    "If the driver has it, provide it on every machine, at the same path or installed; modules on the PYTHONPATH "
+    "with which Ray was started there"
 )
-_SAME = "It lacks what the process that starts the run has imported: install the same distflow on every machine"
+_SAME = "It lacks a module that the driver has imported: install the same distflow on every machine"
 _OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
 
 
@@ -170,7 +170,7 @@ def start_again(
     try:
         wait_for_room(bundles, PLACED_WITHIN_S, say)
     except UserError as err:
-        raise type(died)(f"{died}. It cannot start again in place: {err}") from died
+        raise type(died)(f"{died}. It cannot restart in place: {err}") from died
     return find_start(spec, "auto", start.allowed, claim_again(spec.run_dir, number))
 
 
@@ -205,7 +205,7 @@ class Replacements:
         self.places[rank] = replace(self.places[rank], generator=number)
         worker = self._start(self.places[rank])
         self.starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
-        self._say(f"{why} The {num_groups} prompt groups that it had are issued again; another is started in its place")
+        self._say(f"{why} Its {num_groups} prompt groups are issued again, and a replacement is started")
 
     def ready(self) -> dict[int, Any]:
         """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised when it was built."""
@@ -237,7 +237,7 @@ class Replacements:
         if len(deaths) > MOST_DEATHS:
             raise WorkerDied(
                 f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and is not replaced "
-                f"again: see what kills it (memory, a device, a prompt that crashes the engine). The last time: {why}"
+                "again: find the cause (memory, a device, a prompt that crashes the engine). The last death: {why}"
             )
 
     def _give_up(self, starting: _Starting) -> None:

@@ -54,7 +54,7 @@ class ProcessGroups:
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of these ranks: this one and others, or this one alone."""
         if ranks not in self._groups:
-            assert len(ranks) == 1, f"no group of the plan has the ranks {ranks}"
+            assert len(ranks) == 1, f"the plan has no process group of the ranks {ranks}"
             self._groups[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
         return self._groups[ranks]
 
@@ -124,7 +124,7 @@ class TorchCollective:
         everyone = self.gather(names)
         common = set(names).intersection(*everyone)
         odd = [f"rank {rank} has {sorted(set(own) - common)}" for rank, own in enumerate(everyone) if set(own) - common]
-        raise ValueError(f"ranks reduce numbers of different names: {'; '.join(odd)}, which others do not have")
+        raise ValueError(f"ranks reduce values with different names: {'; '.join(odd)}, which the others do not have")
 
     def _numbers(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)

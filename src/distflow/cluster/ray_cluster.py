@@ -31,8 +31,8 @@ _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
 """Of a worker that has imported everything and holds no model yet."""
 _TOKEN_ADVICE = (
-    ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds the cluster's "
-    "(docs/cluster.md), as it was set for `ray start`"
+    ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's token "
+    "(docs/cluster.md), as for `ray start`"
 )
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
@@ -70,7 +70,7 @@ def joined_ray(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as err:  # not running, no token, or other versions
         token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
-        raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}{token}") from err
+        raise UserError(f"the Ray at RAY_ADDRESS={address} cannot be used: {err}{token}") from err
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
             _node_ip_address="127.0.0.1",
         )
     except Exception as err:  # Ray raises no type of its own
-        raise RuntimeError(f"no Ray could be started on this machine: {err}") from err
+        raise RuntimeError(f"Ray could not be started on this machine: {err}") from err
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
     try:
@@ -185,14 +185,14 @@ def wait_for_room(bundles: Collection[Bundle], timeout_s: float, say: Callable[[
     needs = f"{len(wanted)} machine(s) with {', '.join(map(_counted, wanted))}"
     ready = [answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote() for each in bundles]
     if timeout_s and ray.wait(ready, num_returns=len(ready), timeout=_SAYS_AFTER_S)[1]:
-        say(f"waiting up to {timeout_s:g} s for {needs}: other jobs use them now")
+        say(f"waiting up to {timeout_s:g} s for {needs}: they are used by other jobs now")
     try:
         ray.get(ready, timeout=timeout_s)
     except GetTimeoutError:
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
             f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
-            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs there"
+            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs"
         ) from None
 
 
@@ -201,10 +201,10 @@ def check_room(plan: Plan) -> None:
     num_nodes = len({rank.node for rank in plan.ranks})
     if num_nodes > 1:
         raise UserError(
-            f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and RAY_ADDRESS names no "
-            "cluster: lower them, or `ray start` on each machine and set it to the head's HOST:PORT"
+            f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and RAY_ADDRESS is not "
+            "set: lower them, or run `ray start` on each machine and set RAY_ADDRESS to the head's HOST:PORT"
         )
-    check_cores(plan, ", or name a cluster in RAY_ADDRESS")
+    check_cores(plan, ", or set RAY_ADDRESS to a cluster")
 
 
 def _check_reachable(address: str) -> None:
@@ -216,8 +216,8 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), _CONNECTS_WITHIN_S).close()
     except OSError as err:
         raise UserError(
-            f"nothing answers at RAY_ADDRESS={address}: {err}. It names the head of a cluster, as `ray start --head` "
-            "prints it; without the variable a Ray is started on this machine"
+            f"nothing answers at RAY_ADDRESS={address}: {err}. Set it to the head of a cluster, as printed by `ray "
+            "start --head`, or unset it to start Ray on this machine"
         ) from err
 
 

@@ -146,7 +146,7 @@ class DriverOutput:
 
     def note_stop(self, name: str) -> None:
         """name: of the first signal."""
-        self._view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
+        self._view.note("info", f"{name}: finishing this step, then exiting; a second signal exits at once")
 
     def pass_on(self, messages: Sequence[Message]) -> None:
         for method, arguments in messages:

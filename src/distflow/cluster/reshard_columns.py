@@ -111,7 +111,7 @@ class RayReshard:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
             raise ReshardError(
-                f"samples of {key} are lost: one of the writers {list(share.writers)} that held them has died"
+                f"samples of {key} are lost, because one of their writers {list(share.writers)} has died"
             ) from lost
         batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
         self._actor.release.remote(key, rank)

@@ -129,7 +129,7 @@ class DeathWatch:
             if ray.wait([ref], timeout=0)[0]:
                 deaths.append(
                     f"{name_of(FIRST_REWARD_ACTOR - number)} has died (killed, out of memory, or its machine is gone; "
-                    f"Ray says: {_why(ref)}) and is started again; its calls are retried (reward/retried_calls)"
+                    f"Ray says: {_why(ref)}) and is restarted; its calls are retried (reward/retried_calls)"
                 )
                 self.ignore(number)
         return deaths
@@ -174,7 +174,7 @@ def start_reward_actors(spec: Spec) -> list[Any]:
         for reward_actor in reward_actors:
             ray.kill(reward_actor)
         raise UserError(
-            f"the cluster has no room for {needs.num_reward_actors} reward actors of {needs.reward_cpus} CPUs "
-            "beside the workers: lower reward.num_actors or reward.actor_cpus, or add machines"
+            f"the cluster has no room for {needs.num_reward_actors} reward actors of {needs.reward_cpus} CPUs in "
+            "addition to the workers: lower reward.num_actors or reward.actor_cpus, or add machines"
         ) from None
     return reward_actors

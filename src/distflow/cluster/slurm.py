@@ -25,9 +25,9 @@ def launch_slurm(
 ) -> Outcome | None:
     """See `Launch`. The run is the job's; here it is checked that it can start, and has steps left."""
     if embedded:
-        raise UserError("trainer.launcher=slurm submits a command: start it with `distflow train`, not from Python")
+        raise UserError("trainer.launcher=slurm submits a command: use `distflow train`, not Python")
     if (sbatch := shutil.which("sbatch")) is None:
-        raise UserError("trainer.launcher=slurm: no sbatch is on the PATH: submit where Slurm is, or take another one")
+        raise UserError("trainer.launcher=slurm: no sbatch is on the PATH: submit on a machine with Slurm")
     with starting(spec, allow_change) as start:
         if done := done_before(spec, start, say):
             return done
@@ -35,7 +35,7 @@ def launch_slurm(
         write_atomically(path, _script(spec).encode())
     submitted = subprocess.run([sbatch, "--parsable", str(path)], capture_output=True, text=True)
     if submitted.returncode:
-        raise UserError(f"sbatch refuses {path}: {submitted.stderr.strip()}")
+        raise UserError(f"sbatch rejected {path}: {submitted.stderr.strip()}")
     job = submitted.stdout.strip().partition(";")[0]
     say(f"submitted as job {job}: {path}")
     say(f"to follow it: tail -F {shlex.quote(str(path.with_name(f'slurm-{job}.out')))}; to cancel it: scancel {job}")
@@ -66,5 +66,5 @@ def _options(spec: Spec) -> list[str]:
         *slurm.args,
     ]
     if broken := [option for option in options if not option.isprintable()]:
-        raise UserError(f"trainer.launcher=slurm: {broken[0]!r} has characters that no option of sbatch can have")
+        raise UserError(f"trainer.launcher=slurm: {broken[0]!r} has characters not allowed in options of sbatch")
     return options

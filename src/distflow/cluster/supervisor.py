@@ -86,8 +86,8 @@ class RayRun(AbstractContextManager["RayRun"]):
         for rank, report in enumerate(reports):
             if report.version != __version__:
                 raise UserError(
-                    f"worker {rank} has distflow {report.version}, and this process {__version__}: install the same on "
-                    "every machine"
+                    f"worker {rank} has distflow {report.version}, and this process {__version__}: install the same "
+                    "version on every machine"
                 )
         return check_reports(reports, self._leader, self._spec, self._start, say)
 
@@ -233,7 +233,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
         if silent <= actor_calls.FIRST_REWARD_ACTOR:
             reward_actor = self._reward_actors[actor_calls.FIRST_REWARD_ACTOR - silent]
-            self._workers[self._leader].note.remote("warning", f"{message} It is killed, and started again")
+            self._workers[self._leader].note.remote("warning", f"{message} It is killed and restarted")
             self._deaths.ignore(actor_calls.FIRST_REWARD_ACTOR - silent)
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)

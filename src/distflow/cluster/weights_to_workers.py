@@ -105,7 +105,7 @@ class RolloutWorkers:
             found = self.replies(asked, f"the validation after step {step}", None)
             results |= {parts[rank]: reply for rank, reply in found.items()}
         if len(results) < max(num_parts, 1):
-            self.note(f"no rollout worker is left: no validation after step {step}")
+            self.note(f"no rollout worker is left, so there is no validation after step {step}")
             return []
         return [results[part] for part in range(num_parts)]
 
@@ -231,7 +231,7 @@ class RayWeights:
             if putting.done():  # its own
                 raise
             raise Stalled(
-                f"bucket {number} of the weights of step {version.step} could not be put where workers read it within "
+                f"bucket {number} of the weights of step {version.step} could not be stored for the workers within "
                 f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, or with "
                 "actor.weight_update_mode=disk the file system of the run's folder, hangs"
             ) from err
@@ -253,7 +253,7 @@ class RayWeights:
             if num_sent == MAX_SENDS:
                 raise TrustError(
                     f"{what} was sent {MAX_SENDS} times, and was rejected each time ({reasons}). The memory, the disk "
-                    "or the network between this process and that one corrupts or loses data: fix that first"
+                    "or the network between this process and the worker corrupts or loses data: fix that first"
                 )
             self._rollout_workers.note(f"{what} was rejected and is sent again ({reasons})")
             self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)

@@ -65,7 +65,7 @@ class WorkerPorts:
             yield
         except BaseException as err:  # all that ends this worker, an exit that somebody asks for too
             if are_reported and isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
-                raise PeersLate(f"worker {self._place.rank} timed out waiting for the others: {err}") from err
+                raise PeersLate(f"worker {self._place.rank} timed out waiting for other workers: {err}") from err
             shorten(err)
             if are_reported:
                 self._fail(err)

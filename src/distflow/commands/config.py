@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset_arguments(parser)
-    parser.add_argument("--explain", metavar="KEY", help="what one key means, its default and where it was set")
-    parser.add_argument("--graph", action="store_true", help="the pipeline, drawn in text")
-    parser.add_argument("--mermaid", action="store_true", help="the pipeline as a Mermaid flowchart")
-    add_trust_argument(parser, "the config names, where it has groups or a pipeline of its own")
+    parser.add_argument("--explain", metavar="KEY", help="show a key's meaning, its default and where it was set")
+    parser.add_argument("--graph", action="store_true", help="draw the pipeline as text")
+    parser.add_argument("--mermaid", action="store_true", help="print the pipeline as a Mermaid flowchart")
+    add_trust_argument(parser, "the config names, if it has its own groups or pipeline")
 
 
 def run_config(arguments: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     try:
         return fit_to_files(loaded)
     except UserError as err:
-        _note(f"note: a run would be refused: {err}")
+        _note(f"note: a run would be rejected: {err}")
         return loaded
 
 
@@ -74,13 +74,13 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     files = (train_files(config) | val_files(config)).values()
     elsewhere = [file for named in files for file in named if not is_local_data(file)]
     if elsewhere:
-        return f"'{elsewhere[0]}' is no file of this machine"
+        return f"'{elsewhere[0]}' is not a file on this machine"
     model = config.actor_rollout_ref.model
     for path in (model.path, model.tokenizer_path):
         if path and is_of_a_run(path):
-            return f"'{path}' is a run, whose policy is exported when it is needed"
+            return f"'{path}' is a run, whose policy is only exported when needed"
         if path and not is_local_model(path):
-            return f"'{path}' is no folder of this machine"
+            return f"'{path}' is not a folder on this machine"
     if (pipeline_code(config) or model.trust_remote_code) and not trusted:
         return "it names Python code, which --trust-code would run"
     return ""

@@ -23,7 +23,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="what to do with the data")
     add_preset_arguments(parser)
     parser.add_argument(
-        "--rows", type=partial(at_least, 0), default=2, help="first rows of each file that are shown (2)"
+        "--rows", type=partial(at_least, 0), default=2, help="number of first rows to show from each file (2)"
     )
 
 
@@ -70,11 +70,11 @@ def _duplicates(rows: "PromptSet") -> Iterator[str]:
     for row in rows:
         same[row.prompt_text, row.response_ids, row.rejected_ids].append(row.origin)
     if len(same) == len(rows):
-        yield "no row is there twice"
+        yield "there are no duplicate rows"
         return
     (text, *_), origins = max(same.items(), key=lambda each: len(each[1]))
     often = f"{_quoted(text, 60)} most often: {len(origins):,} times, in {', '.join(origins[:3])}"
-    yield f"{len(rows) - len(same):,} rows repeat others, {often}"
+    yield f"{len(rows) - len(same):,} duplicate rows, {often}"
 
 
 def _shown(rows: "PromptSet", count: int, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:

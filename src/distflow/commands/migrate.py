@@ -14,9 +14,9 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", help="a Python script, a shell script or a YAML file of TRL, OpenRLHF, verl, ROLL or AReaL"
     )
-    parser.add_argument("--to", metavar="FILE", type=Path, help="write the config there, not to the screen")
+    parser.add_argument("--to", metavar="FILE", type=Path, help="write the config to this file instead of the screen")
     parser.add_argument(
-        "--devices", metavar="N", type=int, help="devices that it trains on, where the file does not say it, or others"
+        "--devices", metavar="N", type=int, help="number of training devices, if different from the file"
     )
 
 
@@ -48,9 +48,9 @@ def _check_target(path: Path) -> None:
     from distflow.config import UserError, preset_names
 
     if path.suffix != ".yaml" or "." in path.stem or path.stem in preset_names():
-        raise UserError(f"--to {path}: a config is called NAME.yaml, and NAME has no dots and is that of no preset")
+        raise UserError(f"--to {path}: the file must be NAME.yaml, where NAME has no dots and is not a preset's")
     if path.exists() or not path.parent.is_dir():
-        what = "is there already" if path.exists() else "lies in no folder that is there"
+        what = "is there already" if path.exists() else "is in a folder that does not exist"
         raise UserError(f"--to {path}: it {what}; name another file")
 
 
@@ -64,7 +64,7 @@ def _without_unread_keys(draft: "Conversion", loaded: "Loaded") -> "Loaded":
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
         if not found:
-            draft.missing.append(f"{key} is to be set: the file does not name it")
+            draft.missing.append(f"{key} must be set: it is not in the file")
     while model and any(files.values()):
         try:
             read_config(loaded)
@@ -73,18 +73,18 @@ def _without_unread_keys(draft: "Conversion", loaded: "Loaded") -> "Loaded":
             for key in [
                 name for name in draft.overrides if any(f"{name}.".startswith(f"{key}.") for key in error.keys)
             ]:
-                draft.drop(key, f"nothing reads it in the pipeline of {draft.preset}")
+                draft.drop(key, f"it is not used by the pipeline of {draft.preset}")
             loaded = compose(draft)
         except UserError as error:
-            draft.missing.append(f"a run would be refused: {error}")
+            draft.missing.append(f"a run would be rejected: {error}")
             break
     return loaded
 
 
 def _print_missing(draft: "Conversion", to: Path | None) -> None:
     if to is not None:
-        print(f"wrote {to}: distflow config {to} shows all of it", file=sys.stderr)
+        print(f"wrote {to}: distflow config {to} shows the complete config", file=sys.stderr)
     if draft.missing:
-        print(f"\nnot in the config, or to be looked at ({len(draft.missing)}):", file=sys.stderr)
+        print(f"\nnot in the config, or to be checked ({len(draft.missing)}):", file=sys.stderr)
     for line in dict.fromkeys(draft.missing):
         print(f"  {line}", file=sys.stderr)

@@ -27,7 +27,7 @@ NUM_VALIDATION = 100
 
 
 def add_new_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="to write into; it is empty or not there yet")
+    parser.add_argument("folder", metavar="FOLDER", help="folder to write into; it must be empty or not exist")
 
 
 def run_new(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     from distflow.observe.report.judgements import accuracies, status
 
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}: name the one that holds the runs")
+        raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
     found = {
         path.parent: path.stat().st_mtime for path in folder.glob("**/events.jsonl") if "earlier" not in path.parts
     }

@@ -24,7 +24,7 @@ _SHOWN = 100
 
 
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], help="what to do with the reward")
+    parser.add_argument("action", choices=["check"], help="test the reward function")
     parser.add_argument(
         "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
     )
@@ -32,19 +32,19 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="FILE", action="append", required=True, help="as data.train_files; repeatable"
     )
     parser.add_argument("--prompt-key", default="prompt", help="column of the prompt")
-    parser.add_argument("--answer-key", default="answer", help="column of what the reward compares with")
-    parser.add_argument("--response-key", help="column of responses that are right, such as reference solutions")
-    parser.add_argument("--label-key", help="column that says whether the response is right: measures the agreement")
+    parser.add_argument("--answer-key", default="answer", help="column of the ground truth")
+    parser.add_argument("--response-key", help="column of correct responses, such as reference solutions")
+    parser.add_argument("--label-key", help="column that says whether the response is correct: measures the agreement")
     parser.add_argument(
-        "--right-from", type=float, default=RIGHT, metavar="X", help="score of what the labels call right"
+        "--right-from", type=float, default=RIGHT, metavar="X", help="score from which a response counts as correct"
     )
-    parser.add_argument("--chat", action="store_true", help="prompts are chats, as with data.prompt_format=chat")
-    parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
+    parser.add_argument("--chat", action="store_true", help="treat prompts as chats, as with data.prompt_format=chat")
     parser.add_argument(
-        "--rows", type=partial(at_least, 0), default=200, help="how many of the first rows are used; 0 is all"
+        "--options", type=_options, default={}, metavar="JSON", help="options of the part, as a JSON object"
     )
+    parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="number of first rows to use; 0 is all")
     parser.add_argument(
-        "--show", type=partial(at_least, 0), default=3, help="faults of each kind that are shown; 0 is all"
+        "--show", type=partial(at_least, 0), default=3, help="number of faults of each kind to show; 0 is all"
     )
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one call may take")
     parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="reward processes")
@@ -101,7 +101,7 @@ def _target(name: str, has_responses: bool) -> str:
     if name in REWARDS:
         if not (REWARDS[name].needs_answer or has_responses or name == _JUDGE):
             raise UserError(
-                f"'{name}' does not compare with the row's answer: name a column of responses that are right to it by "
+                f"'{name}' does not compare with the row's answer: name a column of correct responses with "
                 "--response-key"
             )
         return target_of(name, None)
@@ -119,7 +119,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     label, entry = arguments.label_key, REWARDS.get(arguments.reward)
     compares = entry is None or entry.needs_answer
     if label is not None and arguments.response_key is None:
-        raise UserError("--label-key says of responses whether they are right: name their column by --response-key")
+        raise UserError("--label-key says whether responses are correct: name their column with --response-key")
     columns = Columns(
         arguments.prompt_key,
         arguments.answer_key,
@@ -174,16 +174,16 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     if result.read:
         yield f"  answers found, of {result.answers}: {found}"
     if result.read and not result.forms():
-        yield "  it reads none of these forms: see --answer-key, or name a column of right responses by --response-key"
+        yield "  it supports none of these forms: see --answer-key, or name correct responses with --response-key"
     if not result.read:
-        yield "  the answers are no texts or numbers: only what is wrong for all is tried; see --response-key"
+        yield "  the answers are not strings or numbers: only responses wrong for all are tried; see --response-key"
     width = max(map(len, result.kinds))
     for name, kind in result.kinds.items():
         what = "false negatives" if kind.is_right else "false positives"
         counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
-    yield "  points for responses that do no work:" if result.cheap else "  no points for responses that do no work"
+    yield "  responses that do no work but score:" if result.cheap else "  no response that does no work scores"
     yield from (f"      {line}" for line in result.cheap)
     seconds = sorted(result.seconds)
     yield (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or not there yet")
+    parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, as a folder for peft")
     add_trust_argument(parser, "came with the model")
 
@@ -58,17 +58,15 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     run_dir = Path(arguments.run_dir)
     if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
-        raise UserError(f"{run_dir} is no run's folder: it holds no file events.jsonl")
+        raise UserError(f"{run_dir} is not a run's folder: it has no file events.jsonl")
     print(f"report: {write_report(run_dir)}")
     return 0
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    parser.add_argument(
-        "steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; the last ones if it is left out"
-    )
-    parser.add_argument("--to", metavar="FILE", help="without it trace.json in the run's folder")
+    parser.add_argument("steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; default: the last ones")
+    parser.add_argument("--to", metavar="FILE", help="default: trace.json in the run's folder")
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
@@ -88,7 +86,7 @@ _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
+    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, like the files in samples/")
 
 
 def run_why(arguments: argparse.Namespace) -> int:
@@ -102,16 +100,16 @@ def run_why(arguments: argparse.Namespace) -> int:
     lines = _head(lineage, run_dir)
     if lineage.consumed_at is not None and not responses:
         name = sample_file_name(arguments.step, "train")
-        lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
+        lines.append(f"scores and reward parts are missing: samples/{name} is missing, empty or rolled back")
     if bytes_left_out(samples_dir(run_dir, "train") / sample_file_name(arguments.step, "train"), _MAX_SAMPLE_BYTES):
-        lines.append("the file of the step's samples is too long: of its first ones scores are not known")
+        lines.append("the file of the step's samples is too long: scores of its first samples are missing")
     lines += _table("groups", [_group_row(group, lineage, responses) for group in lineage.groups])
     reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
     dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"
     lines += _table(f"dropped meanwhile: {dropped}", [_dropped_row(group) for group in lineage.dropped])
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
-        lines += ["", f"aborted when the step was full, to be generated again: groups {group_ids}"]
+        lines += ["", f"aborted when the step was full, and generated again later: groups {group_ids}"]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
     lines += _remarks(lineage.groups, responses)
     lines += _restarts([*lineage.groups, *lineage.dropped])
@@ -124,7 +122,7 @@ def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
     if lineage.consumed_at is None:
         counts = Counter(group.state for group in lineage.groups)
         states = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none"
-        return [f"{name} is not finished; its groups where the ledger ends: {states}"]
+        return [f"{name} is not finished; states of its groups at the end of the ledger: {states}"]
     tokens = sum(group.tokens or 0 for group in lineage.groups)
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
     return [
@@ -138,7 +136,7 @@ def _outcome(lineage: "StepLineage") -> str:
         return f"the ledger ends before its version {lineage.step}"
     if lineage.weights == lineage.step:
         return f"it made version {lineage.step} of the weights"
-    return f"no weights were sent: version {lineage.step} is that of step {lineage.weights} under a new number"
+    return f"no weights were sent: version {lineage.step} has the weights of step {lineage.weights}"
 
 
 def _group_row(group: "GroupLineage", lineage: "StepLineage", responses: Mapping[int, "Responses"]) -> dict[str, str]:
@@ -204,7 +202,7 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
 
 
 def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
-    """The remarks of reward functions on a response of each group: on one with a reward error, else on the first wrong
+    """The reports of reward functions on a response of each group: on one with a reward error, else on the first wrong
     one."""
     from distflow.observe.reading.run_reader import failure, in_short, is_right
 
@@ -217,7 +215,7 @@ def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Response
         if own and (remark := in_short(own[0])):
             reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
             lines.append(f"  {_short(str(own[0].get('uid')))} {reward_result:<7} {remark}")
-    return ["", "remarks of reward functions", *lines] if lines else []
+    return ["", "reports of reward functions", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:

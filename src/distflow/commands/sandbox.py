@@ -14,14 +14,12 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     action = actions.add_parser("run", help="run a Python file with the limits of a reward call")
     action.add_argument("file", metavar="FILE", help="the program")
-    action.add_argument("--stdin", metavar="FILE", help="what it finds on standard input; nothing by default")
-    action = actions.add_parser(
-        "serve", help="run programs for reward functions on other machines, until it is stopped"
-    )
+    action.add_argument("--stdin", metavar="FILE", help="file for its standard input; default: empty")
+    action = actions.add_parser("serve", help="serve programs of reward functions on other machines until stopped")
     action.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a password"
+        "--host", default="127.0.0.1", help="address to listen on; other than loopback needs a password"
     )
-    action.add_argument("--port", type=int, default=8750, help="that it listens on; 0 is any that is free")
+    action.add_argument("--port", type=int, default=8750, help="port to listen on; 0 is any free port")
     action.add_argument("--at-once", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at a time")
 
 
@@ -62,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(ran.stdout)
     sys.stdout.flush()
     sys.stderr.write(ran.stderr)
-    cut = f"; of each stream the first {sandbox.limits.output_bytes:,} bytes" if ran.cut else ""
+    cut = f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown" if ran.cut else ""
     print(
         f"{ran.status}: exit status {ran.exit_code} after {ran.seconds:.2f} s{cut}; sandbox: {level}", file=sys.stderr
     )

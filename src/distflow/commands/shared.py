@@ -33,9 +33,7 @@ def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", nargs="?", metavar="RUN", help="the run's folder; if it is left out, the newest of runs/*/*"
-    )
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the run's folder; default: the newest of runs/*/*")
 
 
 def at_least(minimum: int, text: str) -> int:
@@ -49,7 +47,7 @@ def empty_folder(path: str, named: str = "") -> Path:
     """A folder that is empty or not there yet. named: what names it, for messages. Raises UserError for any other."""
     folder = Path(path).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{named}{folder} exists: name a folder that is empty or not there yet")
+        raise UserError(f"{named}{folder} exists: name a folder that is empty or does not exist")
     return folder
 
 

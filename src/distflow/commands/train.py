@@ -67,7 +67,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
         if base != "grpo":
-            raise UserError(f"distflow sft takes one config, not {', '.join(commands)}: `distflow train` takes several")
+            raise UserError(f"distflow sft takes one config, not {', '.join(commands)}: use `distflow train`")
         return _train_several(commands, arguments)
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
@@ -99,7 +99,7 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
     from distflow.config.derived_settings import check_keys
 
     if arguments.resume not in (None, "auto", "never"):
-        raise UserError("--resume names the checkpoint of one run: give it as NAME:trainer.resume_mode=PATH")
+        raise UserError("--resume is for a single run: write NAME:trainer.resume_mode=PATH")
     check_keys(arguments.allow_change)
     with importing():
         from distflow.launch.plan_concurrent_runs import plan_runs

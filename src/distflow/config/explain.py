@@ -94,21 +94,21 @@ def _kl(config: Config) -> str:
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
     if not terms:  # a user's own pipeline may use a reference for something else
-        return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is built"
+        return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is loaded"
     return f"KL to the reference {' and '.join(terms)}"
 
 
 def _tokens(config: Config) -> str:
     data, limit = config.data, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
-    total = f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens a sample at most"
-    alone = "; the longest sample is a micro-batch of its own" if limit is not None and longest > limit else ""
+    total = f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at most"
+    alone = "; the longest sample is its own micro-batch" if limit is not None and longest > limit else ""
     return f"{total}, {_micro_batches(config)}{alone}"
 
 
 def _micro_batches(config: Config) -> str:
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    return "micro-batches as large as suits the device" if limit is None else f"micro-batches of {limit} tokens"
+    return "micro-batches of a size that fits the device" if limit is None else f"micro-batches of {limit} tokens"
 
 
 def _learning_rate(config: Config) -> str:
@@ -140,7 +140,7 @@ def _notes(config: Config) -> list[str]:
     shaped = [name for name, value in off.items() if getattr(rollout, name) != value]
     notes = [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"] if shaped else []
     if rollout.n == 1 and (estimator := find_estimator(config)) and estimator.needs_group:
-        notes.append(f"note: {config.algorithm.adv_estimator} has one response a prompt and none to compare it with")
+        notes.append(f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare")
     return notes
 
 

@@ -50,8 +50,8 @@ class Unregistered:
     def __str__(self) -> str:
         where = self.point.table if "/" in self.point.table else f"{self.point.table} ({self.point.registry})"
         return (
-            f"{self.file} defines the {self.point.kind} {self.attribute}, and nothing registers it: add to {where} of "
-            f"the package the line\n  {self.line}"
+            f"{self.file} defines the {self.point.kind} {self.attribute}, but nothing registers it: add this line "
+            f"to {where} of the package:\n  {self.line}"
         )
 
 

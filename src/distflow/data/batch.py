@@ -298,8 +298,8 @@ class Batch:
         if tensor.shape == mask.shape:
             return tensor[mask]
         raise ValueError(
-            f"column '{field.name}' is per {field.axis.value} token: shape {tuple(tensor.shape)} given, "
-            f"wanted {tuple(mask.shape)} padded or ({num_tokens},) flat"
+            f"column '{field.name}' is per {field.axis.value} token: it has shape {tuple(tensor.shape)}, expected "
+            f"{tuple(mask.shape)} padded or ({num_tokens},) flat"
         )
 
     def _shapes(self) -> Shapes:
@@ -390,7 +390,7 @@ def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     found = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
     raise ValueError(
         f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({found}): "
-        f"declare it once by register_field('{name}', dtype=..., axis=...)"
+        f"declare it once with register_field('{name}', dtype=..., axis=...)"
     )
 
 
@@ -400,8 +400,8 @@ def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -
     if different:
         name = different[0]
         raise ValueError(
-            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
-            f"declare it by register_field('{name}', dtype=..., axis=...)"
+            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, "
+            f"or declare it with register_field('{name}', dtype=..., axis=...)"
         )
 
 

@@ -33,7 +33,7 @@ MAX_CHARACTERS = 10_000_000
 MORE_MEMORY_BYTES = 2 * 2**30
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
-_REFUSES = "the chat template refuses the messages"
+_REFUSES = "the chat template rejects the messages"
 
 Turn = tuple[int, int, int]
 """(number of the assistant's turn, from 1; its start and end in the text)."""
@@ -105,8 +105,8 @@ class ChatTemplate:
         for name, used in (("tools", chat.tools), ("tool_calls", any("tool_calls" in m for m in chat.messages))):
             if used and not re.search(rf"\b{name}\b", self._text(chat)):
                 raise RowError(
-                    f"the chat template does not use {name}, and the row has some: use a model whose template does"
-                    + ("" if name == "tool_calls" else ", or name another column by data.tools_key")
+                    f"the chat template does not use {name}, but the row has some: use a model whose template does"
+                    + ("" if name == "tool_calls" else ", or name another column with data.tools_key")
                 )
 
     def render(self, chat: Chat, num_messages: int | None = None, *, prompts: bool) -> str:
@@ -172,8 +172,8 @@ def encode_turns(
         if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
             raise RowError(
                 f"turn {number} of the assistant begins inside a token, between {text[:start][-_SHOWN:]!r} and "
-                f"{text[start:][:_SHOWN]!r}, which would train on tokens that the model does not generate: take white "
-                "space off the turn, or use a template that puts none there"
+                f"{text[start:][:_SHOWN]!r}, which would train on tokens that the model does not generate: strip "
+                "white space from the turn, or use a template that adds none there"
             )
         if ids[end_place - 1] not in end_ids:
             raise RowError(f"{text[:end][-_SHOWN:]!r} ends turn {number} of the assistant by more than a token")
@@ -184,7 +184,7 @@ def encode_turns(
 def _next(channel: Connection, what: str) -> tuple[str, Any]:
     if not channel.poll(RENDERS_WITHIN_S):
         raise UserError(
-            f"{what}: it did not end within {RENDERS_WITHIN_S:g} s. Repair its loop, or use another tokenizer"
+            f"{what}: it did not end within {RENDERS_WITHIN_S:g} s. Correct its loop, or use another tokenizer"
         )
     try:
         kind, value = json.loads(channel.recv_bytes())
@@ -278,7 +278,7 @@ def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str]
         number, prompted = max((own for own in begun if own[1] < stop), default=(0, 0))
         closed = _next_end(text, prompted, ends)
         if len(begun) == len(prompts) and not (number and (closed is None or start < closed[0])):
-            raise RowError(f"the chat template marks {text[start:stop][:_SHOWN]!r} as generated, which no turn wrote")
+            raise RowError(f"the chat template marks {text[start:stop][:_SHOWN]!r} as generated, but it is in no turn")
         start = max(start, prompted)
         turns.append((number or len(turns) + 1, start, _end(text, start, stop, number, ends)))
     if not turns:
@@ -292,8 +292,8 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
     if place > stop:
         raise RowError(
             f"the chat template ends turn {number} of the assistant by {text[start:stop][-_SHOWN:]!r}, without a token "
-            f"that ends it ({', '.join(ends)}), so that the model would not learn to stop: set the tokenizer's "
-            "eos_token to the one that it should be"
+            f"that ends it ({', '.join(ends)}), so the model would not learn to stop: correct the tokenizer's "
+            "eos_token"
         )
     if place == start:
         raise RowError(f"the chat template writes nothing of turn {number} of the assistant")
@@ -303,8 +303,8 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
     if rest.strip():
         raise RowError(
             f"turn {number} of the assistant continues after {text[place:end]!r}, which ends it, with "
-            f"{rest.strip()[:_SHOWN]!r}: take such a token out of the text, or use a tokenizer whose template writes "
-            "none within a turn"
+            f"{rest.strip()[:_SHOWN]!r}: remove such a token from the text, or use a tokenizer whose template does "
+            "not write one within a turn"
         )
     return end
 

@@ -104,7 +104,7 @@ class BadRows:
         if not self.reasons or self.policy == "skip":
             return
         raise UserError(
-            f"{listed(self.reasons, 'bad row')}\nrepair the data, or leave such rows out with data.bad_rows=skip"
+            f"{listed(self.reasons, 'bad row')}\nrepair the data, or exclude such rows with data.bad_rows=skip"
         )
 
 
@@ -190,7 +190,7 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
     if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
-        return f"{source} has one column, {next(iter(seen))!r}: separate columns by commas, not by {found[0]!r}"
+        return f"{source} has one column, {next(iter(seen))!r}: separate columns with commas, not with {found[0]!r}"
     usual = next((other for other in _USUAL_NAMES.get(key, ()) if other.partition(".")[0] in seen), "")
     near = nearest(name, seen)
     conversation = next((other for other in _USUAL_NAMES["data.messages_key"] if other in seen), "")
@@ -201,7 +201,7 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     shown = ", ".join(sorted(seen)[:100]) or "none"
     message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {shown}"
     if key == "data.answer_key" and not meant:
-        message += "; without answers, score by a function of your own: custom_reward_function.path=my_reward.py"
+        message += "; without answers, use your own reward function: custom_reward_function.path=my_reward.py"
     return message
 
 

@@ -59,7 +59,7 @@ class EncodedRows(PromptRows):
     """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is read. It is pickled as its path.
 
     domains: sorted, each once. Raises UserError if the file is not one of `write_encoded`, and if a row is read
-    that is not as it was written.
+    that has changed since it was written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ class EncodedRows(PromptRows):
         prompt_ids = _ids_of(prompt.values)
         response_ids = _ids_of(response.values) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
-            raise self._damaged(f"row {index} is not as it was written")
+            raise self._damaged(f"row {index} has changed since it was written")
         text, answer, domain, extra_info, origin, turns, tag, worse = json.loads(rest.as_py())
         turns = tuple((start, end) for start, end in turns) if turns is not None else None
         rejected = None if worse is None else tuple(worse)
@@ -117,8 +117,8 @@ class EncodedRows(PromptRows):
 
     def _damaged(self, why: str) -> UserError:
         return UserError(
-            f"the encoded data '{self.path}' cannot be used: {why}. Delete the file and start the run again, which "
-            "writes it anew"
+            f"the encoded data '{self.path}' cannot be used: {why}. Delete the file and restart the run, which "
+            "writes it again"
         )
 
 

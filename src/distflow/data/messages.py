@@ -45,10 +45,10 @@ def read_conversation(found: JSON, name: str) -> Messages:
         raise RowError(f"{what} has no turn of the {ASSISTANT}, so there is nothing to train on")
     if roles[-1] != ASSISTANT:
         raise RowError(
-            f"{what} ends with a message of the {roles[-1]}, which nothing answers: end it with the {ASSISTANT}'s turn"
+            f"{what} ends with a message of the {roles[-1]}, which has no answer: end it with the {ASSISTANT}'s turn"
         )
     if roles[0] == ASSISTANT:
-        raise RowError(f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: put a message before it")
+        raise RowError(f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: add a message before it")
     for number, message in enumerate(messages, 1):
         if message["role"] == ASSISTANT and not message.get("content") and "tool_calls" not in message:
             raise RowError(f"message {number} of {what} is empty, so there is nothing to train on")

@@ -108,13 +108,13 @@ class PromptReport:
     def lines(self) -> list[str]:
         """Lines on the rows that are used, and those that are left out and why."""
         counts = {
-            "turns of the assistant to train on": self.num_turns,
-            "more rows, of turns that the chat template writes differently once others follow": self.num_texts_more,
+            "assistant turns to train on": self.num_turns,
+            "more rows, of turns that the chat template renders differently if others follow": self.num_texts_more,
             "bad rows skipped": self.num_bad,
-            "rows outside of data.pass_rate left out": self.num_outside,
-            "over-long prompts left out": self.num_overlong_prompts,
-            "over-long responses left out": self.num_overlong_responses,
-            "cut to the longest length": self.num_truncated,
+            "rows outside data.pass_rate left out": self.num_outside,
+            "overlong prompts left out": self.num_overlong_prompts,
+            "overlong responses left out": self.num_overlong_responses,
+            "truncated to the maximum length": self.num_truncated,
         }
         used = f"{self.num_rows:,} rows, longest prompt {self.longest_prompt_tokens} tokens"
         return [used, *(f"{number:,} {what}" for what, number in counts.items() if number)]

@@ -30,7 +30,7 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
     max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
     texts = json_lines(rows, source=_called(values), key=name, wanted=wanted, max_rows=max_rows)
     if not texts:
-        again = " (an iterator can be read once: make it anew)" if hasattr(values, "__next__") else ""
+        again = " (an iterator can be read only once: create a new one)" if hasattr(values, "__next__") else ""
         raise UserError(f"{name}: no rows in {_called(values)}{again}")
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
@@ -60,8 +60,8 @@ def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_row
         texts.append(json.dumps(plain(row)))
     if wanted < 0 and len(texts) > max_rows:
         raise UserError(
-            f"{key}: {source} gave more than {max_rows:,} rows; is it endless? "
-            "Set data.train_max_samples (data.val_max_samples) to the number wanted"
+            f"{key}: {source} gave more than {max_rows:,} rows; is it infinite? Set data.train_max_samples "
+            "(data.val_max_samples) to the number of rows"
         )
     return texts
 

@@ -39,7 +39,7 @@ class IndexedFile:
         """The row, from 0. Raises UserError where the file has changed since it was indexed, or cannot be read."""
         try:
             if self.path.stat().st_size != self.size:
-                raise ValueError("the file has changed since the run began, which must be started again")
+                raise ValueError("the file has changed since the run began: start the run again")
             if self.places is None:
                 group = bisect_right(self.group_ends, index)
                 row = index - (self.group_ends[group - 1] if group else 0)
@@ -88,7 +88,7 @@ def _index_parquet(path: Path) -> IndexedFile:
     size, footer = path.stat().st_size, pyarrow.parquet.ParquetFile(check_file(path)).metadata
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     if any(group.total_byte_size > max(MAX_LIST_BYTES, 1000 * size) for group in groups):
-        raise ValueError("a row group of it stands for too many bytes")
+        raise ValueError("a row group expands to too many bytes")
     fingerprint = hashlib.sha256(repr(footer.to_dict()).encode()).hexdigest()
     ends = tuple(accumulate(group.num_rows for group in groups))
     return IndexedFile(path, size, footer.num_rows, fingerprint, group_ends=ends)

@@ -77,7 +77,7 @@ def load_rows(
         rows.extend(found if wanted < 0 else islice(found, wanted))
     bad.check()
     if not rows and not columns.domain_of_tag:
-        skipped = f" ({len(bad.reasons)} bad ones skipped, the first: {bad.reasons[0]})" if bad.reasons else ""
+        skipped = f" ({len(bad.reasons)} bad ones were skipped, the first: {bad.reasons[0]})" if bad.reasons else ""
         named = ", ".join(f"'{source}'" for source in listed)
         raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
     return rows, bad
@@ -119,7 +119,7 @@ def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterato
         texts = [text for batch in batches for text in batch["row"].to_pylist()]
         expected = reader.schema.metadata[b"fingerprint"].decode()
     if _fingerprint(texts) != expected:
-        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
+        raise UserError(f"{key}: '{file}' is damaged: delete it to read {source} again")
     for number, text in enumerate(texts, 1):
         yield Record(f"{source}, row {number}", json.loads(text))
 
@@ -206,7 +206,7 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
         if unreached:
             reason = (
                 f"there is no file or folder '{path}' in {Path.cwd()}, and the hub cannot be reached ({unreached}): "
-                "write the path of a file, or see to the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
+                "write the path of a file, or check the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
             )
         raise UserError(f"{key}: the data set '{name}' cannot be loaded: {reason}") from error
 
@@ -255,7 +255,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         return
     size = path.stat().st_size
     if size > MAX_LIST_BYTES or count_values(text := path.read_bytes()) > MAX_JSON_VALUES:
-        raise UserError(f"'{path}' is one list of {size:,} bytes, too much to be read as a whole: save it as .jsonl")
+        raise UserError(f"'{path}' is one list of {size:,} bytes, too large to be read at once: save it as .jsonl")
     try:
         entries = json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -307,7 +307,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
                 break
             yield Record(f"{path}, row {number}", values)
         if size > most:
-            raise ValueError(f"it stands for more than {most:,} bytes")
+            raise ValueError(f"it expands to more than {most:,} bytes")
     except (pyarrow.ArrowException, ValueError) as error:  # a ValueError: a text in it is not UTF-8
         raise UserError(f"'{path}' is not Parquet, or damaged: {error}") from error
 

@@ -67,7 +67,7 @@ def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
     )
     if process.returncode:
         reason = (process.stderr.strip() or f"its process ended with {process.returncode}").splitlines()[-1]
-        raise UserError(f"{key}: '{source}' gives no rows: {reason}")
+        raise UserError(f"{key}: '{source}' returned no rows: {reason}")
     for number, line in enumerate(process.stdout.splitlines(), 1):
         found = json.loads(line)
         if "error" in found:
@@ -93,7 +93,7 @@ def read_entry(text: str) -> dict[str, object]:
     except (ValueError, SyntaxError):
         entry = json.loads(text)
     if not isinstance(entry, dict):
-        raise ValueError(f"the row's entry is no mapping, but {text:.80}")
+        raise ValueError(f"the row's entry is not a mapping, but {text:.80}")
     return entry
 
 
@@ -120,7 +120,7 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
         return create_dataset(name, **settings)
     except (AssertionError, LookupError, TypeError, ValueError) as error:  # the package checks by assertions
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"'{name}' refuses its settings {json.dumps(dict(settings))}: {reason}") from error
+        raise UserError(f"'{name}' rejects its settings {json.dumps(dict(settings))}: {reason}") from error
 
 
 def _gym_rows(name: str, settings: Mapping[str, Any], wanted: int) -> Iterator[dict[str, object]]:
@@ -181,10 +181,12 @@ def read_task(name: str, settings: Mapping[str, object], data: object) -> Any:
 def _task_rows(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
     taskset = load_taskset(name, settings)
     if wanted < 0 and not taskset.bounded:
-        raise UserError("the taskset has no end: set data.train_max_samples (of a domain, its own)")
+        raise UserError("the taskset is infinite: set data.train_max_samples (of the domain, if it has one)")
     for task in taskset if wanted < 0 else taskset.take(wanted):
         if fault := find_fault(name, taskset, task):
-            raise UserError(f"task {task.data.idx} needs {fault}, which is not implemented yet: one answer must be all")
+            raise UserError(
+                f"task {task.data.idx} needs {fault}, which is not implemented yet (single-turn tasks only)"
+            )
         data = task.data.model_dump(mode="json", exclude_none=True)
         prompt = data["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

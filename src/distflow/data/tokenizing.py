@@ -55,7 +55,7 @@ def fit(
             "overlong",
             f"none of {len(good):,} rows is short enough: data.max_prompt_length={options.max_prompt_length} "
             f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}: "
-            "raise what is too small",
+            "raise the limit",
         )
     report = PromptReport(
         len(kept),
@@ -138,7 +138,7 @@ def encode_rows(
             good.extend((row, entry) for entry in entries)
     bad_rows.check()
     if not good:
-        raise UnusableRow("bad_row", f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
+        raise UnusableRow("bad_row", f"all rows are bad and were skipped; the first: {bad_rows.reasons[0]}")
     return fit(good, tokenizer, options, len(bad_rows.reasons), num_outside)
 
 
@@ -152,7 +152,7 @@ def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[Ra
         rates = [row.pass_rate for row in rows if row.pass_rate is not None]
         raise UnusableRow(
             "pass_rate",
-            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none lies within; their rates "
+            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none is in this range; their rates "
             f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}",
         )
     return kept, len(rows) - len(kept)
@@ -175,15 +175,15 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], o
         )
     if any(row.is_conversation for row in rows) and not tokenizer.is_fast:
         raise UserError(
-            "the tokenizer does not tell where its tokens stand in a text, as conversations need it: use one with a "
-            "tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
+            "the tokenizer does not give the positions of tokens in a text, which conversations need: use one with "
+            "a tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
         )
     for name in options.template_kwargs:
         if not chat or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             why = (
                 f"no '{name}' is in {template_of(tokenizer)}"
                 if chat
-                else "the prompts are texts: see data.prompt_format"
+                else "the prompts are plain text: see data.prompt_format"
             )
             raise UserError(f"data.apply_chat_template_kwargs.{name} does nothing: {why}")
 

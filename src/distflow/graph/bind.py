@@ -137,8 +137,8 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
 
 
 _NOT_HERE = {
-    "agent_group": "is not implemented yet: it will come with several agents in one pipeline",
-    "filter_plugin": "does not exist here: a filter is a node, whose function returns Drop(reason) for a prompt group",
+    "agent_group": "is not implemented yet (several agents in one pipeline)",
+    "filter_plugin": "does not exist: a filter is a node whose function returns Drop(reason) for a prompt group",
 }
 """Arguments of other systems' `add_node`."""
 
@@ -256,13 +256,13 @@ def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterabl
     """The message that a field is missing, with the likeliest reason."""
     before = [wiring.vertices[other] for other in wiring.before[reader.node.node_id]]
     known = {*loaded, *(written for vertex in before for written in vertex.writes), *reader.names()}
-    message = f"{reader.node.where} reads '{name}', but no node before it writes it and the data have no such column"
+    message = f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no such column"
     message += hint(name, known)
     for node_id in wiring.order:
         vertex = wiring.vertices[node_id]
         may_write = vertex.contract.form is not Form.WIRED or "batch" in vertex.contract.reserved
         if may_write and not vertex.writes and node_id != reader.node.node_id:
-            return f"{message}; if '{node_id}' writes it, declare that by @node(writes=...)"
+            return f"{message}; if '{node_id}' writes it, declare that with @node(writes=...)"
     return message
 
 
@@ -274,8 +274,8 @@ def _written(wiring: Wiring) -> dict[str, Field]:
         if field is None:
             raise PipelineError(
                 f"node '{writers[0]}' writes '{name}', a column that is not declared, so its axis is unknown. Declare "
-                f'it by @node(writes={{"{name}": "sample"}}) (or "response", "prompt", "sequence", "object"), or by '
-                f'register_field("{name}", ...)'
+                f'it by @node(writes={{"{name}": "sample"}}) (or "response", "prompt", "sequence", "object"), or '
+                f'with register_field("{name}", ...)'
             )
         written[name] = field
     return written

@@ -172,12 +172,12 @@ def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "opti
 def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
     if parameters is None:
         raise PipelineError(
-            f"{declared.where}: its function cannot be inspected; declare what it reads by @node(reads=...)"
+            f"{declared.where}: its function cannot be inspected; declare what it reads with @node(reads=...)"
         )
     named_only = declared.role is NodeRole.ADVANTAGE  # estimators get their named parameters only
     for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
-            raise PipelineError(f"{declared.where}: '{p}' does not say what it reads; declare it by @node(reads=...)")
+            raise PipelineError(f"{declared.where}: '{p}' does not say what it reads; declare it with @node(reads=...)")
     roles = {p.name: _role_of(p, declared) for p in parameters}
     passed = [p for p in parameters if roles[p.name] in ("field", "optional")]
     for p in parameters:

@@ -26,7 +26,7 @@ class TaskGraph:
     def add_node(self, node: Node) -> None:
         """Add a node. Raises PipelineError if it is not a node, or its id is taken."""
         if not isinstance(node, Node):
-            raise PipelineError(f"a graph holds nodes, not {node!r}: write Node(node_id, func, deps)")
+            raise PipelineError(f"a graph consists of nodes, not {node!r}: write Node(node_id, func, deps)")
         if node.node_id in self.nodes:
             raise PipelineError(f"node '{node.node_id}' exists already; node ids must be unique")
         self.nodes[node.node_id] = node
@@ -48,7 +48,7 @@ class TaskGraph:
         """
         node = self.get_node(node_id)
         if "node_id" in changes:
-            raise PipelineError(f"{node.where}: a node keeps its id; remove it and add another")
+            raise PipelineError(f"{node.where}: the id of a node cannot change; remove the node and add another")
         made = split_arguments(changes)
         self.nodes[node_id] = replace(node, **{**made, "options": {**node.options, **made["options"]}})
         return self.nodes[node_id]
@@ -184,5 +184,5 @@ def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise PipelineError(f"{where}: names of options must be str, not {options!r}")
     reserved = [name for name in options if name in _ENTRY_KEYS.values()]
     if reserved:
-        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it beside id and func")
+        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it next to id and func")
     return options

@@ -75,13 +75,13 @@ def _check_edges(deps: Edges) -> None:
         for dep in ids:
             if dep not in deps:
                 others = [other for other in deps if other != node_id]
-                raise PipelineError(f"node '{node_id}' depends on '{dep}', which is no node{hint(dep, others)}")
+                raise PipelineError(f"node '{node_id}' depends on '{dep}', which is not a node{hint(dep, others)}")
     try:
         TopologicalSorter(deps).prepare()
     except CycleError as error:  # its second argument is the path, in the direction of the data
         raise PipelineError(
-            f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or a read of what a "
-            "later one writes"
+            f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or stop reading a "
+            "column that a later node writes"
         ) from None
 
 
@@ -123,7 +123,7 @@ class Wiring:
             needs = _why_rollout(self.vertices[node_id])
             if needs and self.planes[node_id] == "training":
                 raise PipelineError(
-                    f"node '{node_id}' {needs}, which only the rollout loop can, but runs in the training loop: "
+                    f"node '{node_id}' {needs}, which needs the rollout loop, but runs in the training loop: "
                     f"{self._reason(node_id)}"
                 )
             for name in self._sources(node_id):

@@ -78,7 +78,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     where there is no such model, or the options do not fit it.
     """
     if (given := options.temperature) is not None and given < 0:
-        raise UserError(f"--temperature {given:g}: it is 0, for greedy responses, or more")
+        raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
     file, is_run = folder / "config.yaml", is_of_a_run(path)
     (folder / "run").mkdir()
     if is_run:
@@ -92,7 +92,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     has_template = data.prompt_format == "chat" if is_run else bool(tokenizer.chat_template)
     max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)
     if context is not None and context <= max_tokens:
-        raise UserError(f"--max-tokens {max_tokens}: the model's context is {context} tokens, prompt and all")
+        raise UserError(f"--max-tokens {max_tokens}: the model's context has {context} tokens, including the prompt")
     prompts = PromptOptions(
         max_prompt_length=sys.maxsize if context is None else context - max_tokens,
         max_response_length=max_tokens,

@@ -136,8 +136,8 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function = getattr(known.fn, "__qualname__", name)
             return UserError(
-                f"{key}: {kind.name} '{name}' ({known.fn.__module__}.{function}) takes '{error.column}', which is no "
-                f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, write it after a *: "
+                f"{key}: {kind.name} '{name}' ({known.fn.__module__}.{function}) takes '{error.column}', not a "
+                f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, put it after a *: "
                 f"def {function}(..., *, {error.column}=...)"
             )
     return None
@@ -146,7 +146,7 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
 def _is_registered(registry: Registry[Any], decorator: str) -> Says:
     def faults(part: Part) -> Iterator[str]:
         if registry.known(part.name) is None:
-            yield f'{part.file} does not register it: write @{decorator}("{part.name}") above {part.attribute}'
+            yield f'{part.file} does not register it: add @{decorator}("{part.name}") above {part.attribute}'
 
     return faults
 
@@ -156,7 +156,7 @@ def _has_formula(module: ModuleType, signature: str) -> Says:
         if part.name not in module.FORMULAS:
             file = module.__name__.removeprefix("distflow.").replace(".", "/")
             yield (
-                f"an audit cannot compute it again: write its formula into {file}.py, in float64 and without "
+                f"an audit cannot recompute it: add its formula to {file}.py, in float64 and without "
                 f'{part.file}, as {signature}, and add "{part.name}": _{part.name} to FORMULAS there'
             )
 
@@ -177,15 +177,15 @@ def _scores(part: Part) -> Iterator[str]:
         return
     if not source.defines("CASES"):
         yield (
-            f"{part.file} has no CASES, which a run scores before it starts: write below its imports "
+            f"{part.file} has no CASES, which are scored before a run starts: add below its imports "
             'CASES = (Case("a response", "its ground truth", 1.0), ...) with scores that are known (Case is in '
-            "rewards/score.py), or CASES = () where a service must be asked"
+            "rewards/score.py), or CASES = () if the function calls a service"
         )
     for target in filter(None, (part.entry.row_check, part.entry.prepare)):
         own, attribute = split_name(target)
         found = SourceFile.of(own)
         if found is None or not found.defines(attribute):
-            yield f"its entry names {target}, which does not exist: write it, or leave it out of the entry"
+            yield f"its entry names {target}, which does not exist: add it, or remove it from the entry"
 
 
 def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple[str, ...] = ()) -> Says:
@@ -201,7 +201,7 @@ def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple
             inspect.signature(made).bind(*[None] * positional, **dict.fromkeys({*keywords, *own}))
         except TypeError as error:
             yield (
-                f"{part.file}: {part.attribute} cannot be made: {error}. It is called with {positional} by position"
+                f"{part.file}: {part.attribute} cannot be created: {error}. It is called with {positional} by position"
                 f"{', ' * bool(keywords)}{', '.join(f'{name}=' for name in keywords)}"
             )
 
@@ -212,7 +212,7 @@ def _tracks(part: Part) -> Iterator[str]:
     """Read from the text of its file: its package may not be installed, which a run says with what to install."""
     source = SourceFile.of(split_name(part.target)[0])
     if source is None or not source.defines(part.attribute):
-        yield f"{part.file} has no class {part.attribute}: write it there, or mend the entry"
+        yield f"{part.file} has no class {part.attribute}: add it, or correct the entry"
         return
     own = source.methods(part.attribute)
     yield from _lacking(part, Tracker, "observe/writing/trackers.py", own.__contains__)
@@ -222,7 +222,7 @@ def _lacking(part: Part, protocol: type, file: str, has: Callable[[str], bool]) 
     """One message with all methods of the protocol that a class does not have. file: of the protocol."""
     if missing := [name for name in _methods(protocol) if not has(name)]:
         lines = "".join(f"\n  {_declared(getattr(protocol, name))}" for name in missing)
-        yield f"{part.file}: {part.attribute} lacks methods; {file} says what each does. Add{lines}"
+        yield f"{part.file}: {part.attribute} lacks methods, which {file} describes. Add{lines}"
 
 
 def _methods(protocol: type) -> list[str]:

@@ -71,11 +71,11 @@ def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) 
     lines = "".join(f"\n  {line}" for line in code)
     if code and not trusted:
         raise UserError(
-            f"this would run Python code that it names:{lines}\n"
-            f"Nothing was run. Read that code; if you trust it, say so with {TRUST_CODE}"
+            f"this would run the following Python code:{lines}\n"
+            f"Nothing was run. Read that code; if you trust it, add {TRUST_CODE}"
         )
     if code:
-        say(f"running Python code, as {TRUST_CODE} allows:{lines}")
+        say(f"running Python code ({TRUST_CODE}):{lines}")
 
 
 def without_model_code(config: Config) -> Config:
@@ -93,16 +93,16 @@ def check_importable(config: Config) -> None:
     for name in config.trainer.imports:
         if not _can_be_imported(name):
             raise UserError(
-                f"trainer.imports: a worker in another process cannot import '{name}': it comes from no file that "
-                f"Python finds. {_ADVICE}trainer.imports=[my_code]"
+                f"trainer.imports: a worker in another process cannot import '{name}': it is not in a file that "
+                f"Python can find. {_ADVICE}trainer.imports=[my_code]"
             )
     for key, fn in _users_functions(config):
         plain = innermost(fn)
         if not _can_be_imported(plain.__module__):
             name = getattr(plain, "__qualname__", repr(fn))
-            named = f"my_code:{name} in its place" if key == "dag.pipeline" else "trainer.imports=[my_code]"
+            named = f"my_code:{name} instead" if key == "dag.pipeline" else "trainer.imports=[my_code]"
             raise UserError(
-                f"{key}: the function {name} lives in '{plain.__module__}', which a worker in another process cannot "
+                f"{key}: the function {name} is in '{plain.__module__}', which a worker in another process cannot "
                 f"import. {_ADVICE}{named}"
             )
 

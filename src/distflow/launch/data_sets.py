@@ -144,9 +144,9 @@ class DataSource:
             else:
                 good.append(row)
         if bad.broken and (self.broken_tests == "error" or (are_all and 2 * len(bad.broken) > len(rows))):
-            advice = "repair them, or leave such rows out with data.broken_tests=skip"
+            advice = "repair them, or exclude such rows with data.broken_tests=skip"
             if self.broken_tests != "error":
-                advice = "most of them: see data.answer_key and reward.functions"
+                advice = "most rows are affected: check data.answer_key and reward.functions"
             raise UserError(f"{self.key}: {listed(bad.broken, 'row', 'whose tests are broken')}\n{advice}")
         return good
 
@@ -190,7 +190,7 @@ class LazyRows(PromptRows):
         self._held = dict[int, PromptRow]()
         for source in sources:
             if source.columns.domain_of_tag:
-                raise UserError("data.lazy cannot choose rows by data.domains.NAME.tags: set data.lazy=false")
+                raise UserError("data.lazy cannot select rows by data.domains.NAME.tags: set data.lazy=false")
             num_rows = 0
             for file in source.files:
                 found = index_file(Path(file).expanduser().absolute(), folder, source.key)
@@ -232,7 +232,7 @@ class LazyRows(PromptRows):
         index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
         rows = source.prompts(records, self._tokenizer)
         if len({row.origin for row in rows}) < len(rows):
-            raise UserError(f"{rows[0].origin}: the chat template makes several rows of one: set data.lazy=false")
+            raise UserError(f"{rows[0].origin}: the chat template needs several rows for it: set data.lazy=false")
         return {index: replace(row, index=index) for row in rows for index in [index_of[row.origin]]}
 
 
@@ -254,7 +254,7 @@ def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
             own = [tag for tag, domain in source.columns.domain_of_tag.items() if domain == source.domain]
             raise UserError(
                 f"data.domains.{source.domain}.tags: no row of {source.key} has the tag {' or '.join(own)} (column "
-                f"'{source.columns.tag}', data.tag_key), so that the domain has nothing to train on"
+                f"'{source.columns.tag}', data.tag_key), so the domain has no training data"
             )
     if sources and not found:
         raise UserError(f"{sources[0].key}: no rows in {', '.join(sources[0].files)}")

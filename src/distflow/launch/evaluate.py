@@ -38,7 +38,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     say: called with the reason why a prompt has no score.
     """
     if not spec.validation:
-        raise UserError("nothing to evaluate on: set data.val_files")
+        raise UserError("there is no evaluation data: set data.val_files")
     rank, pipeline = spec.plan.ranks[0], spec.pipeline()
     own_device(rank.device)  # of a worker, where the config is that of a cluster
     resources = build_resources(spec.factories, rank, say=say)

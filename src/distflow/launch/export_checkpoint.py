@@ -53,7 +53,7 @@ def export_checkpoint(
         config = config_of_run(checkpoint.load("run")["config"])
         trained = TrainState(checkpoint.load("actor")).trained_weights()
     if adapter and not config.actor_rollout_ref.model.lora_rank:
-        raise UserError(f"{source} has no adapter: the run trained all weights; leave --adapter out")
+        raise UserError(f"{source} has no adapter, because the run trained all weights: remove --adapter")
     code = model_code(config)
     only_if_trusted(code, trust_code, say)
     if not code:
@@ -61,7 +61,7 @@ def export_checkpoint(
     model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
     if unknown := copy_weights(trained, model):
         raise UserError(
-            f"{source} was made from another model: its '{unknown}' is no weight of the model, or of another shape"
+            f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or has another shape"
         )
     export_model(model, tokenizer_loader(config)(), target, note=(NOTE, note), adapter=adapter)
     say(f"exported to {target}")
@@ -134,9 +134,7 @@ def write_config_of(run: Path, file: Path) -> Path:
     """The config of a run or checkpoint as YAML, with its policy as the model: keys on how to load the model that the
     run began from are reset. Raises UserError where there is none."""
     if (run / "config.json").is_file():
-        raise UserError(
-            f"{run} is a model: say how it is asked, with distflow eval PRESET actor_rollout_ref.model.path={run}"
-        )
+        raise UserError(f"{run} is a model: choose a preset: distflow eval PRESET actor_rollout_ref.model.path={run}")
     checkpoint = policy_checkpoint(run)
     with checkpoint.reading():
         values = dict(checkpoint.load("run")["config"])
@@ -154,7 +152,7 @@ def _folder(path: str | None, config: Config, say: Say) -> str | None:
     kept = [note.parent for note in copies.glob(f"*/{NOTE}") if read_object(note).get("run") == path]
     if kept and not anew:
         copy = max(kept, key=lambda folder: folder.stat().st_mtime)
-        say(f"model: the copy of {path} that this run began from, {copy}")
+        say(f"model: this run's own copy of its initial model {path}, {copy}")
         return str(copy)
     copies.mkdir(mode=0o700, exist_ok=True)
     source = Path(path)

@@ -36,7 +36,7 @@ def follow_machines(loaded: Loaded) -> Loaded:
     has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
     has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
     who = "torch" if is_local else "Ray"
-    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), and {who} has {has or 'no GPU'}"
+    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), but {who} has {has or 'no GPU'}"
     if trainer.device == "auto":
         return with_changes(loaded, [("trainer.device", "cuda" if has_enough else "cpu", why)])
     if not has_enough:
@@ -77,7 +77,7 @@ def refuse_offload_here(config: Config, device: torch.device) -> None:
     """Raises UserError for a key that offloads to the host's memory where the device is the host."""
     if device.type == "cpu" and (keys := offload_keys(config)):
         raise UserError(
-            f"{', '.join(keys)}: a CPU's data are in the host's memory already (trainer.device="
+            f"{', '.join(keys)}: on a CPU all data is in host memory already (trainer.device="
             f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} out"
         )
 
@@ -104,8 +104,8 @@ def check_cores(plan: Plan, more_advice: str = "") -> None:
     num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
     if num_workers > _WORKERS_A_CORE * cores:
         raise UserError(
-            f"the plan is for {num_workers} workers that compute on CPUs, and this machine has {cores} cores, which "
-            f"{_WORKERS_A_CORE * cores} can share at most: lower trainer.n_gpus_per_node or trainer.allocation"
+            f"the plan is for {num_workers} workers on CPUs, but this machine has {cores} cores, which "
+            f"{_WORKERS_A_CORE * cores} can share at most: reduce trainer.n_gpus_per_node or trainer.allocation"
             f"{more_advice}"
         )
 
@@ -162,13 +162,13 @@ def describe_hardware() -> list[str]:
     turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     native = outcome()
-    by_native = f"no, torch is several times as slow: {native}" if isinstance(native, NotNative) else "yes"
+    by_native = f"no, and torch is several times slower: {native}" if isinstance(native, NotNative) else "yes"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [
         f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
-        f"threads where training and generation take turns (async.max_staleness=0): {turns}",
-        f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
-        f"native code for generating on the processor: {escape_control(by_native, one_line=True)}",
+        f"threads if training and generation take turns (async.max_staleness=0): {turns}",
+        f"threads if they run concurrently (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
+        f"native code for generation on the CPU: {escape_control(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
     ]
 

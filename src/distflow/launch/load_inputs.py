@@ -23,13 +23,13 @@ from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.runtime.node_errors import is_ours
 
-_WAITS = "with async.max_staleness=0 the trainer's thread generates, and nothing is generated while weights change"
+_WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _REASONS = {
     **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
-    "actor_rollout_ref.rollout.free_cache_engine": "engines have nothing to free where async.max_staleness is above 0, "
-    "or trainer.allocation has workers that only generate",
-    "actor_rollout_ref.actor.weight_update_mode": "every worker that generates trains as well, and weights stay in its "
-    "process; trainer.allocation can have some that only generate",
+    "actor_rollout_ref.rollout.free_cache_engine": "engines cannot free anything if async.max_staleness is above 0, "
+    "or if trainer.allocation has workers that only generate",
+    "actor_rollout_ref.actor.weight_update_mode": "every worker that generates also trains, so weights stay in its "
+    "process; trainer.allocation can add workers that only generate",
 }
 # Of loss terms that a pipeline may leave out: 0 is the same as leaving it out.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
@@ -65,9 +65,9 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
         shown = "\n".join(f"  {line}" for line in users.values())
         raise InertKeys(
             users,
-            f"keys that do nothing in pipeline '{pipeline.graph_id}':\n{shown}\n"
-            "Take them out, or choose a pipeline, estimator or loss that uses them; make a key that "
-            "only your own node reads an option of its function",
+            f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
+            "Remove them, or choose a pipeline, estimator or loss that uses them; turn a key that only your own "
+            "node reads into an option of its function",
         )
     return list(inert.values())
 
@@ -110,7 +110,7 @@ class Data:
             return ""
         return (
             f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0][0]} and "
-            f"{both[0][1]}: accuracy on them says nothing of new ones (data.allow_overlap=true if that is meant)"
+            f"{both[0][1]}: their accuracy says nothing about new ones (data.allow_overlap=true if intended)"
         )
 
 

@@ -152,5 +152,5 @@ def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
     waits = reversed(recorder.waits.now())
     longest = {wait.who: wait for wait in waits if wait.on != "training"}  # which continues by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
-    message = f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
+    message = f"finishing this step, {saving}, then exiting; a second signal exits at once{''.join(lasting)}"
     recorder.note("info", f"{name}: {message}")

@@ -147,7 +147,7 @@ def check_engines(config: Config, engines: Collection[str]) -> None:
     for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
         key = "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
         near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])
-        raise UserError(f"{key}: a node of the pipeline asks for the engine '{engine}'{near}; set it")
+        raise UserError(f"{key}: a node of the pipeline needs the engine '{engine}'{near}; set the key")
 
 
 def _source(config: Config, path: str | None) -> Source:

@@ -87,12 +87,12 @@ def _check_side_by_side(configs: Mapping[str, Config]) -> None:
         trainer, values = config.trainer, flatten(config)
         if trainer.launcher != "ray" or trainer.allocation or trainer.devices:
             raise UserError(
-                f"{name}: several configs share the devices of one Ray: set trainer.launcher=ray, and leave "
-                "trainer.allocation and trainer.devices out"
+                f"{name}: several configs share the devices of one Ray: set trainer.launcher=ray, and remove "
+                "trainer.allocation and trainer.devices"
             )
         for key in (key for key in _SHARED if values[key] != of_first[key]):
             both = f"{of_first[key]} in {first} and {values[key]} in {name}"
-            raise UserError(f"{key} is {both}, which share the devices: give it once for all, as {key}=VALUE")
+            raise UserError(f"{key} is {both}, which share the devices: set it once for all, as {key}=VALUE")
         if (other := folders.setdefault(trainer.run_dir.resolve(), name)) != name:
-            advice = f"give one another name, e.g. {name}:trainer.experiment_name={name}"
+            advice = f"give one of them another name, e.g. {name}:trainer.experiment_name={name}"
             raise UserError(f"{other} and {name} have the same folder, {trainer.run_dir}: {advice}")

@@ -48,7 +48,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     such code is not trusted.
     """
     if not (bundle / FACTS).is_file():
-        raise UserError(f"{bundle} is no bundle: it has no {FACTS}; bundles lie below a run's folder, in bundles/")
+        raise UserError(f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a run")
     with _reading(bundle):
         keys = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
         if not isinstance(keys, dict):
@@ -92,7 +92,7 @@ def _reading(bundle: Path) -> Iterator[None]:
         raise
     except _DAMAGE as error:
         raise UserError(
-            f"{bundle} is damaged, or the bundle of another version of distflow: {type(error).__name__}: {error}"
+            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -107,7 +107,7 @@ def _samples_alone(
             found += 1
             yield f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm {alone['grad_norm']:g}"
     if not found:
-        yield "each sample alone is finite: the sum of them is not, or the device of the run computes differently"
+        yield "each sample alone is finite: their sum is not, or the run's device computes differently"
 
 
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
@@ -145,6 +145,6 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raises UserError for a weight that the model does not have: it would be another update."""
     if unknown := copy_weights(weights, model):
         raise UserError(
-            f"the bundle's weight {unknown} is none of the model's: actor_rollout_ref.model.path holds another model "
-            "than it did in the run"
+            f"the bundle's weight {unknown} is not a weight of the model: actor_rollout_ref.model.path has another "
+            "model than in the run"
         )

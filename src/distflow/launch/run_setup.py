@@ -65,7 +65,7 @@ class Start:
     def set_aside(self, spec: Spec, say: Callable[[str], None]) -> None:
         """Move what another run left in the folder out of the way."""
         if not self.resumes and (moved := set_aside(spec.run_dir)):
-            say(f"the run that was in {spec.run_dir} is in {moved} now")
+            say(f"the previous run in {spec.run_dir} was moved to {moved}")
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def note_end(
 
 def resume_hint(spec: Spec) -> str:
     """For the error of a death that ends the run: where the next start resumes."""
-    store, where = open_store(spec), "the start: there is no checkpoint yet (trainer.save_freq)"
+    store, where = open_store(spec), "the beginning: there is no checkpoint yet (trainer.save_freq)"
     if store.exists():
         where = store.load().path.name
     return f"The same command resumes from {where}"

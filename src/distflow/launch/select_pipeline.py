@@ -39,7 +39,7 @@ from distflow.runtime.sample_queue.submitted_rows import Submissions, WithSubmit
 from distflow.runtime.spec import Spec
 
 _WRITERS = {
-    "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without",
+    "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without it",
     "old_log_probs": "compute_old_log_prob writes it",
     "values": "compute_value writes it",
     "advantages": "compute_advantage writes it",
@@ -49,7 +49,7 @@ _WRITERS = {
 
 _AS_ONE = (
     ": `distflow train a.yaml b.yaml` runs pipelines with their own models and data side by side; independent parts "
-    "of one graph have devices of their own too (docs/planning.md)"
+    "of one graph also get their own devices (docs/planning.md)"
 )
 
 
@@ -115,9 +115,7 @@ def _custom(path: str, config: Config) -> TaskGraph:
     except LoadError as err:
         raise UserError(f"dag.pipeline: {err}") from err
     if len(required := required_parameters(make_graph)) > 1:
-        raise UserError(
-            f"dag.pipeline={path} takes ({', '.join(required)}): a pipeline's function takes the config, or nothing"
-        )
+        raise UserError(f"dag.pipeline={path} takes ({', '.join(required)}): it may take the config, or no parameter")
     with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
         graph = _call_pipeline_function(make_graph, config)
     if isinstance(graph, TaskGraph):
@@ -125,8 +123,8 @@ def _custom(path: str, config: Config) -> TaskGraph:
     kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(type(graph), type(graph).__name__)
     is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
     raise UserError(
-        f"dag.pipeline={path} returned {kind}; it must return what Pipeline.build() gives, a "
-        f"TaskGraph{_AS_ONE if is_list else ''}"
+        f"dag.pipeline={path} returned {kind}; it must return a TaskGraph, as Pipeline.build() "
+        f"does{_AS_ONE if is_list else ''}"
     )
 
 

@@ -74,8 +74,9 @@ def _check_alike(plan: Plan) -> None:
     for rank in plan.ranks:
         if (rank.rollout_nodes, rank.training_nodes) != (first.rollout_nodes, first.training_nodes):
             raise UserError(
-                f"trainer.launcher=local: each of its processes generates and trains, and the plan gives {rank.rank} "
-                "other nodes than 0: join all parts of trainer.allocation by '|', or set trainer.launcher=ray"
+                f"trainer.launcher=local: each of its processes generates and trains, but the plan gives rank "
+                f"{rank.rank} other nodes than rank 0: join all parts of trainer.allocation with '|', or set "
+                "trainer.launcher=ray"
             )
 
 
@@ -161,7 +162,7 @@ def _worker_needs(config: Config, is_scored: bool, goes_elsewhere: bool) -> Work
     trainer, reward = config.trainer, config.reward
     if trainer.worker_roles and not goes_elsewhere:
         raise UserError(
-            "trainer.worker_roles: no worker of the plan only generates: give the rollout workers of its own by '+' in "
+            "trainer.worker_roles: no worker of the plan only generates: separate the rollout workers with '+' in "
             "trainer.allocation, or set trainer.worker_cpus, worker_memory_mb and worker_env for all"
         )
 
@@ -194,7 +195,7 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
             why = "the reference computes with the same weights, its adapter switched off"
         else:
             return found
-        raise UserError(f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or leave it out")
+        raise UserError(f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or remove it")
     return found
 
 

@@ -26,7 +26,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
     only_validates = not config.data.domains and config.data.train_files == config.data.val_files  # `distflow eval`
     named = {} if only_validates else {"train": data.looked_at}
     if data.train is not data.looked_at:
-        yield f"train data: {len(data.train):,} rows, each read when its group starts; looked at so far:"
+        yield f"train data: {len(data.train):,} rows, each read when its group starts; checked so far:"
     named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"
@@ -56,42 +56,39 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     trainer, rollout = threads_of(config)
     if (trainer or 0) + (rollout or 0) > cores:
         beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""
-        yield (
-            f"note: trainer.num_threads={trainer}{beside}, and this process has {cores} cores: threads will "
-            "wait for one another"
-        )
+        yield (f"note: trainer.num_threads={trainer}{beside}, but this process has {cores} cores: threads will compete")
     if choose_device(config).type == "cpu" and config.actor_rollout_ref.model.dtype == "bfloat16":
-        yield "note: most CPUs are much slower in bfloat16: actor_rollout_ref.model.dtype=auto is float32 here"
+        yield "note: most CPUs are much slower in bfloat16; actor_rollout_ref.model.dtype=auto uses float32 here"
     staleness = config.async_.max_staleness if is_rl(config) else 0
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
     if staleness and not corrects and loss != "decoupled":  # the loss ignores the policy that sampled the tokens
         yield (
-            f"note: responses are up to {staleness} steps off-policy, and are trained on as if the current policy had "
-            "written them: actor_rollout_ref.actor.policy_loss=decoupled weighs them"
+            f"note: responses are up to {staleness} steps off-policy, and are trained on as if the current policy "
+            "had generated them; actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     if is_default and has_template and is_rl(config) and not data.looked_at.has_messages:
         yield (
-            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model needs "
+            "note: the model has a chat template, but prompts are plain text: an instruction-tuned model needs "
             "data.prompt_format=chat"
         )
     is_text = config.data.prompt_format == "text" and not data.looked_at.has_messages
     for name in (config.data.tools_key, TEMPLATE_KWARGS_COLUMN) if is_text else ():
         if any(name in (row.extra_info or {}) for row in data.looked_at[:_NUM_ROWS_CHECKED]):
             yield (
-                f"note: rows have the column '{name}', which only a chat template gets, and prompts are plain "
-                "text: see data.prompt_format"
+                f"note: rows have the column '{name}', which only a chat template uses, but prompts are plain text: "
+                "see data.prompt_format"
             )
     known = {domain for found in (data.looked_at, *data.validation.values()) for domain in found.domains}
     for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
         for name in sorted(set(named) - known):
-            yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
+            yield f"note: {key} has settings of '{name}', but no row is in that domain{hint(name, known)}"
     tags = {row.tag for found in (data.looked_at, *data.validation.values()) for row in found}
     for tag, domain in domain_of_tag(config).items():
         if tag not in tags:
-            yield f"note: data.domains.{domain}.tags has '{tag}', and no row that is used has that tag{hint(tag, tags)}"
+            yield f"note: data.domains.{domain}.tags has '{tag}', but no used row has that tag{hint(tag, tags)}"
     if "reward_fn" in reading.pipeline.services and all(row.ground_truth is None for row in data.looked_at):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "

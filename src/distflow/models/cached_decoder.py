@@ -227,7 +227,8 @@ class DecoderView:
         tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:
             raise UserError(
-                f"the embedded rollout engine computes other logits than this {self._module.config.model_type} model "
+                f"the embedded rollout engine computes other logits than this "
+                f"{self._module.config.model_type} model "
                 f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set rollout.name=hf"
             )
 
@@ -258,5 +259,5 @@ def _refusal(causal: nn.Module) -> str | None:
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or family == "mistral"
     if sliding and window is not None and window < config.max_position_embeddings:
-        return f"it attends in a sliding window of {window} tokens"
+        return f"it uses a sliding window of {window} tokens"
     return None

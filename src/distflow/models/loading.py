@@ -98,7 +98,7 @@ def load_model(
             model.score.bias = None  # type: ignore[union-attr]  # found by its name
             missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
         if f"{VALUE_HEAD}weight" in missing and not draws_head:
-            raise UserError(f"{source} is no reward model: its weights lack {VALUE_HEAD}weight")
+            raise UserError(f"{source} is not a reward model: its weights lack {VALUE_HEAD}weight")
         if any(name.startswith(VALUE_HEAD) for name in missing):
             _fresh_value_head(model, source.seed)
         missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
@@ -138,7 +138,7 @@ class ModelSource:
         revision, trust_remote_code = options.get("revision"), options.get("trust_remote_code", False)
         self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
-            raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
+            raise UserError("trust_remote_code=true runs code from the hub: pin its revision, or use a local folder")
         if gguf_file is None:
             require_files(self.path, ("config.json",), "config.json")
         else:
@@ -155,9 +155,7 @@ class ModelSource:
             config = AutoConfig.from_pretrained(self.path, **self._options)
         kernel = getattr(config, "_attn_implementation", None)
         if isinstance(kernel, str) and "/" in kernel:
-            raise UserError(
-                f"{self} asks for code of the hub's repository '{kernel}' (attn_implementation): take it out"
-            )
+            raise UserError(f"{self} requests code of the hub's repository '{kernel}' (attn_implementation): remove it")
         return config
 
     def pretrained(
@@ -289,7 +287,7 @@ def refuse_garbage(model: nn.Module) -> None:
     wrong = unsound(magnitudes(model.named_parameters()))
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise UserError(f"the model's weights are damaged: {wrong[0]}{more}; take a whole copy of them")
+        raise UserError(f"the model's weights are damaged: {wrong[0]}{more}; use an intact copy")
 
 
 def own_aligned_memory(model: nn.Module) -> None:

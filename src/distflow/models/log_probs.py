@@ -105,7 +105,7 @@ def token_log_probs(
 def check_temperature(temperature: float | Tensor) -> None:
     """Raises ValueError for one that is not above 0."""
     if not bool(torch.as_tensor(temperature > 0).all()):
-        raise ValueError(f"temperature is {temperature}: the policy is softmax(logits / temperature), give one above 0")
+        raise ValueError(f"temperature is {temperature}: it must be above 0 (softmax(logits / temperature))")
 
 
 def _chunk(

@@ -47,7 +47,7 @@ def add_lora(
         try:
             return get_peft_model(model, config)
         except ValueError as error:
-            raise UserError(f"target_modules={target_modules!r} fits no layer of the model: {error}") from error
+            raise UserError(f"target_modules={target_modules!r} matches no layer of the model: {error}") from error
 
 
 def base_of_adapter(folder: str) -> str | None:
@@ -59,7 +59,7 @@ def base_of_adapter(folder: str) -> str | None:
     config = read_object(Path(folder) / ADAPTER_CONFIG, Path(folder))
     base = config.get("base_model_name_or_path")
     if config.get("peft_type") != "LORA" or not isinstance(base, str) or not base:
-        raise UserError(f"{ADAPTER_CONFIG} in '{folder}' is of no LoRA adapter that names its base model")
+        raise UserError(f"{ADAPTER_CONFIG} in '{folder}' is not that of a LoRA adapter that names its base model")
     return base
 
 

@@ -67,10 +67,10 @@ def why_not_loaded(resolved: str, reason: str) -> str:
 
     if unreached := unreachable():
         return (
-            f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a folder, or see to the "
+            f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a folder, or check the "
             "network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
         )
-    return f"{reason}; {no_folder}; on the hub, look at its name, and at HF_TOKEN where it asks for a login"
+    return f"{reason}; {no_folder}; on the hub, check its name, and HF_TOKEN if it requires a login"
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
                 raise unreadable(file, error) from error
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
-        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a model's, and whole?")
+        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?")
 
 
 _TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin", ".gguf")

@@ -31,14 +31,14 @@ def load_reward_model(
     except UserError:
         if is_local(source.path) and (code := code_of(source.path)):
             raise UserError(
-                f"{source} comes with Python code ({', '.join(code)}), and none is run for a reward model: use one of "
-                "a family that transformers knows"
+                f"{source} comes with Python code ({', '.join(code)}), which is not run for a reward model: use a "
+                "family that transformers supports"
             ) from None
         raise
     check_config(source, config)
     model, missing = source.pretrained(AutoModelForSequenceClassification, config, dtype, only_safetensors=True)
     if missing:
-        raise UserError(f"{source} is no reward model: its weights lack {', '.join(missing[:4])}")
+        raise UserError(f"{source} is not a reward model: its weights lack {', '.join(missing[:4])}")
     refuse_garbage(model)
     own_aligned_memory(model)
     if isinstance(head := getattr(model, HEAD, None), nn.Linear):
@@ -52,7 +52,7 @@ def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
         raise UserError(f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier")
     if config.num_labels != 1:
         what = next(iter(config.architectures or []), "model")
-        raise UserError(f"{source} is no reward model, but a {what} of num_labels={config.num_labels}: a score is one")
+        raise UserError(f"{source} is not a reward model, but a {what} of num_labels={config.num_labels}, not 1")
 
 
 def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:

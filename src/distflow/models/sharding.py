@@ -59,15 +59,15 @@ def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
     text, plan, family = config.get_text_config(), _plan_of(config), config.model_type
     if not plan:
         raise UserError(
-            f"the family '{family}' has no plan for tensor parallelism: allocate data parallel ranks (d) alone"
+            f"the family '{family}' has no plan for tensor parallelism: allocate only data parallel ranks (d)"
         )
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise UserError(
-            f"the family '{family}' divides layers in ways that are not there yet ({', '.join(unknown)}): allocate "
-            "data parallel ranks (d) alone"
+            f"the family '{family}' divides layers in ways that are not implemented yet ({', '.join(unknown)}): "
+            "allocate only data parallel ranks (d)"
         )
     if adapted:
-        raise UserError("adapters (lora_rank) are not divided over tensor parallel ranks yet: allocate d alone")
+        raise UserError("adapters (lora_rank) are not divided over tensor parallel ranks yet: allocate only d")
     for name in _DIVIDED:
         if getattr(text, name) % size:
             raise UserError(
@@ -252,7 +252,7 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
         with safe_open(folder / _SINGLE, "pt") as tensors:
             files = dict.fromkeys(tensors.keys(), folder / _SINGLE)
     else:
-        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}): they can be read in parts, others not")
+        raise UserError(f"'{folder}' has no safetensors ({_INDEX} or {_SINGLE}), which alone can be read in parts")
     stored = model.state_dict().keys()
     own: dict[str, Tensor] = dict(model.named_parameters())
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}

@@ -44,7 +44,7 @@ def load_tokenizer(
         loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
     if generates and tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of '{source}' has no eos_token: generations could not end; set it there")
+        raise UserError(f"the tokenizer of '{source}' has no eos_token: responses could not end; set it there")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

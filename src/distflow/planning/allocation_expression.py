@@ -91,7 +91,7 @@ class _Parser:
         while self._takes("+"):
             groups.append(self._group())
         if self._tokens[0][0] != "end":
-            self._refuse("expected '+', '|' or the end here")
+            self._refuse("expected '+', '|' or the end of the expression here")
         found = replace(self._written, groups=tuple(groups))
         actor = found.find("actor")
         for part in found.parts:
@@ -112,7 +112,7 @@ class _Parser:
                 self._written.refuse(
                     last.at,
                     f"'{first.role}' takes {first.sizes.num_devices} devices and '{last.role}' "
-                    f"{last.sizes.num_devices}, and '|' joins what runs on the same ones; write '+' for devices apart",
+                    f"{last.sizes.num_devices}, but '|' puts both on the same devices; write '+' for separate devices",
                 )
         return tuple(parts)
 
@@ -214,12 +214,12 @@ def check_agreement(allocation: Allocation, config: Config) -> None:
     nodes, devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if nodes * devices != allocation.num_devices:
         raise UserError(
-            f"{KEY}='{allocation.text}' takes {allocation.num_devices} devices, and {_NODES}={nodes} × "
+            f"{KEY}='{allocation.text}' takes {allocation.num_devices} devices, but {_NODES}={nodes} × "
             f"{_DEVICES}={devices} are {nodes * devices}: change one of them"
         )
     for key, there, said in _engines(allocation, config):
         if there != said:
-            raise UserError(f"{key}={there} contradicts {KEY}='{allocation.text}', which says {said}: take one back")
+            raise UserError(f"{key}={there} contradicts {KEY}='{allocation.text}', which says {said}: remove one")
 
 
 def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, object, object]]:

@@ -85,7 +85,7 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
     """
     if num_devices < len(sizes):
         raise UserError(
-            f"the run has {len(sizes)} independent parts, and there are {num_devices} devices: give it at least "
+            f"the run has {len(sizes)} independent parts, but there are {num_devices} devices: use at least "
             f"{len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
         )
     weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]
@@ -104,10 +104,10 @@ def parse_size(written: str | float) -> int:
     if isinstance(written, str):
         match = _WRITTEN.fullmatch(written.strip().upper())
         if match is None:
-            raise UserError(f"'{written}' is no size of a model; write e.g. 70B, 500M or a number of parameters")
+            raise UserError(f"'{written}' is not a model size; write e.g. 70B, 500M or a number of parameters")
         return round(float(match[1]) * _UNITS[match[2]])
     if not 0 <= written < float("inf"):
-        raise UserError(f"{written} is no number of parameters")
+        raise UserError(f"{written} is not a number of parameters")
     return round(written)
 
 

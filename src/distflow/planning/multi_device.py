@@ -83,14 +83,14 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation, config: Config) 
     for group in allocation.groups:
         first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
         for part in (part for part in others if part.sizes != first.sizes):
-            needs = f"'{part.role}' needs the sizes of '{first.role}', with which it shares devices and steps"
+            needs = f"'{part.role}' needs the sizes of '{first.role}', because they share devices and steps"
             allocation.refuse(part.at, needs)
     groups = [{part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups]
     main = next((roles for roles in groups if "actor" in roles), groups[0])
     for role in sorted(pipeline.engines):
         if allocation.find(role) is None:
             if role == "rollout" or "actor" not in main:  # any other may sit with it
-                raise UserError(f"{KEY}='{allocation.text}' names no {role}, which pipeline '{pipeline.graph_id}' has")
+                raise UserError(f"{KEY}='{allocation.text}' lacks the {role}, which pipeline '{pipeline.graph_id}' has")
             main[role] = (rollout_engine if role in judges else main["actor"][0], main["actor"][1])
     return [
         DpGroup(group[0].sizes.num_devices, _nodes_of(pipeline, roles, is_main=roles is main), roles)
@@ -123,7 +123,7 @@ def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...],
     named = [number for own in given for number in own]
     if not all(given) or len(given) != len(parts) or len({*named} & {*range(num_devices)}) < len(named):
         wanted = f"one list for each of the {len(parts)} independent parts, of different numbers below {num_devices}"
-        raise UserError(f"trainer.devices={[list(own) for own in given]}: write {wanted}, or leave it out")
+        raise UserError(f"trainer.devices={[list(own) for own in given]}: write {wanted}, or remove it")
     return given
 
 
@@ -183,8 +183,8 @@ def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpG
         if is_apart and dp_group.nodes & training_nodes:
             beside = ", ".join(f"'{role}'" for role in dp_group.roles if role != "rollout")
             raise UserError(
-                f"{KEY}: the rollout is on the devices of {beside} and not on those of 'actor': join it with 'actor' "
-                "by '|', or give it devices of its own by '+'"
+                f"{KEY}: the rollout is on the devices of {beside} and not on those of 'actor': join it with "
+                "'actor' by '|', or separate them by '+'"
             )
     for node in pipeline.nodes:
         for dp_group in dp_groups:

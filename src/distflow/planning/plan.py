@@ -229,9 +229,7 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
                     f"'{pipeline.graph_id}' uses there: remove it from the plan"
                 )
             for name in (name for name in needed if name not in names):
-                raise UserError(
-                    f"the plan gives rank {rank.rank} no {what} '{name}', which its nodes need: add it there"
-                )
+                raise UserError(f"the plan gives rank {rank.rank} no {what} '{name}', which its nodes need: add it")
     placed = {node_id for rank in plan.ranks for node_id in (*rank.rollout_nodes, *rank.training_nodes)}
     idle = [node.node_id for node in pipeline.nodes if node.node_id not in placed]
     if idle:
@@ -240,8 +238,8 @@ def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
         holders = tuple(rank.rank for rank in plan.ranks if layout.role in rank.engines)
         if holders != layout.ranks:
             raise UserError(
-                f"the plan lays the {layout.role} over ranks {layout.ranks}, and ranks {holders} use it: "
-                "make them the same"
+                f"the plan lays the {layout.role} over ranks {layout.ranks}, but ranks {holders} use it: use the "
+                "same ranks"
             )
 
 

@@ -153,7 +153,7 @@ async def notes_of(
                 await asyncio.to_thread(pool.close)
         except UserError as why:
             return "info", f"{what} is not tried on responses that do no work: {why}"
-        return ("warning", "\n  ".join([f"{what} pays for responses that do no work:", *lines])) if lines else None
+        return ("warning", "\n  ".join([f"{what} scores responses that do no work:", *lines])) if lines else None
 
     domains = dict.fromkeys(row.domain for row in rows)
     parts = [(domain, part.name) for domain in domains for part in router.functions_of(domain) if part.weight > 0]

@@ -14,8 +14,8 @@ from distflow.import_target import innermost, is_async, required_parameters
 
 NOT_APPLICABLE = "not_applicable"
 """Key of the result of a TRL function that returned None for a response: it says nothing of it, and adds 0."""
-_TEXTS = "a completion is a text here, as the prompt is; data.prompt_format=chat makes both messages"
-_MESSAGES = "a completion is a list of messages here, as the prompt is a chat"
+_TEXTS = "a completion is a string here, like the prompt; with data.prompt_format=chat both are messages"
+_MESSAGES = "a completion is a list of messages here, because the prompt is a chat"
 _SINGLE = ("prompt", "completion")
 _ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric", "state", "states", "parser", "judge")
 """Parts of TRL's trainer and of verifiers' environments and episodes."""
@@ -32,8 +32,8 @@ def find_absent(function: Callable[..., object]) -> str:
     if not absent:
         return ""
     return (
-        f"takes '{absent[0]}', which exists in TRL or verifiers alone: give it a default, and read the response from "
-        "'completion' or 'completions', the row's columns by their names"
+        f"takes '{absent[0]}', which only exists in TRL or verifiers: add a default, read the response from "
+        "'completion' or 'completions', and the row's columns by name"
     )
 
 
@@ -99,7 +99,7 @@ def _chosen(function: Callable[..., object], offered: Mapping[str, object]) -> d
         if column in offered and not is_variadic:
             chosen[name] = offered[column]
         elif parameter.default is parameter.empty and not is_variadic:
-            raise ValueError(f"it takes '{name}', and there is no such column; there are {', '.join(offered)}")
+            raise ValueError(f"it takes '{name}', but there is no such column; the columns are {', '.join(offered)}")
     return chosen
 
 

@@ -122,7 +122,7 @@ def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, A
     if len(names) != len(kwargs):
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
     if unknown := [name for name in names if not isinstance(name, str) or name not in INSTRUCTIONS]:
-        raise ValueError(f"no instruction of IFEval is called {unknown[0]!r:.80} ('{IDS}')")
+        raise ValueError(f"IFEval has no instruction {unknown[0]!r:.80} ('{IDS}')")
     return [(name, _read(name, entry)) for name, entry in zip(names, kwargs, strict=True)]
 
 
@@ -146,7 +146,7 @@ def _read(instruction: str, entries: object) -> dict[str, Any]:
         try:
             read[name] = _converted(name, value)
         except re.error as error:
-            raise ValueError(f"{where}: {name}={value!r} is no regular expression: {error}") from error
+            raise ValueError(f"{where}: {name}={value!r} is not a regular expression: {error}") from error
         except ValueError as error:
             raise ValueError(f"{where}: {name}={value!r:.80}: {error}") from error
     if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
@@ -196,7 +196,7 @@ def _number(value: object) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # columns with gaps become floating-point numbers
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("a whole number from 0 is wanted")
+        raise ValueError("a whole number from 0 is required")
     return value
 
 
@@ -215,16 +215,16 @@ def _language(value: str) -> str:
 
 
 _Form: TypeAlias = tuple[Callable[[Any], bool], str, Callable[[Any], object]]
-_TEXT: _Form = (_is_text, "a text is wanted", str.strip)
-_PATTERN: _Form = (_is_text, "a text is wanted", lambda value: re.compile(value.strip()).pattern)
-_PATTERNS: _Form = (_is_list, "a list of texts is wanted", lambda value: [re.compile(each).pattern for each in value])
-_RELATION: _Form = (_RELATIONS.__contains__, f"one of {_RELATIONS} is wanted", str)
+_TEXT: _Form = (_is_text, "not a text", str.strip)
+_PATTERN: _Form = (_is_text, "not a text", lambda value: re.compile(value.strip()).pattern)
+_PATTERNS: _Form = (_is_list, "not a list of strings", lambda value: [re.compile(each).pattern for each in value])
+_RELATION: _Form = (_RELATIONS.__contains__, f"not one of {_RELATIONS}", str)
 _FORMS: dict[str, _Form] = {
     "keywords": _PATTERNS, "forbidden_words": _PATTERNS, "keyword": _PATTERN, "postscript_marker": _PATTERN,
     "section_spliter": _PATTERN, "relation": _RELATION, "let_relation": _RELATION, "capital_relation": _RELATION,
     "first_word": _TEXT, "prompt_to_repeat": _TEXT, "end_phrase": _TEXT,
-    "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter is wanted", str.lower),
-    "language": (_is_text, "a text is wanted", _language),
+    "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter is required", str.lower),
+    "language": (_is_text, "not a text", _language),
     "nth_paragraph": (lambda value: _number(value) > 0, "paragraphs are counted from 1", _number),
 }  # fmt: skip
 """By argument: what is valid, what to say of another one, and the value to check with; others are numbers."""

@@ -100,7 +100,7 @@ class JudgeCache:
         if not changed:
             calls, tokens = self.spent()
             raise BudgetSpent(
-                f"the judge's budget is spent: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
+                f"the judge's budget is exhausted: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
                 f"max_tokens={max_tokens or 'any'} ({self._file})"
             )
 
@@ -120,8 +120,8 @@ class JudgeCache:
 
     def _unusable(self, error: sqlite3.Error) -> ValueError:
         return ValueError(
-            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or name another file as option "
-            "'store', which starts empty and with a new budget"
+            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or set the option 'store' to "
+            "another file, which starts empty and with a new budget"
         )
 
 
@@ -157,7 +157,7 @@ async def compute_score(
     max_calls, max_tokens: of all that use the store; 0 is no bound. Raises ValueError if there is no score.
     """
     if not model:
-        raise ValueError("the judge has no model: give the part options, e.g. {name: judge, options: {model: ...}}")
+        raise ValueError("the judge has no model: add options to the part, e.g. {name: judge, options: {model: ...}}")
     if (max_calls or max_tokens) and not store:
         raise ValueError("a budget of the judge is counted in a file: set its option 'store' too")
     values = {**(extra_info or {}), "prompt": prompt, "response": solution_str, "ground_truth": ground_truth}
@@ -178,7 +178,7 @@ async def compute_score(
     except BudgetSpent:  # not the endpoint's fault
         raise
     except openai.OpenAIError as error:
-        why = f"the judge refused: {type(error).__name__}: {error}"
+        why = f"the judge rejected the request: {type(error).__name__}: {error}"
         if isinstance(error, openai.AuthenticationError):
             why += f"; the environment variable {key_variable} {'holds its key' if secret else 'is not set'}"
     except ValueError as error:
@@ -211,7 +211,8 @@ def _secret(key_variable: str, base_url: str) -> str:
         raise ValueError(f"the judge has no key: set the environment variable {key_variable}")
     if not (secret.isascii() and secret.isprintable()):
         raise ValueError(
-            f"the environment variable {key_variable} holds no key: it has characters that an HTTP header cannot have"
+            f"the environment variable {key_variable} does not contain a key: it has characters not allowed in an "
+            f"HTTP header"
         )
     return secret
 
@@ -251,12 +252,12 @@ async def _answer(
             return await _body(client, asked)
         except Unavailable as error:
             asked_s = f", and asks to wait {error.wait_s:g} s" if error.wait_s else ""
-            said = f"the judge gave no answer in {attempt} attempt{'s' * (attempt > 1)}: {error}{asked_s}"
+            said = f"the judge did not reply in {attempt} attempt{'s' * (attempt > 1)}: {error}{asked_s}"
             pause_s = min(error.wait_s if error.wait_s is not None else wait_s, _LONGEST_WAIT_S)
             if attempt > retries:
                 raise ValueError(said) from None
             if pause_s >= left_s():
-                raise ValueError(f"{said}; reward.timeout_s leaves no time for another") from None
+                raise ValueError(f"{said}; reward.timeout_s leaves no time for another attempt") from None
             await asyncio.sleep(pause_s)
             wait_s *= 2
     raise AssertionError("the last attempt returns or raises")
@@ -271,9 +272,9 @@ async def _body(client: openai.AsyncOpenAI, asked: Mapping[str, object]) -> byte
                 async for chunk in response.iter_bytes():
                     body += chunk
                     if len(body) > MAX_BODY_BYTES:
-                        raise ValueError(f"the judge's answer is longer than {MAX_BODY_BYTES:,} bytes")
+                        raise ValueError(f"the judge's reply is longer than {MAX_BODY_BYTES:,} bytes")
             except _HTTP_ERRORS as error:
-                raise Unavailable(f"its answer broke off ({error})") from None
+                raise Unavailable(f"its reply is incomplete ({error})") from None
     except openai.APIConnectionError as error:  # time-outs too
         raise Unavailable(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from None
     except openai.APIStatusError as error:
@@ -292,7 +293,7 @@ def _read(body: str) -> tuple[object, int]:
         content, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
         tokens = usage.get("total_tokens", 0)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"the judge's answer is no chat completion: {beginning(body)}") from None
+        raise ValueError(f"the judge's reply is not a chat completion: {beginning(body)}") from None
     return content, tokens if isinstance(tokens, int) and 0 < tokens < _MOST_TOKENS else 0
 
 

@@ -39,7 +39,7 @@ def fill_template(template: str, values: Mapping[str, object], most_characters: 
     response = shortened(_OPENING.sub("&lt;", response), max(most_characters, 2))
     values = {**values, "response": response, "nonce": nonce}
     if unknown := ", ".join(sorted(set(_PLACEHOLDER.findall(template)) - set(values))):
-        raise ValueError(f"the judge's template names {unknown}, which is no column of the row")
+        raise ValueError(f"the judge's template names {unknown}, which is not a column of the row")
     return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
@@ -61,16 +61,16 @@ def judge_template(template: str) -> str:
 def read_score(content: object) -> dict[str, object]:
     """Score and reason, exactly as in the schema. Raises ValueError."""
     if not isinstance(content, str):
-        raise ValueError(f"the judge answered no text: {beginning(json.dumps(content))}")
+        raise ValueError(f"the judge's reply is not text: {beginning(json.dumps(content))}")
     try:
         found = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError):
-        raise ValueError(f"the judge's answer is no JSON: {beginning(content)}") from None
+        raise ValueError(f"the judge's reply is not JSON: {beginning(content)}") from None
     if not isinstance(found, dict) or set(found) != set(_NAMES):
-        raise ValueError(f"the judge's answer is not {{reason, score}}: {beginning(content)}")
+        raise ValueError(f"the judge's reply is not {{reason, score}}: {beginning(content)}")
     score, reason = found["score"], found["reason"]
     if not isinstance(reason, str) or isinstance(score, bool) or not isinstance(score, int | float):
-        raise ValueError(f"the judge's answer is no score with a reason: {beginning(content)}")
+        raise ValueError(f"the judge's reply is not a score with a reason: {beginning(content)}")
     if not 0 <= score <= 1:  # NaN is neither
         raise ValueError(f"the judge's score is not between 0 and 1: {beginning(content)}")
     return {"score": float(score), "reason": reason}

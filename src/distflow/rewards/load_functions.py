@@ -60,9 +60,9 @@ def write_function(
     data = _pickled(entry or function)
     if isinstance(data, Exception):
         raise UserError(
-            f"the function {name_of(function)} ({key}) runs in another process, and what it refers to cannot be sent "
-            f"there: {_culprit(function) or data}. Make it inside the function, once, in a function of its own under "
-            f"@functools.cache; or put the function into a .py file and set {key}"
+            f"the function {name_of(function)} ({key}) runs in another process, and an object that it uses cannot "
+            f"be sent there: {_culprit(function) or data}. Create it inside the function, once, in a separate "
+            f"function with @functools.cache; or put the function into a .py file and set {key}"
         ) from data
     write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
 
@@ -172,7 +172,7 @@ def split_batch(returned: object, length: int) -> list[object]:
     if not isinstance(returned, list | tuple) or len(returned) != length:
         what = f"{len(returned)} scores" if isinstance(returned, list | tuple) else f"{returned!r:.80}"
         raise ValueError(
-            f"it returned {what} for {length} responses: a batched reward function returns a list of as many"
+            f"it returned {what} for {length} responses: a batched reward function returns one score per response"
         )
     return list(returned)
 
@@ -187,7 +187,7 @@ def target_of(name: str, custom: tuple[str, str] | None) -> str:
         return REWARDS[name].target
     if ":" in name:
         return custom_target(*split_name(name))
-    raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, REWARDS)}")
+    raise UserError(f"reward.functions names '{name}', which is not a reward function{hint(name, REWARDS)}")
 
 
 def fingerprint_target(target: str) -> str:

@@ -56,7 +56,7 @@ def compute_score(
         for i, (response, extra) in enumerate(zip(solution_strs, extra_infos, strict=True))
     ]
     if not all(ids for ids, _ in texts):
-        raise ValueError("neither prompt nor response has a token: there is nothing to score")
+        raise ValueError("prompt and response have no tokens: there is nothing to score")
     pad_id = reward_model.tokenizer.pad_token_id
     scores = score_ids(reward_model.model, [ids for ids, _ in texts], 0 if pad_id is None else pad_id, max_tokens)
     return [{"score": score, **({CUT: cut} if cut else {})} for score, (_, cut) in zip(scores, texts, strict=True)]
@@ -101,5 +101,5 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"the reward 'model' finds no device '{name}' ({reason}): write cpu, cuda or cuda:1") from error
+        raise UserError(f"the reward 'model' has no device '{name}' ({reason}): write cpu, cuda or cuda:1") from error
     return device

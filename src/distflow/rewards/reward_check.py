@@ -262,9 +262,9 @@ def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str
     place = f"{path}, line {line}" if (line := line_of(path, name)) else path
     what = f"{result} (reward.timeout_s): it hangs, or is slow" if isinstance(result, Timeout) else str(result)
     return (
-        f"the reward function {name} ({place}) gives no score for the first row ({row.origin}) with the row's ground "
-        f"truth as the response ({response!r:.80}): {what}. Mend it, and try it by "
-        "`distflow reward check`; trust.check_rewards=false starts without this call"
+        f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) with the row's ground "
+        f"truth as the response ({response!r:.80}): {what}. Correct it, and test it with `distflow reward check`; "
+        "trust.check_rewards=false skips this call"
     )
 
 

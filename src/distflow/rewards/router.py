@@ -44,7 +44,7 @@ class Overlong(NamedTuple):
         Raises ValueError if the buffer exceeds the limit.
         """
         if not 0 <= self.buffer_tokens <= limit:
-            raise ValueError(f"the overlong buffer of {self.buffer_tokens} tokens must lie in 0..{limit}")
+            raise ValueError(f"the overlong buffer of {self.buffer_tokens} tokens must be in 0..{limit}")
         if self.buffer_tokens == 0:
             return 0.0
         excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
@@ -89,7 +89,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """
         functions = settings.functions
         if not functions or not all(functions.values()):
-            raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
+            raise UserError("reward.functions is empty; write e.g. reward.functions={default: [math]}")
         self._functions = functions
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
@@ -202,7 +202,7 @@ def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> 
         domain_pools.functions_of(functions, domain)
         if domain.partition("/")[0] in TAKEN:
             raise UserError(
-                f"a domain of the data is called '{domain}', and metrics of that name mean something else "
+                f"a domain of the data is called '{domain}', but metrics of that name have another meaning "
                 f"({TAKEN[domain.partition('/')[0]]}): rename it in data.domains or in the rows' column "
                 "(data.domain_key)"
             )

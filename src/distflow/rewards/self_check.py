@@ -60,8 +60,10 @@ async def run_self_check(router: "RewardRouter") -> None:
             )
             if reward_result != Score(case.expected):
                 raise RuntimeError(
-                    f"the reward function '{name}' does not work here: {case.response!r} against {case.ground_truth!r} "
-                    f"should score {case.expected}, it got {reward_result}; reinstall distflow and its dependencies, "
+                    f"the reward function '{name}' does not work here: {case.response!r} against "
+                    f"{case.ground_truth!r} "
+                    f"should score {case.expected}, but got {reward_result}; reinstall distflow and its "
+                    f"dependencies, "
                     "or set trust.check_rewards=false"
                 )
     await asyncio.wrap_future(self_check_once())
@@ -130,8 +132,8 @@ async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, ob
             ground_truth, reward_result = failed[0]
             result = reward_result.reason if isinstance(reward_result, Error) else str(reward_result)
             raise UserError(
-                f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 against themselves, "
-                f"e.g. {ground_truth!r:.80} ({result}): see data.answer_key and reward.functions"
+                f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 when compared with "
+                f"themselves, e.g. {ground_truth!r:.80} ({result}): see data.answer_key and reward.functions"
             )
 
 
@@ -189,11 +191,11 @@ async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], s
         more = f"\n  and {len(failed) - _SHOWN_ROWS} more" if len(failed) > _SHOWN_ROWS else ""
         if 2 * len(failed) > len(tried):
             raise UserError(
-                f"{found}{lines}{more}\nsee data.answer_key and reward.functions; if the column holds no solutions, "
-                "name another one with data.solution_key, or none: data.solution_key=''"
+                f"{found}{lines}{more}\nsee data.answer_key and reward.functions; if the column does not contain "
+                "solutions, name another one with data.solution_key, or disable this with data.solution_key=''"
             )
         warnings.append(
-            f"{found}{lines}{more}\nsuch rows may punish right responses; `distflow reward check` with --response-key "
+            f"{found}{lines}{more}\nthey may punish correct responses; `distflow reward check` with --response-key "
             f"{column} and --rows 0 tries all rows"
         )
     return warnings

@@ -57,11 +57,11 @@ def has_format(
     if pattern is None:
         return float(bool((last_box(solution_str) or "").strip()))
     if not isinstance(pattern, str):
-        raise ValueError(f"extra_info['{PATTERN_KEY}'] is {pattern!r}, no regular expression")
+        raise ValueError(f"extra_info['{PATTERN_KEY}'] is {pattern!r}, not a regular expression")
     try:
         return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
     except re.error as error:
-        raise ValueError(f"extra_info['{PATTERN_KEY}'] is no regular expression: {error}") from error
+        raise ValueError(f"extra_info['{PATTERN_KEY}'] is not a regular expression: {error}") from error
 
 
 def length(
@@ -71,12 +71,12 @@ def length(
     is "characters" or "words" (separated by white space). DAPO's penalty in tokens, before `data.max_response_length`,
     is `reward.overlong`.
 
-    Raises ValueError for limits that leave no length, or another unit.
+    Raises ValueError for limits that exclude all lengths, or another unit.
     """
     if unit not in _UNITS:
         raise ValueError(f"unit={unit!r}: there are {', '.join(_UNITS)}")
     if not 0 <= at_least <= at_most or slope < 0:
-        raise ValueError(f"at_least={at_least}, at_most={at_most}, slope={slope} leave no length")
+        raise ValueError(f"at_least={at_least}, at_most={at_most}, slope={slope} exclude all lengths")
     number = _UNITS[unit](solution_str)
     missed_by = max(at_least - number, number - at_most, 0)
     return max(0.0, 1.0 - missed_by / slope) if slope else float(missed_by == 0)
@@ -91,7 +91,7 @@ def repetition(solution_str: str, n: int = 3, unit: str = "words") -> float:
     Raises ValueError for an n below 1 or another unit.
     """
     if n < 1:
-        raise ValueError(f"n={n}: an n-gram has 1 part or more")
+        raise ValueError(f"n={n}: an n-gram has at least 1 part")
     if unit not in ("words", "characters"):
         raise ValueError(f"unit={unit!r}: there are words, characters")
     text = solution_str.lower()

@@ -27,7 +27,7 @@ def check_request(
         raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
         raise UserError(
-            f"a prompt holds token {max(prompt_ids)}, but the model has {vocab_size} tokens: "
+            f"a prompt contains token {max(prompt_ids)}, but the model has {vocab_size} tokens: "
             "is this the model's own tokenizer?"
         )
     if not samples or len(set(samples)) < len(samples):

@@ -59,7 +59,7 @@ class EngineWeights:
     def check_whole(self) -> None:
         """Raises RuntimeError after a copy that failed in the middle, and while the memory of the weights is free."""
         if not self.is_whole:
-            had = "has released its weights" if self._released else "took a part of its last weights only"
+            had = "has released its weights" if self._released else "loaded only a part of its last weights"
             raise RuntimeError(f"the rollout engine {had}, and does not use them")
 
     def release(self) -> None:
@@ -80,7 +80,7 @@ class EngineWeights:
         shared storage, when a sent tensor is not the module's own.
         """
         if version < current:
-            raise ValueError(f"weights of {version} offered to an engine that serves {current}: versions never go back")
+            raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
         if weights is None:
             return WeightReceipt(version, shared=self.shared, version_only=True)
         if self.shared:
@@ -115,11 +115,11 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
         for name, sent in weights:
             tensor = sent.to(own[name]) if name in own else sent
             if problem := _problem(own, taken, name, tensor):
-                raise PartialWeightsError(f"weights taken in part: {problem}")
+                raise PartialWeightsError(f"weights were only partly loaded: {problem}")
             own[name].copy_(tensor)
             taken.setdefault(id(own[name]), {})[name] = own[name]
     if missing := _missing(own, taken):
-        raise PartialWeightsError(f"weights taken in part: {'; '.join(missing[:8])}")
+        raise PartialWeightsError(f"weights were only partly loaded: {'; '.join(missing[:8])}")
     return stripe_hashes(each for by_name in taken.values() for each in by_name.items())
 
 
@@ -139,7 +139,7 @@ def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Ten
     problems += _missing(own, sent)
     if problems:
         more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(f"weights not taken, nothing changed: {'; '.join(problems[:8])}{more}")
+        raise ValueError(f"weights were rejected and nothing changed: {'; '.join(problems[:8])}{more}")
 
 
 def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:
@@ -172,6 +172,6 @@ def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
     foreign = [name for name, tensor in weights if name not in own or tensor.data_ptr() != own[name].data_ptr()]
     if foreign:
         raise ValueError(
-            f"the engine shares the trainer's storage, but {len(foreign)} sent tensors lie elsewhere "
+            f"the engine shares the trainer's storage, but {len(foreign)} sent tensors are stored elsewhere "
             f"({', '.join(foreign[:4])}): send the trainer's own parameters, or give the engine its own copy"
         )

@@ -86,7 +86,7 @@ class NodeContext:
         """
         if self.router is None or self.group is None:
             raise UserError(
-                "ctx.reward_fn has no reward functions: they run beside the rollout loop of pipelines in which a node "
+                "ctx.reward_fn has no reward functions: they run with the rollout loop of pipelines in which a node "
                 "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
             )
         with deadline_paused():  # the reward functions have deadlines of their own
@@ -146,8 +146,8 @@ class _NoState(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: object) -> None:
         raise UserError(
-            f"node '{self._node_id}' keeps ctx.state['{name}'] on one of several workers: the others do not see it, "
-            "and no checkpoint holds it. Keep it in a node of the training loop, or let one worker generate and train"
+            f"node '{self._node_id}' keeps ctx.state['{name}'] on one of several workers: the others do not have "
+            "it, and no checkpoint contains it. Use a node of the training loop, or a single worker"
         )
 
 
@@ -315,7 +315,7 @@ def _changed(before: Batch, after: Batch) -> dict[str, Written]:
     """The columns that a node added to its batch or replaced."""
     if len(before) != len(after) or not bool((before.lengths("sequence") == after.lengths("sequence")).all()):
         raise ValueError(
-            "it is over other samples than the group's; a node that makes responses returns a list of samples "
+            "it contains other samples than the group's; a node that generates responses returns a list of samples "
             "(distflow.data.sample.Sample)"
         )
     return {name: after.flat(name) for name in after.names if name not in before or not _same(before, after, name)}

@@ -121,9 +121,9 @@ class LoopThread:
                 blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # what runs is ours, and ends
                 if place is not None and blocked_s > self._blocked_after_s:
                     error = LoopBlocked(
-                        f"an async function has kept everything else waiting for {self._blocked_after_s:g} s (at "
-                        f"{place}): it must await what it waits for, or be a plain function, which gets a thread of "
-                        "its own (reward.timeout_s for each sample)"
+                        f"an async function has blocked everything else for {self._blocked_after_s:g} s (at "
+                        f"{place}): it must await instead of blocking, or be a synchronous function, which gets its "
+                        "own thread (reward.timeout_s for each sample)"
                     )
                     self.end(error)
             time.sleep(_POLL_S)

@@ -16,7 +16,7 @@ from distflow.observe.sanitize import escape_control
 from distflow.rewards.score import RewardCounts
 
 REPAIR_ADVICE = (
-    "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or its ground truths "
+    "Correct the named function (custom_reward_function.path, reward.functions, dag), or its ground truths "
     "(data.answer_key); if it is slow, raise reward.timeout_s"
 )
 
@@ -68,7 +68,7 @@ def writing_to(run_dir: Path) -> Iterator[None]:
         what = f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
         raise UserError(
             f"the run's folder {run_dir} cannot be written ({what}). Its checkpoints are complete. Free space, "
-            "move away what is in the way, or set trainer.default_local_dir to another folder; then start again"
+            "move conflicting files away, or set trainer.default_local_dir to another folder; then rerun the command"
         ) from err
 
 
@@ -95,14 +95,15 @@ class ErrorShare:
         if calls.share > self.max_share:
             raise TooManyErrors(
                 f"{described(calls)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
-                f"the rest is no sound sample. {_first(calls)}\n{REPAIR_ADVICE}; reward.max_error_rate=1 never stops"
+                f"the rest is not representative. {_first(calls)}\n{REPAIR_ADVICE}; "
+                "reward.max_error_rate=1 never stops"
             )
         if calls.share <= WARN_ABOVE:
             self._warned_share = 0.0
         elif calls.share >= 2 * self._warned_share:
             self._warned_share = calls.share
             self.warn(
-                f"{described(calls)} at step {step}; such responses are left out of the training. {_first(calls)}\n"
+                f"{described(calls)} at step {step}; such responses are excluded from training. {_first(calls)}\n"
                 f"{REPAIR_ADVICE}. Above reward.max_error_rate={self.max_share:g} the run stops"
             )
         if not calls.asked:
@@ -121,7 +122,7 @@ def described(calls: RewardCounts) -> str:
 
 
 def _first(calls: RewardCounts) -> str:
-    return f"The first said: {escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
+    return f"The first error was: {escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
 
 
 class NoProgress(RuntimeError):
@@ -165,7 +166,7 @@ class FailuresInARow:
             return
         first = self._failures[0]
         message = (
-            f"the last {len(self._failures)} prompt groups all failed, so nothing can progress; the first said: "
+            f"the last {len(self._failures)} prompt groups all failed, so the run cannot progress; the first error: "
             f"{first.message}"
         )
         raise UserNoProgress(f"{message}\n{REPAIR_ADVICE}") if first.users else NoProgress(message)

@@ -111,7 +111,7 @@ def own_device(planned: str) -> str:
         return "CPU"
     if not torch.cuda.is_available():
         raise MissingDevice(
-            f"the plan has a GPU for this process, and torch {torch.__version__} finds none on {platform.node()}: "
-            "install a driver and a torch for CUDA there, or set trainer.device=cpu"
+            f"the plan has a GPU for this process, but torch {torch.__version__} finds none on {platform.node()}: "
+            "install a CUDA driver and a CUDA build of torch there, or set trainer.device=cpu"
         )
     return torch.cuda.get_device_name()

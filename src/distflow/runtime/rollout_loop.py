@@ -305,7 +305,7 @@ class RolloutLoop:
             await self._turn(stop, accepted=drop is None)
         except asyncio.CancelledError:
             if stop is not None and stop.over:
-                self._end(prompt_group, "aborted: the step had all it needs", started)
+                self._end(prompt_group, "aborted: the step was complete", started)
             raise
         except NodeError as err:
             users = isinstance(err, UserError)

@@ -96,9 +96,7 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
 def _joined(metrics: dict[str, float], others: dict[str, float]) -> dict[str, float]:
     """Raises UserError if two metrics have one name, such as a part `mean` of a domain named like another part."""
     if clash := min(metrics.keys() & others.keys(), default=None):
-        raise UserError(
-            f"the metric '{clash}' would stand for two things: call that part of the reward, or that domain, otherwise"
-        )
+        raise UserError(f"the metric '{clash}' would have two meanings: rename that part of the reward, or that domain")
     return metrics | others
 
 

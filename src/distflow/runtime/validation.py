@@ -152,7 +152,7 @@ class ValidationRunner:
         self.step = inputs.version.step
 
     def validate(self, step: int) -> dict[str, float]:
-        """The metrics, on the rank that leads; none if there is nothing to validate on."""
+        """The metrics, on the rank that leads; none if there is no validation data."""
         self.step = step
         if not self._spec.validation:
             return {}
@@ -198,7 +198,7 @@ def score(name: str, validated: Mapping[str, float]) -> float:
     """What `keep_best` compares, higher being better; of a loss its negative. Raises UserError for an unknown name."""
     if name not in validated:
         raise UserError(
-            f"trainer.keep_best_metric={name} is nothing that the validation measures; "
-            f"choose one of {', '.join(sorted(validated))}"
+            f"trainer.keep_best_metric={name} is not a metric of the validation; choose one of "
+            f"{', '.join(sorted(validated))}"
         )
     return -validated[name] if name.endswith("loss") else validated[name]

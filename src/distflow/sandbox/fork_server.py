@@ -286,7 +286,7 @@ class Program:
             "output": f"it printed more than {limits.printed_bytes:,} bytes",
             "signal": f"it was ended by signal {-code}",
             "exit": f"it ended with exit status {code} and no answer",
-            "frame": "it wrote nonsense to the descriptor for answers",
+            "frame": "it wrote invalid data to the descriptor for results",
         }
         return Broken(cause, reasons[cause])
 
@@ -367,7 +367,7 @@ class Program:
         try:
             message = self._report.recv(_CHUNK_BYTES)
         except TimeoutError:
-            raise ServerGone("the fork server does not answer") from None
+            raise ServerGone("the fork server does not reply") from None
         if not message:
             self._readers.pop(self._report.fileno(), None)
             raise ServerGone("the fork server ended")

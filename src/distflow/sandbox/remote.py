@@ -32,7 +32,9 @@ class RemoteSandbox(interface.AnySandbox):
         """Raises UserError if the URL is not that of a server, SandboxFault if no server answers."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise UserError(f"'{url}' is no URL of a sandbox: write e.g. http://host:8750, and its password in {TOKEN}")
+            raise UserError(
+                f"'{url}' is not the URL of a sandbox: write e.g. http://host:8750, its password in {TOKEN}"
+            )
         self.url, self.limits, self.waited_s = url.rstrip("/"), limits, 0.0
         self._path = parts.path.rstrip("/")
         connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -49,7 +51,7 @@ class RemoteSandbox(interface.AnySandbox):
         reply = self.ask("open", {"code": code, "limits": limits._asdict()}, limits.wall_s, repeatable=True)
         _raise(reply)
         if not isinstance(reply.get("session"), str):
-            raise interface.SandboxFault(f"the sandbox at {self.url} answers nonsense: it names no program")
+            raise interface.SandboxFault(f"the sandbox at {self.url} sent an invalid reply: it names no program")
         return RemoteSession(self, reply["session"], limits)
 
     def ask(
@@ -65,7 +67,7 @@ class RemoteSandbox(interface.AnySandbox):
                 self._connection.close()
                 if not waits_s:
                     reason = str(error) or type(error).__name__
-                    raise interface.SandboxFault(f"the sandbox at {self.url} does not answer: {reason}") from None
+                    raise interface.SandboxFault(f"the sandbox at {self.url} does not reply: {reason}") from None
                 time.sleep(waits_s.pop(0))
                 continue
             if status != http.HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() - began >= _BUSY_S:
@@ -98,7 +100,7 @@ class RemoteSandbox(interface.AnySandbox):
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            raise http.client.HTTPException(f"it answers {answer.status} and no JSON: it is no sandbox")
+            raise http.client.HTTPException(f"it returned {answer.status} and no JSON: it is not a sandbox")
         return answer.status, reply
 
 
@@ -119,7 +121,7 @@ class RemoteSession(interface.AnySession):
         try:
             return from_text(reply["value"])
         except (KeyError, TypeError, ValueError) as error:
-            raise interface.SandboxFault(f"the sandbox at {self._sandbox.url} answers nonsense: {error}") from None
+            raise interface.SandboxFault(f"the sandbox at {self._sandbox.url} sent an invalid reply: {error}") from None
 
     def close(self) -> None:
         """Idempotent. A server that cannot be reached ends the idle session by itself."""
@@ -141,4 +143,4 @@ def _decode(kind: Any, fields: Any) -> Any:
     try:
         return kind(**fields)
     except TypeError as error:
-        raise interface.SandboxFault(f"a sandbox answers nonsense: {error}") from None
+        raise interface.SandboxFault(f"a sandbox sent an invalid reply: {error}") from None

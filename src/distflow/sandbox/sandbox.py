@@ -75,7 +75,7 @@ class Sandbox(interface.AnySandbox):
         if server is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.level.missing.items())
             raise UserError(
-                f"programs cannot be run here, since nothing would isolate them ({reasons}); {interface.INSTALL}"
+                f"programs cannot run here, because they would not be isolated ({reasons}); {interface.INSTALL}"
             )
         self.limits, self._server = limits, server
         self._lock = threading.Lock()

@@ -147,7 +147,7 @@ class Server(ThreadingHTTPServer):
         """Raises UserError if other machines could send requests without a password, or if the port is in use."""
         if not (token or _is_loopback(host)):
             raise UserError(
-                f"at {host} others can ask for programs to be run: set {TOKEN} to a password here and there"
+                f"at {host} other machines can run programs: set {TOKEN} to the same password on both sides"
             )
         self.service, self.token = service, token
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
@@ -202,9 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _request(self) -> Mapping[str, Any]:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has a length of at most {MAX_BODY_BYTES:,} bytes"
-            )
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request may have at most {MAX_BODY_BYTES:,} bytes")
         try:
             request = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):

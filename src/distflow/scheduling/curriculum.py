@@ -156,7 +156,7 @@ def load_curriculum(name: str) -> CurriculumFunction:
     try:
         return cast(CurriculumFunction, load_function(CURRICULA[name].target if name in CURRICULA else name))
     except LoadError as err:
-        raise UserError(f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or a function of your own") from err
+        raise UserError(f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or use your own function") from err
 
 
 def learnability(progress: Mapping[str, Progress], step: int, state: dict[str, Any]) -> dict[str, float]:
@@ -180,17 +180,17 @@ def _moved(before: float | None, now: float, smoothing: float) -> float:
 def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
     """The weights in the order of the names. Raises UserError."""
     if not isinstance(returned, Mapping):
-        raise UserError(f"{who} returned {_shown(returned)}, no mapping of domains to weights. {_GO_ON}")
+        raise UserError(f"{who} returned {_shown(returned)}, not a mapping from domains to weights. {_GO_ON}")
     for name in returned:
         if name not in names:
             meant = f", did you mean {near}" if (near := nearest(str(name), names)) else ""
             raise UserError(f"{who} gave a weight to {name!r}, which is not a domain of the run{meant}. {_GO_ON}")
     if missing := [name for name in names if name not in returned]:
-        raise UserError(f"{who} gave no weight to '{missing[0]}'; 0 leaves a domain out. {_GO_ON}")
+        raise UserError(f"{who} gave no weight to '{missing[0]}'; 0 suspends a domain. {_GO_ON}")
     for name in names:
         weight = returned[name]
         if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
-            raise UserError(f"{who} gave '{name}' the weight {_shown(weight)}, no finite number ≥ 0. {_GO_ON}")
+            raise UserError(f"{who} gave '{name}' the weight {_shown(weight)}, not a finite number ≥ 0. {_GO_ON}")
     weights = [Fraction(float(returned[name])) for name in names]
     if not any(weights):
         raise UserError(f"{who} gave every domain the weight 0: nothing would be trained on. {_GO_ON}")
@@ -211,7 +211,7 @@ def _as_json(state: dict[str, Any], who: str) -> str:
     try:
         text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as err:
-        raise UserError(f"{who} left a state that JSON cannot hold: {err}. {_GO_ON}") from err
+        raise UserError(f"{who} left a state that JSON cannot represent: {err}. {_GO_ON}") from err
     if json.loads(text) != state:
         raise UserError(
             f"{who} left a state that JSON would change: {_shown(state)}. Use str as keys, and lists, "

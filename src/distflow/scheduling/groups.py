@@ -188,5 +188,5 @@ class GroupCounts:
         if self.issued != known:
             raise CountsError(
                 f"{self.issued} groups were issued, but {known} are accounted for: {self}. Groups were lost or counted "
-                "twice; in a resume, by a checkpoint without those in flight: resume from an earlier one"
+                "twice; after a resume, the checkpoint lacks those in flight: resume from an earlier one"
             )

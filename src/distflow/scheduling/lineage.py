@@ -84,7 +84,9 @@ def step_lineage(path: Path, step: int) -> StepLineage:
     Raises UserError if there is no ledger or no such step in it, LedgerError if it is damaged.
     """
     if not path.exists():
-        raise UserError(f"there is no {path}: the run in {path.parent} trains no prompt groups, or has not begun to")
+        raise UserError(
+            f"there is no {path}: the run in {path.parent} does not train prompt groups, or has not started"
+        )
     reader = _Reader(step)
     try:
         check_file(path, path.parent, _MAX_BYTES)

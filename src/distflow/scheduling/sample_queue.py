@@ -265,7 +265,7 @@ class SampleQueue:
         name, queue = (lacking or list(self.domain_queues.items()))[0]
         num_left, last, dropped = queue.num_complete, queue.last_due, queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-        remedy = "use prompts of fitting difficulty or raise algorithm.filter_groups.max_num_gen_batches"
+        remedy = "use prompts of suitable difficulty or raise algorithm.filter_groups.max_num_gen_batches"
         if num_left:
             remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
         whose = f" of the domain '{name}'" if name else ""

@@ -138,7 +138,7 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
         if then != wanted:
             raise UserError(
                 f"the checkpoint was made with {key}={then}, this run has {wanted}: rows would be trained twice or "
-                f"skipped. Restore {option}, or start anew with trainer.resume_mode=never and another "
+                f"skipped. Restore {option}, or start again with trainer.resume_mode=never and another "
                 "trainer.default_local_dir"
             )
 

@@ -123,7 +123,7 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
     """Which pairs were skipped, and why."""
     for why in dict.fromkeys(row.left_out for row in rows if row.left_out):
         count = sum(row.left_out == why for row in rows)
-        yield f"{count} of {len(rows)} pairs are left out, and not proven here. {why}"
+        yield f"{count} of {len(rows)} pairs were left out and are not verified. {why}"
 
 
 def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
@@ -132,8 +132,9 @@ def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
         yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
     yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/killed.log"
     yield (
-        "Trust no result of this machine before this is explained: run `distflow doctor`, reinstall distflow and the "
-        "torch that it requires, and if the failure stays, report it with this table and that folder"
+        "Do not trust results of this machine before this is explained: run `distflow doctor`, reinstall "
+        "distflow and the "
+        "torch that it requires, and if the failure persists, report it with this table and that folder"
     )
 
 

@@ -75,7 +75,7 @@ def load_optimizer_state(
     if meta["class"] != type(optimizer).__name__:
         raise ValueError(
             f"the state is of the optimizer {meta['class']}, this run has {type(optimizer).__name__}: "
-            "set optim.optimizer to what the run began with"
+            "set optim.optimizer to the run's original optimizer"
         )
     states: dict[Tensor, dict[str, object]] = {}
     for name, entries in meta["plain"].items():

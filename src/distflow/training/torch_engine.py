@@ -199,7 +199,7 @@ def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelIn
     if bool(empty.any()):
         index = int(empty.nonzero()[0])
         who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
-        raise ValueError(f"sample {who} has an empty prompt: nothing predicts its first token; give a bos token")
+        raise ValueError(f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS token")
     ids, lengths = micro.flat("input_ids"), micro.lengths("sequence")
     if not ids.numel():
         ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
@@ -370,7 +370,7 @@ class TorchTrainEngine(TorchScorer):
         if different:
             raise ValueError(
                 f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} "
-                "first; resume with the model (and lora_rank) that the run began with"
+                "first; resume with the run's original model (and lora_rank)"
             )
         prefix = engine.OPTIMIZER_PREFIX
         moments = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}

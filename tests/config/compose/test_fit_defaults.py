@@ -88,7 +88,7 @@ def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> No
     (tmp_path / "base.yaml").write_text(f"defaults: [grpo, _self_]\n{ACTOR.replace('.', ': {')}: "
                                         "{optim: {lr_warmup_steps: 50}}}\n")  # fmt: skip
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ntrainer: {total_training_steps: 5}\n")
-    with pytest.raises(ConfigError, match="rises for 50 of 10 optimizer steps"):
+    with pytest.raises(ConfigError, match="warms up for 50 of 10 optimizer steps"):
         load(str(tmp_path / "mine.yaml"))
 
 
@@ -103,7 +103,7 @@ def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> N
     for line, becomes in lines.items():
         assert fitted(load(str(file), line)) == becomes
     assert fitted(load(str(file), "data.train_max_samples=6")) == {BATCH: 6, MINI: 6}
-    with pytest.raises(ConfigError, match="rises for 5 of 2 optimizer steps"):
+    with pytest.raises(ConfigError, match="warms up for 5 of 2 optimizer steps"):
         load(str(file), f"{WARM_UP}=5", f"{BATCH}=32", "trainer.total_training_steps=2")
 
 

@@ -73,20 +73,20 @@ def test_a_file_that_names_no_preset_builds_on_that_of_its_pipeline_or_of_the_co
     file = write(text + BASE)
     for loaded, expected in ((load_config(file), base), (load_config(file, base="sft"), of_sft)):
         assert loaded.config == load_config(expected, GOOD + overrides).config
-        assert loaded.notes == (f"run.yaml names no preset under defaults: it builds on {expected}",)
+        assert loaded.notes == (f"run.yaml has no defaults: it builds on {expected}",)
 
 
 def test_a_whole_config_takes_nothing_from_a_preset(write):
     whole = load_config(write("defaults: [rlvr, _self_]\n" + BASE), ["reward.functions={default: [format]}"])
     again = load_config(write(to_yaml(whole.config), "config.yaml"))
-    assert again.config == whole.config and not any("names no preset" in note for note in again.notes)
+    assert again.config == whole.config and not any("has no defaults" in note for note in again.notes)
 
 
 def test_a_file_with_the_name_of_the_preset_beside_it_is_no_base(write):
     write("trainer: {seed: 5}\n", "grpo.yaml")
     for name in ("run.yaml", "grpo.yaml"):
         (problem,) = problems_of(write(BASE, name))
-        assert "grpo.yaml beside it" in problem.what and "name what is meant" in problem.advice
+        assert "grpo.yaml next to it" in problem.what and "name the intended base" in problem.advice
 
 
 def test_a_file_may_have_any_name_and_place(tmp_path):
@@ -218,13 +218,13 @@ BROKEN = {
     "a list for a group": (BASE + "trainer: [1]\n", ("trainer", "run.yaml:3"), "group of keys"),
     "a key twice": (BASE + "trainer:\n  seed: 1\n  seed: 2\n", ("trainer.seed", "run.yaml:5"), "line 4"),
     "a key with dots": (BASE + "trainer.seed: 1\n", ("trainer.seed", "run.yaml:3"), "trainer: {seed: ...}"),
-    "no YAML": (BASE + "trainer: {seed: 1\n", ("run.yaml", "line 4, column 1"), "no YAML"),
-    "a tab": (BASE + "trainer:\n\tseed: 1\n", ("run.yaml", "line 4, column 1"), "no YAML"),
+    "no YAML": (BASE + "trainer: {seed: 1\n", ("run.yaml", "line 4, column 1"), "not valid YAML"),
+    "a tab": (BASE + "trainer:\n\tseed: 1\n", ("run.yaml", "line 4, column 1"), "not valid YAML"),
     "a list": ("- data\n", ("run.yaml", "line 1"), "no mapping"),
     "an object tag": (
         BASE + "trainer: {seed: !!python/name:os.system }\n",
         ("run.yaml", "line 3, column 17"),
-        "no YAML",
+        "not valid YAML",
     ),
     "an unknown base": ("defaults: [gropo]\n" + BASE, ("run.yaml", "defaults"), "dapo, grpo, ppo"),
     "itself as base": ("defaults: [run]\n" + BASE, ("run.yaml", "defaults"), "builds on itself"),

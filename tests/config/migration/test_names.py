@@ -59,7 +59,7 @@ def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
     said = find_names("loss_type")["TRL"].answer("dft")
     assert "dft" not in said and f"`dr_grpo` is `{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm`" in said
     answer = find_names("save_strategy")["TRL"].answer("hour")
-    assert answer.startswith("trainer.save_freq counts steps, trainer.save_freq_epochs epochs; `no` is")
+    assert answer.startswith("trainer.save_freq is in steps, trainer.save_freq_epochs in epochs; `no` is")
 
 
 def test_none_of_them_is_a_key_here():
@@ -87,10 +87,10 @@ def test_formulas_compute_keys_that_exist():
 TRL = {
     "max_completion_length=512": "write data.max_response_length=512",
     "num_generations=8": f"write {ROLLOUT}.n=8",
-    "num_generations_eval=4": f"write {ROLLOUT}.val_kwargs.n=4; besides one greedy answer",
+    "num_generations_eval=4": f"write {ROLLOUT}.val_kwargs.n=4; in addition to one greedy response",
     "max_prompt_length=256": "write data.max_prompt_length=256; TRL cuts longer prompts from the left",
-    "max_length=1024": "data.max_prompt_length, data.max_response_length",
-    "max_seq_length=1024": "data.max_prompt_length, data.max_response_length",
+    "max_length=1024": "data.max_prompt_length and data.max_response_length",
+    "max_seq_length=1024": "data.max_prompt_length and data.max_response_length",
     "per_device_train_batch_size=8": "both are that product / num_generations",
     "gradient_accumulation_steps=4": "TRL counts completions",
     "generation_batch_size=64": "generation_batch_size / num_generations",
@@ -123,8 +123,8 @@ TRL = {
     "use_vllm=True": "vLLM is not implemented yet",
     "vllm_importance_sampling_mode=token_truncate": f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0",
     "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.rollout_is_threshold=2.0",
-    "sync_ref_model=True": "stays the model before the first step",
-    "top_entropy_quantile=0.2": "all tokens count",
+    "sync_ref_model=True": "is always the initial model",
+    "top_entropy_quantile=0.2": "all tokens contribute",
     "learning_rate=1e-5": f"write {OPTIM}.lr=1e-05",
     "lr_scheduler_type=linear": f"write {OPTIM}.scheduler=linear_with_warmup",
     "lr_scheduler_type=constant": f"write {OPTIM}.scheduler=constant",
@@ -138,11 +138,11 @@ TRL = {
     "optim=adamw_torch": f"write {OPTIM}.optimizer=adamw",
     "optim=paged_adamw_8bit": f"write {OPTIM}.optimizer=adamw_8bit",
     "bf16=True": f"write {MODEL}.dtype=bfloat16",
-    "fp16=True": "float16 is not there",
+    "fp16=True": "float16 is not supported",
     "gradient_checkpointing=True": f"write {MODEL}.enable_gradient_checkpointing=true",
     "lora_r=16": f"write {MODEL}.lora_rank=16",
     "lora_target_modules=[q_proj,v_proj]": f"write {MODEL}.target_modules=[q_proj,v_proj]",
-    "lora_dropout=0.05": "adapters drop nothing",
+    "lora_dropout=0.05": "adapters have no dropout",
     "num_train_epochs=3": "write trainer.total_epochs=3",
     "max_steps=100": "write trainer.total_training_steps=100; TRL counts optimizer steps",
     "max_steps=-1": "write trainer.total_training_steps=null",
@@ -193,11 +193,11 @@ OTHERS = {
     "rollout.pause_grace_period=0.5": "",
     "async_training=True": "",
     "new_tokens_per_chunk=1024": "",
-    f"{ROLLOUT}.checkpoint_engine.backend=nccl": f"write {ACTOR}.weight_update_mode=collective; to workers that only",
+    f"{ROLLOUT}.checkpoint_engine.backend=nccl": f"write {ACTOR}.weight_update_mode=collective; for workers that only",
     f"{ROLLOUT}.checkpoint_engine.backend=naive": "",
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=4096": "",
-    "actor.weight_update_mode=xccl": f"write {ACTOR}.weight_update_mode=collective; to workers that only generate",
-    "actor.weight_update_mode=disk": f"write {ACTOR}.weight_update_mode=disk; to workers that only generate",
+    "actor.weight_update_mode=xccl": f"write {ACTOR}.weight_update_mode=collective; for workers that only generate",
+    "actor.weight_update_mode=disk": f"write {ACTOR}.weight_update_mode=disk; for workers that only generate",
     "actor.behave_imp_weight_cap=5.0": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_cap=5.0",
     "actor.behav_imp_weight_mode=token_truncate": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_mode=clamp",
     "actor.behave_imp_weight_mode=sequence_mask": "rejection_sampling={level:sequence,action:mask,upper:5.0}",
@@ -209,8 +209,8 @@ OTHERS = {
     "async_queue_size=3": "async_queue_size + 1",
     "async_training.partial_rollout=True": f"write {ROLLOUT}.kv_on_update=recompute",
     "partial_rollout=True": f"write {ROLLOUT}.kv_on_update=keep",
-    "async_training.staleness_threshold=0.5": "async.max_staleness is it rounded up",
-    "async_training.trigger_parameter_sync_step=4": "data.train_batch_size is ppo_mini_batch_size",
+    "async_training.staleness_threshold=0.5": "async.max_staleness is in whole steps: round up",
+    "async_training.trigger_parameter_sync_step=4": "set data.train_batch_size to ppo_mini_batch_size",
     "gconfig.n_samples=4": f"write {ROLLOUT}.n=4",
     "gconfig.max_new_tokens=1024": "write data.max_response_length=1024",
     "actor.eps_clip=0.4": f"write {ACTOR}.clip_ratio=0.4",
@@ -224,7 +224,7 @@ OTHERS = {
     "allocation_mode=sglang:d4p1t1+d4p1t1": "trainer.launcher=ray",
     "n_samples_per_prompt=8": f"write {ROLLOUT}.n=8",
     "rollout_batch_size=128": "write data.train_batch_size=128; in prompts",
-    "train_batch_size=128": "train_batch_size / n_samples_per_prompt; verl's is data.train_batch_size",
+    "train_batch_size=128": "train_batch_size / n_samples_per_prompt; verl's train_batch_size is data.train_batch_size",
     "generate_max_len=1024": "write data.max_response_length=1024",
     "prompt_max_len=1024": "write data.max_prompt_length=1024",
     "advantage_estimator=group_norm": "write algorithm.adv_estimator=grpo",
@@ -237,8 +237,8 @@ OTHERS = {
     "num_return_sequences_in_group=8": f"write {ROLLOUT}.n=8",
     "pg_clip_high=0.28": f"write {ACTOR}.clip_ratio_high=0.28",
     "actor_train.training_args.learning_rate=1e-6": f"write {OPTIM}.lr=1e-06",
-    "is_use_additional_prompts=true": "write algorithm.filter_groups.oversampling=0.5; 0.5 is half as many",
-    "max_additional_running_prompts=32": "algorithm.filter_groups.oversampling is their part of rollout_batch_size",
+    "is_use_additional_prompts=true": "write algorithm.filter_groups.oversampling=0.5; with 0.5, half as many",
+    "max_additional_running_prompts=32": "is their number as a fraction of rollout_batch_size",
     "async_generation_ratio=1": "write async.max_staleness=1",
     "init_kl_coef=0": "write algorithm.use_kl_in_reward=false",
     "whiten_advantages=True": "in ROLL: write algorithm.adv_norm.mean_level=batch",
@@ -247,9 +247,9 @@ OTHERS = {
     "critic.model.fsdp_config.param_offload=True": "write critic.fsdp_config.param_offload=true",
     "critic.fsdp.offload_policy=True": "write critic.fsdp_config.offload_policy=true",
     "reward_model.model.fsdp_config.param_offload=True": "write reward_model.fsdp_config.param_offload=true",
-    f"{REF}.fsdp_config.fsdp_size=4": f"as the actor does: {ACTOR}.fsdp_config.fsdp_size",
+    f"{REF}.fsdp_config.fsdp_size=4": f"sharded like the actor: {ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
-    f"{ACTOR}.ulysses_sequence_parallel_size=2": "not divided over devices",
+    f"{ACTOR}.ulysses_sequence_parallel_size=2": "sequence parallelism is not supported",
     f"{ROLLOUT}.multi_turn.enable=True": "a rollout node of your own",
     "data.reward_fn_key=data_source": "",
     "reward_model.reward_manager=mine": "reward.functions",
@@ -258,13 +258,13 @@ OTHERS = {
     "trainer.val_only=True": "distflow eval",
     "model.partial_pretrain=m": f"write {MODEL}.path=m",
     "use_remove_padding=True": "",
-    "dag.workflow_path=dag.yaml": "or a list of nodes: node_id is id there",
-    "dag_id=mine": "or a list of nodes: node_id is id there",
-    "global_config=1": "in a node's options stand the values themselves",
+    "dag.workflow_path=dag.yaml": "or a list of nodes, in which node_id is id",
+    "dag_id=mine": "or a list of nodes, in which node_id is id",
+    "global_config=1": "put the values themselves into a node's options",
     "dag.env_enable=False": "",
     "dag.env_enable=True": "environments are not implemented yet",
     "profiler.level=level1": "",
-    "entropy_coeff=0.01": f"verl has it in another place: write {ACTOR}.entropy_coef=0.01",
+    "entropy_coeff=0.01": f"verl has it elsewhere: write {ACTOR}.entropy_coef=0.01",
     "reward_model.micro_batch_size_per_gpu=4": "",
 }
 
@@ -278,7 +278,7 @@ def test_well_known_names_are_answered_with_ours_and_their_value(settings):
             assert part in said[override], override
     accepted = [override for override, part in settings.items() if not part]
     notes = load_config("grpo", accepted, complete=False).notes
-    assert len([line for line in notes if "verl's defaults" not in line]) == len(accepted)
+    assert len([line for line in notes if "verl has other defaults" not in line]) == len(accepted)
 
 
 def suggest_for(override):
@@ -352,7 +352,7 @@ def test_what_is_accepted_leaves_no_trace_in_the_config():
     spoken = load_config("verl_grpo", ["trainer.balance_batch=True", f"{ACTOR}.entropy_coeff=0"], complete=False)
     assert (spoken.config, spoken.origins) == (plain.config, plain.origins)
     assert spoken.notes[1] == (
-        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is set already"
+        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is already set"
     )
     assert f"{ACTOR}.entropy_coeff" in refuse(f"{ACTOR}.entropy_coeff=0.01")
 

@@ -118,13 +118,14 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
 @pytest.mark.parametrize(
     ("ends", "saved", "words"),
     [
-        ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
+        ([], False, "No end is recorded after 3 of 9 steps: it is still running, or it was killed."),
         (["finished"], True, "The reward"),
         (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there."),
         (
             ["stopped"],
             False,
-            "It was stopped by SIGTERM after 3 of 9 steps; no checkpoint was saved, so the same command starts again.",
+            "It was stopped by SIGTERM after 3 of 9 steps; no checkpoint was saved, so "
+            "the same command starts from the beginning.",
         ),
         (["failed"], False, "It failed after 3 of 9 steps:"),
     ],

@@ -235,7 +235,7 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
         run.span("rollout", Span(now - 10, now - 5, "group", "dropped"))
     (found,) = timelines_of(tmp_path, [trained(4, now, 10.0)])
     assert (found["first"], found["last"], found["seconds"]) == (4, 4, 10.0)
-    assert found["notes"] == ["1 span is too short to be seen, or too many."]
+    assert found["notes"] == ["1 span is not shown (too short or too many)."]
     lanes = {lane["name"]: [(round(bar[0]), round(bar[1]), bar[2]) for bar in lane["spans"]] for lane in found["lanes"]}
     assert lanes == {
         "training": [(0, 1, "rollout"), (1, 9, "train_step")],

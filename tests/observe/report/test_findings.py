@@ -98,7 +98,7 @@ def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
     ("low", "high", "words"),
     [
         ((0.0, 0.0), (0.0, 0.0), r"The reward was 0 for every response of all 2 steps: .* \(my\.py\) does not see"),
-        ((0.5,), (0.5,), r"The reward was 0\.5 for every response of 1 step: .*It cannot tell better"),
+        ((0.5,), (0.5,), r"The reward was 0\.5 for every response of 1 step: .*It does not distinguish better"),
         ((0.1 + 0.2,), (0.3,), r"The reward was 0\.3 "),
         ((-1.0, -1.0), (-1.0, -1.0), r"The reward was -1 "),
         ((0.0, 0.0), (0.0, 1.0), ""),
@@ -125,7 +125,7 @@ def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float
 
 def test_an_accuracy_that_cannot_count_is_not_called_0() -> None:
     found = accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.0, 0.0), "reward__max": (0.5, 0.86)}))
-    assert found is not None and "the highest was 0.86" in found.text
+    assert found is not None and "the highest reward was 0.86" in found.text
     assert accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.0,), "reward__max": (1.0,)})) is None
     assert accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.1,), "reward__max": (0.5,)})) is None
 

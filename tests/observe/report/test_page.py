@@ -133,7 +133,7 @@ def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(browser: Any, ma
     for question, x, y, width, height in charts:
         rows = picture(browser, {"x": x, "y": y, "width": width, "height": height})
         blues[question] = count(rows, BLUE)
-        marked = question in ("How far has it moved from the reference?", "Are the gradients healthy?")
+        marked = question in ("How far is the policy from the reference?", "Are the gradients healthy?")
         assert (count(rows, RED) > 10) == marked, question
     assert all(number > 60 for number in blues.values()), blues
     assert browser.complaints() == []

@@ -1,4 +1,4 @@
-"""Domains, filters by reward result, remarks of reward functions, in a real Chromium; hostile text in every place."""
+"""Domains, filters by reward result, reports of reward functions, in a real Chromium; hostile text in every place."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -104,8 +104,8 @@ def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ("12", "holds the spans of steps 1 to 8, and none of 12"),
-        ("3-x", "STEPS is a step such as 12, or steps such as 10-14, and not '3-x'"),
+        ("12", "has the spans of steps 1 to 8, but none of 12"),
+        ("3-x", "STEPS is a step such as 12, or steps such as 10-14, not '3-x'"),
         ("9-2", "none of 9-2"),
     ],
 )
@@ -118,7 +118,7 @@ def test_steps_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 def test_where_nothing_can_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path / "none")]) == 2
-    assert "holds no spans of a training step" in capsys.readouterr().err
+    assert "has no spans of a training step" in capsys.readouterr().err
     assert main(["trace", str(write_run(tmp_path / "run")), "--to", str(tmp_path / "none" / "trace.json")]) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ def test_somebodys_folder_is_refused_and_left_as_it_is(tmp_path: Path, what: str
     folder.chmod(mode)
     before = state_of(folder)
     for attempt in (lambda: RunFolder(folder, 0), lambda: claimed(folder).__enter__()):
-        with pytest.raises(RunFolderError, match="what no run of distflow put there") as refused:
+        with pytest.raises(RunFolderError, match="files that are not from a distflow run") as refused:
             attempt()
         assert "trainer.default_local_dir" in str(refused.value) and "\x1b" not in str(refused.value)
     with pytest.raises(UserError):
@@ -311,7 +311,7 @@ def test_a_report_that_cannot_be_written_or_read(tmp_path: Path) -> None:
         run.write_json("run.json", {"distflow": "0.1.0"})
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics.jsonl' cannot be read: it is a folder, where a file belongs"):
+    with pytest.raises(UserError, match=r"metrics.jsonl' cannot be read: it is a folder, where a file is expected"):
         write_report(folder)
     (folder / "metrics.jsonl").rmdir()
     lines = [

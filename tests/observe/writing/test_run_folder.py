@@ -128,7 +128,7 @@ def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path: Path, wh
         (tmp_path / "run" / name).write_bytes(b"\n".join(lines) + b"\n")
     assert [step for step, _ in steps_of(tmp_path / "run")] == [1, 2, 3]
     said = read_damage(tmp_path / "run")
-    assert said[0] == "1 line of metrics.jsonl cannot be read: what they held is missing here"
+    assert said[0] == "1 line of metrics.jsonl cannot be read: their content is missing here"
     report = write_report(tmp_path / "run").read_text()
     assert said[0] in report
 

@@ -508,7 +508,7 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         flip_a_bit(save(store, step, parts_of(step)) / "actor.safetensors")
-    with pytest.raises(CheckpointError, match="no checkpoint .* is whole: .*step-000002.*step-000001"):
+    with pytest.raises(CheckpointError, match="no checkpoint .* is complete: .*step-000002.*step-000001"):
         store.load()
 
 

@@ -49,10 +49,10 @@ def test_a_run_that_is_done_says_so_and_how_to_go_on(ground: Playground, length:
     (run / "report.html").unlink()
     again, said = launch(ground, length)
     assert again == first and again.steps == 2 and again.report.is_file()
-    assert f"{run} is done: step 2 was the last. Nothing is trained again." in said
+    assert f"{run} is finished: step 2 was the last. Nothing is trained again." in said
     for way in (longer, "--resume never", "trainer.default_local_dir=FOLDER"):
         assert way in said
-    assert {path: path.read_bytes() for path in before} == before, "and nothing is written"
+    assert {path: path.read_bytes() for path in before} == before, "and nothing was written"
 
     assert launch(ground, longer)[0].steps == 4 and steps(run) == [1, 2, 3, 4]
 
@@ -67,7 +67,7 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
         "set them back",
         "--allow-change data.seed --allow-change trainer.seed",
         "trainer.default_local_dir=FOLDER",
-        f"--resume never (what is there moves to {ground.folder}/run/earlier)",
+        f"--resume never (existing files are moved to {ground.folder}/run/earlier)",
     ):
         assert way in str(refused.value)
 
@@ -81,7 +81,7 @@ def test_a_new_start_has_an_account_of_its_own_and_the_old_one_is_kept(ground: P
 
     outcome, said = launch(ground, f"{STEPS}=1", resume="never")
     assert outcome.steps == 1 and outcome.accuracy_before is None
-    assert f"the run that was in {run} is in {run}/earlier/1 now" in said
+    assert f"the previous run in {run} was moved to {run}/earlier/1" in said
     assert [(record.step, record.kind, record.restart) for record in read_metrics(run)] == [(1, "train", 0)]
     assert {event.restart for event in read_events(run)} == {0} and sample_steps(run) == [1]
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-000001"]

@@ -86,7 +86,7 @@ def test_garbage_in_a_checkpoint_is_not_resumed_from(tmp_path: Path, value: floa
     writing.commit(names)
     assert resources.actor is not None
     before = {name: weight.clone() for name, weight in resources.actor.weights()}
-    with pytest.raises(UserError, match="holds garbage: of the actor's weights 'lm_head.weight' holds"):
+    with pytest.raises(UserError, match="has invalid weights of the actor: 'lm_head.weight' holds"):
         restore(CheckpointStore(tmp_path / "checkpoints").load(), resources)
     assert all(torch.equal(before[name], weight) for name, weight in resources.actor.weights())
 
@@ -126,7 +126,7 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
     for name in ("data", "tokenizer", "model"):
         facts = {**resources.facts, f"{name}_fingerprint": "another"}
-        with pytest.raises(UserError, match=f"was made with another {name}"):
+        with pytest.raises(UserError, match=f"was saved with another {name}"):
             check_same_facts(store.load(), spec, facts)
     (note,) = check_same_facts(store.load(), spec, {**resources.facts, "cpu": "another"})
     assert note.startswith("cpu was ") and "is another now" in note

@@ -90,7 +90,10 @@ def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused() -> None:
     def none(batch, config, **kwargs):  # type: ignore[no-untyped-def]
         return None
 
-    for function, words in ((two, "other token_level_rewards than token_level_scores"), (none, "returned NoneType")):
+    for function, words in (
+        (two, "token_level_rewards other than token_level_scores"),
+        (none, "returned NoneType"),
+    ):
         with pytest.raises(UserNodeError, match=f"node 'x' returned {words.removeprefix('returned ')}"):
             judged(function)
 

@@ -74,7 +74,7 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
     def refuses(version: Version, weights: Any) -> WeightReceipt:
         raise ValueError("no tensor 'c' here")
 
-    with pytest.raises(TrustError, match="refused the weights of version 1: no tensor 'c' here"):
+    with pytest.raises(TrustError, match="rejected the weights of version 1: no tensor 'c' here"):
         push(port_to(refuses), ONE)
 
 
@@ -89,7 +89,7 @@ def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])
 def test_a_tensor_that_did_not_arrive_whole_is_named(hashes: dict[str, str]) -> None:
-    with pytest.raises(TrustError, match=r"version 1 did not arrive whole; tensors that differ: .*c$"):
+    with pytest.raises(TrustError, match=r"version 1 arrived incompletely; different tensors: .*c$"):
         push(port_to(Engine(hashes=hashes)), ONE)
 
 

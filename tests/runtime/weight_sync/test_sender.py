@@ -45,7 +45,7 @@ def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
 
     port: Any = Port()
     weight_sender = WeightSender(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
-    with pytest.raises(TrustError, match=r"version 3 must not be served: 'w1' holds"):
+    with pytest.raises(TrustError, match=r"version 3 must not be used: 'w1' holds"):
         weight_sender.sync(Version(0, 3))
     assert "commit" not in port.log
 

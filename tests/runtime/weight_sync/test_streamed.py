@@ -86,7 +86,7 @@ def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> N
     serving.port.begin(ONE)
     serving.port.put(serving.sent()[:3])
     serving.detach()
-    with pytest.raises(RuntimeError, match="took a part of its last weights only"):
+    with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
         serving.generate().result(WITHIN_S)
     serving.port.attach(WeightReceiver(serving.engine, serving.thread))
     serving.detach = lambda: None
@@ -97,7 +97,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_reason(serving: Serving, s
     sent = serving.sent()
     buckets = {"sent twice": [sent, sent[:1]], "unknown": [[("other", sent[0][1])], sent], "missing": [sent[1:]]}
     serving.port.begin(ONE)
-    with pytest.raises(TrustError, match=f"the engine refused the weights of version 1: .*: {spoiled}"):
+    with pytest.raises(TrustError, match=f"the engine rejected the weights of version 1: .*: {spoiled}"):
         for bucket in buckets[spoiled]:
             serving.port.put(bucket)
         serving.port.commit(serving.hashes)

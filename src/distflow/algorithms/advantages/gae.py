@@ -74,7 +74,7 @@ def compute_gae_advantage(
     after_last = values.new_zeros(len(values))
     if bootstrap_truncated:
         if truncated is None:
-            raise ValueError("bootstrap_truncated needs the field 'truncated'; write it or turn the option off")
+            raise ValueError("bootstrap_truncated needs the field 'truncated'; add it, or disable the option")
         after_last = torch.where(truncated.bool(), last_value(values, mask), after_last)
     delta = rewards + gamma * next_value(values, mask, after_last) - values
     advantages = under_mask(discounted_sum(delta, mask, gamma * lam), mask)

@@ -36,7 +36,7 @@ def clipped_surrogate(
 def check_dual_clip(clip_ratio_c: float | None) -> None:
     """Raises ValueError for a dual clip that would cut the ratio 1 itself."""
     if clip_ratio_c is not None and not clip_ratio_c > 1.0:
-        raise ValueError(f"clip_ratio_c must be above 1, or null to turn the dual clip off; not {clip_ratio_c}")
+        raise ValueError(f"clip_ratio_c must be above 1, or null to disable the dual clip; not {clip_ratio_c}")
 
 
 @register_policy_loss("vanilla", check=check_dual_clip)

@@ -113,7 +113,7 @@ def check_options(
     if behav_imp_weight_mode not in ("mask", "clamp", "disabled"):
         raise ValueError(f"behav_imp_weight_mode must be mask, clamp or disabled, not '{behav_imp_weight_mode}'")
     if behav_imp_weight_mode == "disabled" and rejection_sampling is not None:
-        raise ValueError("rejection_sampling makes the weights that behav_imp_weight_mode=disabled turns off")
+        raise ValueError("rejection_sampling computes the weights that behav_imp_weight_mode=disabled turns off")
     if rejection_sampling is not None:
         RejectionSampling.of(rejection_sampling)
 

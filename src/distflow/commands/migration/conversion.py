@@ -114,7 +114,7 @@ def _compute(
     names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
     if theirs.system == "TRL" and not names["devices"]:
         names["devices"] = 1
-        missing.append("devices: the file does not say how many; 1 is taken, and --devices N is another number")
+        missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
     for ours, formula in formulas.items():
         code = compile(_DOT.sub("__", formula), ours, "eval")
         used |= {name.replace("__", ".") for name in code.co_names}
@@ -122,7 +122,7 @@ def _compute(
         try:
             value = eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
-            missing.append(f"{ours} cannot be computed from what the file says ({formula})")
+            missing.append(f"{ours} cannot be computed from the file ({formula})")
             continue
         info = schema_keys().get(ours)
         if isinstance(value, float) and info is not None and int in info.arms and float not in info.arms:

@@ -75,7 +75,7 @@ class ShellScript:
 
     def _set(self, name: str, value: str, in_branch: bool) -> None:
         if in_branch and self.variables.get(name, value) != value:
-            self._in_branches[name] = f"a branch of the script sets {name}={value}; {self.variables[name]} is taken"
+            self._in_branches[name] = f"a branch of the script sets {name}={value}; {self.variables[name]} is used"
         elif len(value) < _LONGEST:
             self.variables[name] = value
 
@@ -138,7 +138,7 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             held = held[:-1] + " "
             continue
         if len(held) > _LONGEST:
-            raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
+            raise UserError(f"line {line}: a quotation mark is not closed")
         lexer = shlex.shlex(put(held), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
@@ -154,7 +154,7 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             else:
                 command.append(word)
     if held.strip():
-        raise UserError(f"line {line}: a quotation mark is opened there, and not closed")
+        raise UserError(f"line {line}: a quotation mark is not closed")
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
@@ -243,8 +243,8 @@ def identify(values: dict[str, object]) -> ForeignSettings:
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(read) or not read:
         raise UserError(
-            f"{known[system]} of its {len(read)} keys are known as those of {system}, fewer as another system's: it is "
-            "no config of TRL, OpenRLHF, verl, ROLL or AReaL, or of a version that is not known here"
+            f"{known[system]} of its {len(read)} keys are keys of {system}, and fewer are keys of another system: "
+            "it is not a config of TRL, OpenRLHF, verl, ROLL or AReaL, or one of an unknown version"
         )
     return ForeignSettings(system, method_of(system, read), read)
 

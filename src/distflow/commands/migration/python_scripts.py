@@ -51,13 +51,13 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     try:
         script.read(ast.parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"it is no Python script that can be read: {error}") from error
+        raise UserError(f"it is not a valid Python script: {error}") from error
     if not script.trainers:
-        raise UserError("it calls no trainer of TRL (GRPOTrainer, SFTTrainer, ...), so that it trains nothing known")
+        raise UserError("it does not call a trainer of TRL (GRPOTrainer, SFTTrainer, ...)")
     kind, line = script.trainers[-1]
     if kind not in METHODS:
         known = ", ".join(f"{name}Trainer" for name in METHODS)
-        raise UserError(f"line {line}: {kind}Trainer trains by a method that is not there; {known} have a counterpart")
+        raise UserError(f"line {line}: {kind}Trainer uses an unsupported method; {known} are supported")
     found = ForeignSettings("TRL", METHODS[kind], remarks=script.remarks)
     if kind == "RLOO":
         found.add("algorithm.adv_estimator", "rloo", line)
@@ -129,7 +129,7 @@ class _Script:
         elif isinstance(target, ast.Name):
             before = self.names.get(target.id)
             if self.in_branch and before is not None and before != value and not isinstance(value, Rows):
-                value = before if isinstance(value, Unread) else Unread("it has another value in a branch")
+                value = before if isinstance(value, Unread) else Unread("it has a different value in a branch")
             self.names[target.id] = value
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
             self.names[f".{target.attr}"] = value
@@ -284,7 +284,7 @@ class _Script:
             elif isinstance(value, dict):
                 found |= value
             elif value != _NOT_GIVEN and self._kind(_name(node.func), "Config") is not None:
-                self.remarks.append(f"line {node.lineno}: its further arguments cannot be read")
+                self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
         return found
 
 
@@ -314,7 +314,7 @@ def _rows(values: list[object], named: Mapping[str, object]) -> object:
 def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, object]:
     """Data and rewards as the config names them."""
     if isinstance(value, Rows):
-        remarks += [f"{key}: the script changes its rows ({each}); change the file likewise" for each in value.changes]
+        remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in value.changes]
         return key, value.source
     if key != "reward_funcs" or isinstance(value, Unread):
         return key, Unread("it is an object of the script") if isinstance(value, Object) else value
@@ -328,5 +328,5 @@ def _as_reward(value: object, remarks: list[str]) -> object:
         return {"name": "model", "options": {"path": str(value)}}
     if value.name == "accuracy_reward" and value.module.startswith("trl"):
         return "math"
-    remarks.append(f"reward_funcs: put {value.name} into {_REWARDS} as it is; data.answer_key names its ground truth")
+    remarks.append(f"reward_funcs: put {value.name} into {_REWARDS} unchanged; data.answer_key names its ground truth")
     return f"{_REWARDS}:{value.name}"

@@ -25,9 +25,9 @@ def read_foreign(path: Path) -> ForeignSettings:
     try:
         return _read(path)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be migrated: it is no text") from error
+        raise UserError(f"{path} cannot be migrated: it is not a text file") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path} cannot be migrated: it is no YAML: {error}") from error
+        raise UserError(f"{path} cannot be migrated: it is not valid YAML: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UserError as error:
@@ -57,7 +57,7 @@ def _read_python(text: str, arguments: Mapping[str, object] | None) -> ForeignSe
     for words, _ in ShellScript("x" + shown[0]).commands[:1] if shown else ():
         read_options(words, options.__setitem__)
     found = read_script(text, options)
-    found.remarks += ["the options are those of the first command that the script shows"] if options else []
+    found.remarks += ["the options are those of the first command in the script"] if options else []
     return found
 
 
@@ -72,7 +72,7 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
             raise UserError("no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is key=value")
         found = [identify(values)]
     settings = found[-1]
-    settings.remarks += [f"{len(found)} commands in it train; the last is read"] if len(found) > 1 else []
+    settings.remarks += [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
     settings.remarks += script.remarks
     lines = [*enumerate(text.splitlines(), 1)]
     for key in settings.values:
@@ -91,7 +91,7 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
     read_options(own[:-1], values.__setitem__)
     named = {"TRL": own[0], "verl": "ppo_ray" if "main" in trainer[0] else "sft"}.get(system, trainer[system])
     if system != "script" and named not in _METHODS:
-        raise UserError(f"line {line}: '{trainer[0]}' trains by a method that is not there, or does not train")
+        raise UserError(f"line {line}: '{trainer[0]}' uses an unsupported method, or does not train")
     config = values.pop("config", None) or values.pop("config_name", None)
     values.pop("config_path", None)
     if config is not None and (system != "verl" or _find(str(config), folder) is not None):
@@ -104,7 +104,7 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
         settings = _of_script(trainer[0], values, folder)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
-        settings.remarks += [f"the settings of {config}, which is not beside it"] if config else []
+        settings.remarks += [f"the settings of {config}, which is not in the same folder"] if config else []
     devices = _PROCESSES.search(" ".join(words[:place]))
     settings.devices = int(devices[1]) if devices else None
     return settings
@@ -118,7 +118,7 @@ def _find(name: str, folder: Path) -> Path | None:
 def _beside(name: str, folder: Path) -> Path:
     """The YAML file that a command names."""
     if (found := _find(name, folder)) is None:
-        raise UserError(f"its settings are in {name}, which is not beside it: migrate that file")
+        raise UserError(f"its settings are in {name}, which is not in the same folder: migrate that file")
     return found
 
 
@@ -126,5 +126,5 @@ def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSet
     if (found := _find(name, folder)) is not None:
         return _read(found, values)
     kind = next((kind for kind in METHODS if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")), None)
-    remarks = [f"{name} is not there to be read; only the options of the command are"]
+    remarks = [f"{name} was not found; only the options of the command are read"]
     return ForeignSettings("TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks)

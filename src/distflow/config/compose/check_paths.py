@@ -83,7 +83,7 @@ def data_fault(source: str) -> tuple[str, str] | None:
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
-        return None if known else (f"its ending '{path.suffix}' is no known format", advice)
+        return None if known else (f"its extension '{path.suffix}' is not a known format", advice)
     if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
         return None
     if _FUNCTION_IN_FILE.fullmatch(source):
@@ -109,7 +109,7 @@ def model_fault(text: str) -> tuple[str, str] | None:
     path = Path(text).expanduser()
     if path.is_file():
         gguf = f", and its name as {_MODEL}.gguf_file={path.name}" if path.suffix == ".gguf" else ""
-        return "is a file", f"give its folder, {path.parent}{gguf}"
+        return "is a file", f"use its folder, {path.parent}{gguf}"
     looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
     if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
         return missing_path(path)
@@ -123,7 +123,7 @@ def _builtin_fault(text: str) -> tuple[str, str] | None:
         return None
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
-    return "a built-in model has no weights", f"set {_MODEL}.init=random, for fresh ones by trainer.seed"
+    return "a built-in model has no weights", f"set {_MODEL}.init=random for new ones by trainer.seed"
 
 
 def _is_cached(hub_id: str) -> bool:
@@ -161,7 +161,7 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
         source = SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        return f"is no Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
+        return f"is not valid Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
     except OSError as error:
         return f"cannot be read ({error.strerror})", "see who may read it"
     if source.defines(function.partition(".")[0]):
@@ -182,10 +182,10 @@ def _code_fault(name: str) -> tuple[str, str] | None:
     if path.is_dir() and not (path / "__init__.py").is_file():
         return "is a folder", f"name a file in it, e.g. {path}/my_reward.py"
     if path.with_name(f"{path.name}.py").is_file():
-        return "is a file without its ending", f"write {name}.py"
+        return "lacks its file name extension", f"write {name}.py"
     top = name.partition(".")[0]
     if not top.isidentifier():
         return missing_path(path)
     if importlib.util.find_spec(top) is None:
-        return f"there is no module '{top}'", "write a file with its ending, e.g. my_reward.py, or look at PYTHONPATH"
+        return f"there is no module '{top}'", "write a file with its extension, e.g. my_reward.py, or check PYTHONPATH"
     return None

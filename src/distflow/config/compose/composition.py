@@ -36,7 +36,7 @@ _RUN = "distflow_run"
 _MAX_TEXT = 1_000_000
 _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
 
-_CLOSE = "close each bracket, and put the whole in quotes for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
+_CLOSE = "close each bracket, and quote the argument for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
 _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 
@@ -76,7 +76,7 @@ def find_source(preset_or_file: str) -> Path:
     elif path.is_dir() and "/" in preset_or_file:
         what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
-        what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
+        what, advice = "there is no such file", f"check its path, or use a preset: {names}"
     else:
         meant = did_you_mean(preset_or_file, origins.preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
@@ -117,7 +117,7 @@ def compose_values(
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
             subject = str(error.full_key or "${...}")
-            advice = "name a key that there is, e.g. ${trainer.seed}"
+            advice = "name an existing key, e.g. ${trainer.seed}"
             places = ["default", *(setting.where for setting in result.settings if setting.key == subject)]
             result.failure = Problem(((subject, places[-1]),), what, advice)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
@@ -137,8 +137,8 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
     base = origins.base_preset({key: OmegaConf.select(values, key) for key in origins.PIPELINE_KEYS}, otherwise)
     if (source.parent / f"{base}.yaml").exists():
         place = ((origins.display(source), "defaults"),)
-        what = f"are not there, and {base}.yaml beside it has the name of the preset that would be its base"
-        raise ConfigError([Problem(place, what, "rename that file, or name what is meant under defaults")])
+        what = f"are missing, and {base}.yaml next to it has the name of the preset that it would build on"
+        raise ConfigError([Problem(place, what, "rename that file, or name the intended base under defaults")])
     return base
 
 
@@ -153,7 +153,7 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
         if override.is_sweep_override():
             _refuse(result, line, "asks for several runs", _advice_for_commas(line))
         elif override.package is not None or "/" in override.key_or_group:
-            advice = "write key=value; a file chooses what it builds on under defaults:"
+            advice = "write key=value; a file names its base under defaults:"
             _refuse(result, line, "names a file, not a key", advice)
         else:
             parsed.append(override)
@@ -231,7 +231,7 @@ def check_interpolations(values: dict[str, object]) -> None:
         return known[path]
 
     if size(()) > _MAX_TEXT:
-        raise ValueError(f"its texts repeat others by ${{...}}, and have more than {_MAX_TEXT:,} characters together")
+        raise ValueError(f"with ${{...}} expanded, its strings have more than {_MAX_TEXT:,} characters together")
 
 
 def _at(value: object, path: tuple[str, ...]) -> object:
@@ -331,7 +331,7 @@ def _choose_files(source: Path, files: CachingConfigRepository, result: Composit
     except (HydraException, ValueError) as error:  # ValueError: defaults is no list
         reason = _reason(error)
         names = ", ".join(origins.preset_names())
-        advice = f"under defaults: name a preset ({names}) or a file beside this one, without .yaml"
+        advice = f"under defaults: name a preset ({names}) or a file next to this one, without .yaml"
         result.failure = Problem(((origins.display(source), "defaults"),), reason, advice)
     except RecursionError:
         advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"

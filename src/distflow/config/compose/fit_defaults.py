@@ -119,7 +119,7 @@ def _overlong_zone(config: Config, is_free: IsFree, room: derived_settings.RunLi
 def _batch(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
     batch, key = config.data.train_batch_size, "data.train_batch_size"
     for rows, why in (
-        (config.data.train_max_samples, "data.train_max_samples allows no more rows"),
+        (config.data.train_max_samples, "data.train_max_samples limits the rows"),
         (room.rows or 0, f"there are {room.rows} rows to train on"),
     ):
         if 0 < rows < batch and is_free(key, "data.train_max_samples"):

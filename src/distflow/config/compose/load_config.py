@@ -99,7 +99,7 @@ def load_config(
         known = [setting for setting in composed.settings if is_known(setting.key)]
         origins = _origins(known, composed.deleted)
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
-        line = f"{display(source)} names no preset under defaults: it builds on {unnamed}"
+        line = f"{display(source)} has no defaults: it builds on {unnamed}"
         notes = [*([line] if unnamed else []), *accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
@@ -111,7 +111,7 @@ def load_config(
         raise ConfigError([*error.problems, *problems]) from error
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
-        raise ConfigError([Problem(place, "its keys, or those of an override, are nested too deep")]) from error
+        raise ConfigError([Problem(place, "its keys, or those of an override, are nested too deeply")]) from error
 
 
 def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
@@ -220,7 +220,7 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
     preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
     found = differing(loaded, load_config(preset, complete=False))
     listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
-    return [f"verl's defaults are others, and the preset {preset} has them: here {listed}"] if found else []
+    return [f"verl has other defaults, which the preset {preset} has; here {listed}"] if found else []
 
 
 def _plain_defaults() -> dict[str, object]:
@@ -241,7 +241,7 @@ def _register_user_groups(
     modules = [modules] if isinstance(modules, str) else list(modules)
     origin = where("trainer.imports", _origins(settings, []))
     if not trust_code:
-        what = f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, and was not imported"
+        what = f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, but was not imported"
         problems.append(Problem((("trainer.imports", origin),), what, "read that code; --trust-code imports it"))
         return False
     try:

@@ -106,15 +106,15 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
         return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-    advice = "look at that line and the one above: keys of one group start in the same column"
+    advice = "check that line and the one above: keys of one group start in the same column"
     if "\\t" in str(error.problem):
-        advice = "indent by spaces: YAML takes no tabs"
+        advice = "indent with spaces: YAML does not allow tabs"
     if isinstance(error, yaml.composer.ComposerError):
-        advice = "look at its aliases (*name): each counts as all that it repeats"
+        advice = "check its aliases (*name): each counts with everything that it repeats"
     if isinstance(error, yaml.constructor.ConstructorError):
-        advice = "write the value itself: tags (!...) are not read"
+        advice = "write the value itself: tags (!...) are not supported"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
-    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
+    return Problem(((display(named), where),), f"is not valid YAML: {error.problem}", advice)
 
 
 def read_node(path: Path, problems: list[Problem]) -> yaml.Node | None:
@@ -127,7 +127,7 @@ def read_node(path: Path, problems: list[Problem]) -> yaml.Node | None:
         problems.append(yaml_problem(error, path))
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        problems.append(Problem(((display(path), "the file"),), what, "see what it is, and who may read it"))
+        problems.append(Problem(((display(path), "the file"),), what, "check what it is and its permissions"))
     except UnicodeDecodeError as error:
         problems.append(Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"))
     return None
@@ -146,7 +146,7 @@ def _check_twice(node: yaml.MappingNode, prefix: str, path: Path, problems: list
     for name_node, value in node.value:
         name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
         if name in first_lines:
-            what = f"was set in line {first_lines[name]} already"
+            what = f"was already set in line {first_lines[name]}"
             problems.append(Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines"))
         first_lines[name] = line
         if isinstance(value, yaml.MappingNode):

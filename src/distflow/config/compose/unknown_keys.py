@@ -96,7 +96,7 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
     if guesses := _resembling(key, known):
         return f"did you mean {' or '.join(guesses)}?"
     if found := find_by_last_word(key):
-        return f"{joined(list(found))} {_has_it(found)} it in another place: {_answer(found, value)}"
+        return f"{joined(list(found))} {_has_it(found)} it elsewhere: {_answer(found, value)}"
     if guesses := _elsewhere(key, known):
         return f"did you mean {' or '.join(guesses)}?"
     if guesses := most_similar(key, {name: name for table in all_tables().values() for name in table.names}):
@@ -131,7 +131,7 @@ def _judge(
         return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
-        return Problem(places, "has dots, which YAML reads as one name", advice)
+        return Problem(places, "has dots, which YAML reads as a single name", advice)
     if key in _groups() and not setting.is_group:
         below = next(name for name in keys if name.startswith(f"{key}."))
         return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {below}")
@@ -146,7 +146,7 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
         if name.accepts(setting.value):
             reasons.append(name.note or "it asks for nothing")
         elif found.keys() <= _SAME_KEYS and overrides and _has(values, overrides):
-            reasons.append(f"here it is {overrides}, which is set already")
+            reasons.append(f"here it is {overrides}, which is already set")
         else:
             return ""
     given = "" if setting.value is NOT_GIVEN else f"={as_override(setting.value)}"

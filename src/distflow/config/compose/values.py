@@ -85,7 +85,7 @@ def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
     if value is None or value == info.default:
         return
     if spec.later is True:
-        yield Mismatch(f"is {show(value)}, which is not implemented yet", f"leave it at {show(info.default)}")
+        yield Mismatch(f"is {show(value)}, which is not implemented yet", f"keep the default {show(info.default)}")
     elif spec.choices and not spec.open_names:
         for name in value if isinstance(value, tuple) else (value,):
             yield from _check_choice(name, info)
@@ -114,7 +114,7 @@ def parse_differing(
     found: Differing = {}
     for name, settings in value.items():
         if not isinstance(name, str) or not isinstance(settings, Mapping):
-            raise Mismatch(f"has {show(settings)} for {show(name)}, which is no mapping by the name of a {of}", form)
+            raise Mismatch(f"has {show(settings)} for {show(name)}, which is not a mapping by {of}", form)
         found[name] = {}
         for key, given in _flat(settings, "", keys).items():
             if key not in keys:

@@ -73,11 +73,11 @@ class KLControlConfig:
 
     type: str = key("fixed", "fixed, or adapted to target_kl", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "coefficient of the penalty; its initial value if adaptive", minimum=0)
-    target_kl: float | None = key(None, "KL per token that the adaptive controller aims at", above=0)
-    horizon: int | None = key(None, "samples over which the adaptive controller closes the gap", minimum=1)
+    target_kl: float | None = key(None, "target KL per token of the adaptive controller", above=0)
+    horizon: int | None = key(None, "samples over which the adaptive controller reaches the target", minimum=1)
     mean: str = key(
         "token",
-        "KL that the adaptive controller uses: mean over tokens, or mean of the sequences' means (verl)",
+        "KL that is controlled: mean over tokens, or mean of the sequences' means (verl)",
         choices=("token", "sequence"),
     )
 
@@ -86,14 +86,12 @@ class KLControlConfig:
 class NormConfig:
     """Normalisation by the batch, by groups (AReaL), or by the moments of all rewards so far (ROLL)."""
 
-    mean_level: str | None = key(None, "what the subtracted mean is computed over; null subtracts none", choices=LEVELS)
+    mean_level: str | None = key(None, "level of the subtracted mean; null subtracts none", choices=LEVELS)
     mean_leave1out: bool = key(False, "exclude a value from the mean that is subtracted from it")
-    std_level: str | None = key(
-        None, "what the standard deviation is computed over; null does not divide", choices=LEVELS
-    )
+    std_level: str | None = key(None, "level of the standard deviation; null does not divide", choices=LEVELS)
     std_unbiased: bool = key(True, "use the unbiased standard deviation")
     eps: float = key(1e-5, "added to the standard deviation", above=0)
-    group_size: int | None = key(None, "samples that are normalised together; null is rollout.n", minimum=2)
+    group_size: int | None = key(None, "number of samples normalised together; null is rollout.n", minimum=2)
 
 
 def is_on(norm: NormConfig) -> bool:
@@ -125,7 +123,7 @@ class RolloutCorrectionConfig:
     )
     rollout_rs_threshold: tuple[Bounds, ...] = key(
         (),
-        "bound of each statistic: upper, or [lower, upper] of rollout over trainer for k1; one entry holds for all",
+        "bound of each statistic: upper, or for k1 [lower, upper] of rollout / trainer; one entry applies to all",
         parse=parse_bounds,
         # A band is a list, since YAML reads the string 1_2 as 12.
         plain=lambda bounds: [upper if lower is None else [lower, upper] for lower, upper in bounds],
@@ -136,25 +134,27 @@ class RolloutCorrectionConfig:
 class FilterGroupsConfig:
     """Dynamic sampling: groups that teach nothing, or that a function rejects, are dropped and replaced."""
 
-    enable: bool = key(False, "drop groups without a signal and refill the batch")
+    enable: bool = key(False, "drop groups without a gradient signal and refill the batch")
     metric: str = key(
         "acc",
-        "what must differ within a group: acc (no penalties), score or seq_reward (with them), or a reward function",
+        "value that must vary in a group: acc (no penalties), score or seq_reward (with them), or a reward function",
     )
     mean_range: tuple[float, float] | None = key(
-        None, "[low, high]: also drop groups whose mean of metric is not between; null is off", parse=parse_band
+        None, "[low, high]: also drop groups with a mean metric outside; null is off", parse=parse_band
     )
     should_accept: str | None = key(
         None,
         "module:function or file.py:function of a group's columns; the group is dropped and replaced if it returns "
         "False, or a str, the reason",
     )
-    max_num_gen_batches: int = key(10, "most batches of prompts to generate for one step", minimum=1)
+    max_num_gen_batches: int = key(10, "maximum number of prompt batches for one step", minimum=1)
     when_exhausted: str = key(
-        "error", "after that many batches: stop, or continue with the groups there are", choices=("error", "continue")
+        "error", "after that many batches: stop, or continue with the groups so far", choices=("error", "continue")
     )
     oversampling: float = key(
-        0.0, "extra prompts in flight, as a share of those the step lacks; unfinished ones come first next", minimum=0
+        0.0,
+        "extra prompts in flight, as a share of those missing; unfinished ones come first in the next step",
+        minimum=0,
     )
 
 
@@ -182,7 +182,7 @@ class AlgorithmConfig:
     adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
     workflow_type: str = key(
         "DEFAULT",
-        "selects the pipeline if dag.pipeline is null; DEFAULT goes by adv_estimator",
+        "selects the pipeline if dag.pipeline is null; DEFAULT: by adv_estimator",
         choices=("DEFAULT", "DAPO", "EMBODIED"),
         later=("EMBODIED",),
     )
@@ -191,7 +191,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
     scale_rewards: str | None = key(
         None,
-        "standard deviation that GRPO divides by: group, batch or none; null goes by norm_adv_by_std_in_grpo",
+        "standard deviation that GRPO divides by: group, batch or none; null: by norm_adv_by_std_in_grpo",
         choices=("group", "batch", "none"),
     )
     adv_epsilon: float = key(1e-6, "added to the standard deviation that GRPO divides by", above=0)
@@ -210,7 +210,7 @@ class AlgorithmConfig:
         None, "[low, high]: train on groups with low < share of correct responses < high", parse=parse_share_band
     )
     mask_type: str = key(
-        "loss", "excluded responses are out of the loss, or of all: of baselines and means too", choices=("loss", "all")
+        "loss", "exclude masked responses from the loss, or from all: baselines and means too", choices=("loss", "all")
     )
     difficulty_weight: tuple[float, float] | None = key(
         None, "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect responses"
@@ -220,7 +220,7 @@ class AlgorithmConfig:
     )
     domains: Differing = key(
         {},
-        "domain → keys of algorithm that differ there; such a domain is normalised and whitened by itself",
+        "domain → keys of algorithm that differ in it; such a domain is normalised and whitened separately",
         parse=parse_domains,
         plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )
@@ -231,7 +231,7 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     recompute_old_log_probs: str = key(
         "auto",
-        "old log-probs by a forward pass of the trainer; auto skips it where the ratio is 1; false uses the rollout's",
+        "compute old log-probs with the trainer; auto skips this if the ratio is always 1; false uses the rollout's",
         choices=("auto", "true", "false"),
         parse=lambda value: str(value).lower() if isinstance(value, bool) else convert(value, str),
     )

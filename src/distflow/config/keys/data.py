@@ -18,19 +18,19 @@ _ROLLOUT = "null is actor_rollout_ref.rollout"
 class DomainConfig:
     """Settings in which a domain differs from the rest of the run."""
 
-    train_files: tuple[str, ...] = key((), "data to train on, in the forms of data.train_files")
-    val_files: tuple[str, ...] = key((), "data to validate on")
+    train_files: tuple[str, ...] = key((), "training data, in the forms of data.train_files")
+    val_files: tuple[str, ...] = key((), "validation data")
     tags: tuple[str, ...] = key(
-        (), "its rows of data.train_files and data.val_files, by data.tag_key, unless it names files of its own"
+        (), "tags (data.tag_key) of its rows in data.train_files and data.val_files, if it has no files of its own"
     )
-    weight: float = key(1.0, "share of each step's prompts, relative to other weights; 0 is never drawn", minimum=0)
+    weight: float = key(1.0, "share of a step's prompts, relative to other weights; 0: not trained on", minimum=0)
     reward: tuple[RewardPart, ...] = key(
         (),
-        "names or {name, weight}, as in reward.functions; null is its entry in reward.functions",
+        "reward functions: names or {name, weight}; null is its entry in reward.functions",
         parse=lambda value: () if value is None else parse_parts("it", value),
         plain=plain_parts,
     )
-    filter_groups: bool | None = key(None, "drop and refill groups without a signal; null is algorithm.filter_groups")
+    filter_groups: bool | None = key(None, "replace groups without a gradient signal; null is algorithm.filter_groups")
     prompt_key: str | None = key(None, "column of the prompt; null is data.prompt_key")
     answer_key: str | None = key(None, "column of the ground truth; null is data.answer_key")
     solution_key: str | None = key(None, "column of reference solutions; null is data.solution_key")
@@ -38,22 +38,22 @@ class DomainConfig:
     messages_key: str | None = key(None, "column of conversations (sft); null is data.messages_key")
     tools_key: str | None = key(None, "column of functions for the chat template; null is data.tools_key")
     prompt_format: str | None = key(None, "null is data.prompt_format", choices=("text", "chat"))
-    prompt_template: str | None = key(None, "text around a str prompt; null is data.prompt_template")
+    prompt_template: str | None = key(None, "template of a str prompt; null is data.prompt_template")
     system_prompt: str | None = key(None, "system message (chat); null is data.system_prompt")
     enable_thinking: bool | None = key(None, "passed to the chat template; null is data.enable_thinking")
     pass_rate: tuple[float, float] | None = key(
-        None, "measured pass rates of the rows to train on; null is data.pass_rate", parse=parse_band
+        None, "pass rates of the rows to train on; null is data.pass_rate", parse=parse_band
     )
     pass_rate_key: str | None = key(None, "column of the pass rate; null is data.pass_rate_key")
     skip_outside: tuple[float, float] | None = key(
-        None, "see data.skip_outside; null is its value, [0, 1] is off", parse=parse_share_band
+        None, "as data.skip_outside; null is its value, [0, 1] is off", parse=parse_share_band
     )
     train_max_samples: int = key(-1, "use only the first rows of train_files; -1 is all", minimum=-1)
     val_max_samples: int = key(-1, "use only the first rows of val_files; -1 is all", minimum=-1)
     max_response_length: int | None = key(
-        None, "longest response in tokens; null is data.max_response_length, which is also the maximum", minimum=1
+        None, "maximum response length in tokens, at most data.max_response_length, which is the default", minimum=1
     )
-    n: int | None = key(None, f"responses a prompt; {_ROLLOUT}.n", minimum=1)
+    n: int | None = key(None, f"responses per prompt; {_ROLLOUT}.n", minimum=1)
     temperature: float | None = key(None, f"temperature of the policy; {_ROLLOUT}.temperature", above=0)
     top_p: float | None = key(None, f"{_ROLLOUT}.top_p", above=0, maximum=1)
     top_k: int | None = key(None, f"{_ROLLOUT}.top_k", minimum=-1)
@@ -86,12 +86,12 @@ class DataConfig:
     """Data sets and prompts."""
 
     train_files: tuple[str, ...] = key(
-        (), "data to train on: paths, data set ids, builtin:NAME or other forms of docs/data.md; one or a list"
+        (), "training data: paths, data set ids, builtin:NAME or other forms of docs/data.md; one or a list"
     )
-    val_files: tuple[str, ...] = key((), "data to validate on, in the same forms; null is no validation")
+    val_files: tuple[str, ...] = key((), "validation data, in the same forms; null: no validation")
     domains: dict[str, DomainConfig] = key(
         {},
-        "name → settings of a data source, with its own files or its tags; each has a share of every step",
+        "name → settings of a domain, with its own files or its tags; each has a share of every step",
         parse=parse_domains,
         plain=plain_settings,
     )
@@ -100,45 +100,45 @@ class DataConfig:
     response_key: str = key("response", "column of the response to train on (sft)")
     messages_key: str = key("messages", "column of a conversation whose assistant turns are trained on (sft)")
     chosen_key: str = key("chosen", "column of the better response (rm): str or chat messages that end with it")
-    rejected_key: str = key("rejected", "column of the worse response (rm), likewise")
-    tools_key: str = key("tools", "column of the functions that the chat template shows, as JSON schemas")
+    rejected_key: str = key("rejected", "column of the worse response (rm), in the same form")
+    tools_key: str = key("tools", "column of the functions for the chat template, as JSON schemas")
     solution_key: str | None = key(
-        None, "column of reference solutions to score before the start; null is that of the reward function, '' is none"
+        None, "column of reference solutions to score before the start; null: that of the reward function, '': none"
     )
     domain_key: str = key("data_source", "column of a row's domain")
     tag_key: str | None = key(
-        None, "column of a row's tag: domains choose rows by it, and accuracy is reported by it too; null reads none"
+        None, "column of a row's tag, by which domains select rows and accuracy is also reported; null: no tags"
     )
     prompt_format: str = key(
         "text", "chat: a str prompt becomes one user message of the chat template", choices=("text", "chat")
     )
-    prompt_template: str | None = key(None, "text around a str prompt, with {prompt} in it; {{ and }} are plain braces")
+    prompt_template: str | None = key(None, "template of a str prompt, with {prompt}; {{ and }} are literal braces")
     system_prompt: str | None = key(None, "system message before each prompt (chat)")
     enable_thinking: bool = key(False, "passed to the chat template")
-    apply_chat_template_kwargs: dict[str, object] = key({}, "further arguments of the chat template, by name")
-    train_batch_size: int = key(512, "prompts a step", minimum=1)
-    max_prompt_length: int = key(2048, "longest prompt in tokens", minimum=1)
-    max_response_length: int = key(4096, "longest response in tokens", minimum=1)
+    apply_chat_template_kwargs: dict[str, object] = key({}, "additional arguments of the chat template, by name")
+    train_batch_size: int = key(512, "prompts per step", minimum=1)
+    max_prompt_length: int = key(2048, "maximum prompt length in tokens", minimum=1)
+    max_response_length: int = key(4096, "maximum response length in tokens", minimum=1)
     filter_overlong_prompts: bool = key(True, "exclude rows whose prompt is too long (counted)")
     truncation: str = key(
-        "error", "side to cut off a long prompt that is not filtered", choices=("error", "left", "right", "middle")
+        "error", "how to truncate an overlong prompt that is not filtered", choices=("error", "left", "right", "middle")
     )
-    lazy: bool = key(False, "read each training row when its group starts, where it is generated; .jsonl and .parquet")
-    bad_rows: str = key("error", "for a row that cannot be read", choices=("error", "skip"))
+    lazy: bool = key(False, "read each training row when its group starts, on its worker (.jsonl, .parquet)")
+    bad_rows: str = key("error", "action for an unusable row", choices=("error", "skip"))
     pass_rate: tuple[float, float] | None = key(
-        None, "[low, high]: train only on rows whose measured pass rate is within; null is all", parse=parse_band
+        None, "[low, high]: train only on rows with a pass rate in this range; null is all", parse=parse_band
     )
-    pass_rate_key: str = key("pass_rate", "column of the pass rate, or of another number for a row's difficulty")
+    pass_rate_key: str = key("pass_rate", "column of the pass rate, or of another measure of difficulty")
     skip_outside: tuple[float, float] | None = key(
-        None, "[low, high]: skip a row whose last share of correct responses was outside", parse=parse_share_band
+        None, "[low, high]: skip a row whose share of correct responses was outside", parse=parse_share_band
     )
     skip_epochs: int = key(1, "epochs for which skip_outside skips a row before it is used again", minimum=1)
     broken_tests: str = key(
-        "skip", "for a training row whose tests no response can pass (named and counted)", choices=("skip", "error")
+        "skip", "action for a training row whose tests no response can pass (it is counted)", choices=("skip", "error")
     )
     train_max_samples: int = key(-1, "use only the first rows of train_files; -1 is all", minimum=-1)
     val_max_samples: int = key(-1, "use only the first rows of val_files; -1 is all", minimum=-1)
-    allow_overlap: bool = key(False, "do not warn of validation prompts that are also trained on")
+    allow_overlap: bool = key(False, "do not warn about validation prompts that are trained on")
     shuffle: bool = key(True, "reshuffle the rows in each epoch")
     seed: int = key(1, "seed of the order of the rows", minimum=0)
     curriculum: CurriculumConfig = group(CurriculumConfig)

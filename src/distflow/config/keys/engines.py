@@ -26,15 +26,15 @@ class ModelConfig:
 
     path: str | None = key(None, "folder or hub id of the model, builtin:NAME, or package:NAME of a Python package")
     tokenizer_path: str | None = key(None, "folder or hub id of the tokenizer; null is the model's")
-    gguf_file: str | None = key(None, "name of a GGUF file in the model's folder to load the weights from")
+    gguf_file: str | None = key(None, "GGUF file with the weights, in the model's folder")
     revision: str | None = key(None, "revision of a hub id; a commit hash pins it")
     trust_remote_code: bool = key(False, "run Python code that comes with the model; local or pinned models only")
     model_type: str | None = key(None, "family of the model if its folder does not say", later=True)
     init: str = key(
-        "pretrained", "random: fresh weights by trainer.seed from config.json", choices=("pretrained", "random")
+        "pretrained", "random: new weights by trainer.seed, from config.json", choices=("pretrained", "random")
     )
     dtype: str = key(
-        "auto", "dtype to compute in; auto is float32 on a CPU, bfloat16 on a GPU", choices=("auto", *DTYPES)
+        "auto", "dtype of computation; auto is float32 on a CPU, bfloat16 on a GPU", choices=("auto", *DTYPES)
     )
     enable_gradient_checkpointing: bool = key(False, "recompute activations in backward instead of storing them")
     lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0)
@@ -50,7 +50,7 @@ class TrainedFsdpConfig:
     optimizer_offload: bool = key(False, "keep the optimizer's moments in host memory between updates")
     offload_policy: bool = key(
         False,
-        "keep weights, gradients and moments in host memory, with a copy of each layer while it runs; host optimizer",
+        "keep weights, gradients and moments in host memory: layers are copied when they run; optimizer on the host",
     )
 
 
@@ -77,10 +77,10 @@ class OptimConfig:
     weight_decay: float = key(0.01, "weight decay", minimum=0)
     betas: tuple[float, float] = key((0.9, 0.999), "decay of Adam's first and second moments, each in [0, 1)")
     eps: float = key(1e-8, "Adam's epsilon", above=0)
-    scheduler: str = key("cosine_with_warmup", "shape of the learning rate", choices=SCHEDULERS)
-    warmup_ratio: float = key(0.1, "share of the optimizer steps that warm up", minimum=0, maximum=1)
-    lr_warmup_steps: int = key(-1, "optimizer steps that warm up; -1 goes by warmup_ratio", minimum=-1)
-    min_lr_ratio: float = key(0.0, "learning rate at the end, as a share of lr", minimum=0, maximum=1)
+    scheduler: str = key("cosine_with_warmup", "learning-rate schedule", choices=SCHEDULERS)
+    warmup_ratio: float = key(0.1, "warm-up, as a share of the optimizer steps", minimum=0, maximum=1)
+    lr_warmup_steps: int = key(-1, "number of warm-up optimizer steps; -1: by warmup_ratio", minimum=-1)
+    min_lr_ratio: float = key(0.0, "final learning rate, as a share of lr", minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class ActorConfig:
     loss_scale_factor: float | None = key(
         None, "divisor in seq-mean-token-sum-norm; null is data.max_response_length", above=0
     )
-    clip_ratio: float = key(0.2, "how far the ratio may move from 1", above=0)
-    clip_ratio_low: float | None = key(None, "how far the ratio may fall; null is clip_ratio", above=0, maximum=1)
-    clip_ratio_high: float | None = key(None, "how far the ratio may rise; null is clip_ratio", above=0)
-    clip_ratio_c: float | None = key(3.0, "dual clip: bound of the ratio where the advantage is negative", above=1)
+    clip_ratio: float = key(0.2, "maximum distance of the ratio from 1", above=0)
+    clip_ratio_low: float | None = key(None, "maximum decrease of the ratio; null is clip_ratio", above=0, maximum=1)
+    clip_ratio_high: float | None = key(None, "maximum increase of the ratio; null is clip_ratio", above=0)
+    clip_ratio_c: float | None = key(3.0, "dual clip: upper bound of the ratio for negative advantages", above=1)
     off_policy_mask_threshold: float | None = key(
         None,
         "exclude a sequence with A < 0 from the loss if its mean log π_rollout − log π is above this; null is off",
@@ -112,15 +112,15 @@ class ActorConfig:
     use_kl_loss: bool = key(False, "add the KL to the reference to the loss")
     kl_loss_coef: float = key(0.001, "coefficient of the KL in the loss", minimum=0)
     kl_loss_type: str = key("low_var_kl", "estimator of the KL in the loss", choices=KL_TYPES, advice=NO_FULL_KL)
-    ppo_epochs: int = key(1, "passes over a batch", minimum=1)
-    ppo_mini_batch_size: int = key(256, "prompts an optimizer step", minimum=1)
+    ppo_epochs: int = key(1, "passes over the batch of a step", minimum=1)
+    ppo_mini_batch_size: int = key(256, "prompts per optimizer step", minimum=1)
     # Less on a CPU, whose allocator keeps the memory.
     ppo_max_token_len_per_gpu: int | None = key(
         None,
-        "tokens in one micro-batch; a longer sample is a micro-batch of its own; null is 16384, on a CPU 4096",
+        "maximum tokens in a micro-batch; a longer sample is one by itself; null is 16384, on a CPU 4096",
         minimum=1,
     )
-    max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
+    max_grad_norm: float = key(1.0, "maximum norm of the gradient", above=0)
     model_update_frequency: int = key(1, "steps between weight syncs to the rollout engines", minimum=1)
     weight_update_mode: str = key(
         "store",
@@ -136,7 +136,9 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy; built only if a KL term is on."""
 
-    log_prob_max_token_len_per_gpu: int | None = key(None, "tokens in one micro-batch; null is the actor's", minimum=1)
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "maximum tokens in a micro-batch; null is the actor's", minimum=1
+    )
     fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
 
 
@@ -144,7 +146,7 @@ class RefConfig:
 class CriticModelConfig:
     """Where the critic's weights come from."""
 
-    path: str | None = key(None, "folder or hub id of the critic; null is the actor's, with a new value head")
+    path: str | None = key(None, "folder or hub id of the critic; null: the actor's with a new value head")
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,14 @@ class CriticConfig:
     """How the critic is updated."""
 
     model: CriticModelConfig = group(CriticModelConfig)
-    value_loss: str = key("mse", "value loss: half the squared error, or Huber's", choices=VALUE_LOSSES)
-    huber_delta: float = key(10.0, "error from which Huber's loss grows linearly", above=0)
-    cliprange_value: float = key(0.5, "how far a value may move from the old one", above=0)
+    value_loss: str = key("mse", "value loss: half the squared error, or the Huber loss", choices=VALUE_LOSSES)
+    huber_delta: float = key(10.0, "error above which the Huber loss is linear", above=0)
+    cliprange_value: float = key(0.5, "maximum distance of a value from the old value", above=0)
     loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=LOSS_AGG_MODES)
-    ppo_epochs: int = key(1, "passes over a batch", minimum=1)
-    ppo_mini_batch_size: int | None = key(None, "prompts an optimizer step; null is the actor's", minimum=1)
-    ppo_max_token_len_per_gpu: int | None = key(None, "tokens in one micro-batch; null is the actor's", minimum=1)
-    max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
+    ppo_epochs: int = key(1, "passes over the batch of a step", minimum=1)
+    ppo_mini_batch_size: int | None = key(None, "prompts per optimizer step; null is the actor's", minimum=1)
+    ppo_max_token_len_per_gpu: int | None = key(None, "maximum tokens in a micro-batch; null is the actor's", minimum=1)
+    max_grad_norm: float = key(1.0, "maximum norm of the gradient", above=0)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
     fsdp_config: TrainedFsdpConfig = group(TrainedFsdpConfig)
 
@@ -171,11 +173,11 @@ _NO_ZERO = "greedy responses belong to validation: actor_rollout_ref.rollout.val
 class ValKwargsConfig:
     """Generation in validation."""
 
-    greedy: bool = key(True, "generate one greedy response a prompt")
-    n: int = key(0, "further sampled responses a prompt, for pass@k and mean@k", minimum=0)
+    greedy: bool = key(True, "generate one greedy response per prompt")
+    n: int = key(0, "additional sampled responses per prompt, for pass@k and mean@k", minimum=0)
     temperature: float = key(0.6, "temperature of the sampled responses", above=0, advice=_NO_ZERO)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
-    top_k: int = key(-1, "sample from this many most likely tokens; -1 is off", minimum=-1)
+    top_k: int = key(-1, "sample from this number of most likely tokens; -1 is off", minimum=-1)
 
 
 @dataclass(frozen=True)
@@ -184,14 +186,14 @@ class RolloutConfig:
 
     name: str = key("embedded", "rollout engine", choices=tuple(ROLLOUT_ENGINES), later=not_there_yet(ROLLOUT_ENGINES))
     tensor_model_parallel_size: int = key(1, "devices that share one engine", minimum=1, later=True)
-    n: int = key(8, "responses a prompt: the size of a group", minimum=1)
+    n: int = key(8, "responses per prompt (group size)", minimum=1)
     temperature: float = key(1.0, "the policy is softmax(logits / temperature)", above=0, advice=_NO_ZERO)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
-    top_k: int = key(-1, "sample from this many most likely tokens; -1 is off", minimum=-1)
-    min_p: float = key(0.0, "smallest probability, as a share of the largest; 0 is off", minimum=0, below=1)
+    top_k: int = key(-1, "sample from this number of most likely tokens; -1 is off", minimum=-1)
+    min_p: float = key(0.0, "minimum probability, relative to the most likely token; 0 is off", minimum=0, below=1)
     repetition_penalty: float = key(1.0, "penalty on tokens that already occurred; 1 is off", above=0)
     stop: tuple[str, ...] = key((), "strings that end a response: one or a list")
-    max_num_seqs: int = key(256, "responses generated at the same time", minimum=1)
+    max_num_seqs: int = key(256, "maximum number of responses generated concurrently", minimum=1)
     kv_on_update: str = key(
         "keep",
         "running responses at a weight sync (max_staleness > 0): keep their KV cache, recompute it, or restart them",
@@ -199,10 +201,10 @@ class RolloutConfig:
     )
     num_threads: int | None = key(
         None,
-        "CPU threads of generation if max_staleness > 0; null: half, or what trainer.num_threads leaves",
+        "CPU threads of generation if max_staleness > 0; null: half, or the rest after trainer.num_threads",
         minimum=1,
     )
-    batch_invariant: bool = key(False, "make a response bit-identical whatever else is generated; about half as fast")
+    batch_invariant: bool = key(False, "make responses bit-equal in any batch; about half as fast")
     enforce_eager: bool = key(
         False, "run each operation of a decode step separately: no CUDA graphs or native CPU step"
     )
@@ -211,7 +213,7 @@ class RolloutConfig:
     )
     timeout_s: float | None = key(
         1800.0,
-        "stop the run if the engine returns nothing and samples no token for so many seconds; null is never",
+        "stop the run if the engine returns nothing and samples no token for this many seconds; null: never",
         above=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

@@ -10,7 +10,7 @@ from distflow.config.keys.declare import collect, group, key, plain_settings
 from distflow.config.keys.engines import RefFsdpConfig
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
-"""What happens to a sample with a reward error: left out of the loss, its group dropped, or a score instead."""
+"""What happens to a sample with a reward error: left out of the loss, its group dropped, or given a score."""
 Option: TypeAlias = bool | int | float | str
 _FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: {n: 4}}]}"
 _PART = {"name", "weight", "options"}
@@ -125,7 +125,7 @@ class OverlongConfig:
 class IfevalConfig:
     """The reward functions `ifeval`, `ifeval_loose` and `ifeval_share`."""
 
-    strict: bool = key(True, "a response that is no text, or has empty parts, follows nothing; false is the original")
+    strict: bool = key(True, "require plausible text without empty parts; false: as the original")
 
 
 @dataclass(frozen=True)
@@ -140,26 +140,26 @@ class RewardConfig:
     )
     timeout_s: float = key(10.0, "timeout of one call of a reward function in seconds", above=0)
     max_error_rate: float = key(
-        0.5, "stop the run if the share of reward errors in a step is higher; 1 never stops", minimum=0, maximum=1
+        0.5, "stop the run if a step has a higher share of reward errors; 1 never stops", minimum=0, maximum=1
     )
     num_workers: int = key(2, "worker processes of each domain; a reward model has 1", minimum=1)
     num_actors: int = key(
         0,
-        "Ray actors (launcher=ray) that run the reward functions of all workers; 0 runs them beside each worker",
+        "Ray actors (launcher=ray) that run the reward functions of all workers; 0 runs them next to each worker",
         minimum=0,
     )
-    actor_cpus: int = key(1, "CPUs that each reward actor takes of its machine", minimum=1)
+    actor_cpus: int = key(1, "CPUs that each reward actor reserves", minimum=1)
     retries: int = key(0, "retries of a failed call", minimum=0)
     backoff_s: float = key(1.0, "seconds before the first retry, doubled each time", above=0)
     on_error: OnError = key(
         "mask",
-        "for a sample with a reward error: mask it from baselines and loss, drop its group, or {score: x} to score it",
+        "after a reward error: mask the sample from baselines and loss, drop its group, or {score: x} to score it",
         parse=parse_on_error,
         plain=lambda value: value if isinstance(value, str) else {"score": value},
     )
     domains: Differing = key(
         {},
-        f"domain → {', '.join(JUDGED_BY_DOMAIN)} that differ there; such a domain has its own worker processes",
+        f"domain → {', '.join(JUDGED_BY_DOMAIN)} that differ in it; such a domain has its own worker processes",
         parse=parse_domains,
         plain=plain_domains,
     )
@@ -186,11 +186,11 @@ class RewardModelPathConfig:
 class ScoringModelConfig:
     """A model of `reward_model.models`."""
 
-    path: str = key("", "folder or hub id of a reward model, of a judge that of a language model; or a run")
+    path: str = key("", "folder or hub id of a reward model (for a judge: language model), or a run")
     weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
-    judge: bool = key(False, "the model writes its score, from 0 to 1")
-    template: str = key("", "what a judge is asked: a text, or a file with it; empty is the built-in one")
-    answer_tokens: int = key(1024, "longest answer of a judge", minimum=1)
+    judge: bool = key(False, "the model generates its score, from 0 to 1, as text")
+    template: str = key("", "prompt template of a judge: a text, or a file with it; empty: built in")
+    answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
 
 
@@ -225,7 +225,7 @@ class RewardModelConfig:
     fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
     models: dict[str, ScoringModelConfig] = key(
         {},
-        f"name → {', '.join(collect(ScoringModelConfig()))}: further models that score, each an engine of that name",
+        f"name → {', '.join(collect(ScoringModelConfig()))}: additional scoring models, each an engine of that name",
         parse=parse_models,
         plain=plain_settings,
     )

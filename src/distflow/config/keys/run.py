@@ -101,10 +101,10 @@ class SlurmConfig:
     """The job of launcher=slurm: trainer.nnodes nodes, trainer.n_gpus_per_node GPUs each (none with device=cpu)."""
 
     partition: str | None = key(None, "partition of the job; null is the cluster's default")
-    account: str | None = key(None, "account that the job is charged to; null is the user's default")
+    account: str | None = key(None, "account of the job; null is the user's default")
     time: str | None = key(None, "time after which the job is requeued, in quotes: '24:00:00'; null is the partition's")
-    cpus_per_node: int | None = key(None, "CPUs of each node; null takes whole nodes (--exclusive)", minimum=1)
-    args: tuple[str, ...] = key((), 'further options of sbatch, e.g. ["--qos=high","--mem=0"]')
+    cpus_per_node: int | None = key(None, "CPUs per node; null requests whole nodes (--exclusive)", minimum=1)
+    args: tuple[str, ...] = key((), 'additional options of sbatch, e.g. ["--qos=high","--mem=0"]')
 
 
 @dataclass(frozen=True)
@@ -116,23 +116,23 @@ class TrainerConfig:
     default_local_dir: str | None = key(None, "folder of the run; null is runs/<project_name>/<experiment_name>")
     total_epochs: int = key(30, "passes over the training data", minimum=1)
     total_training_steps: int | None = key(
-        None, "steps of the run; null goes by total_epochs", minimum=1, advice="null lets total_epochs decide"
+        None, "steps of the run; null: by total_epochs", minimum=1, advice="null lets total_epochs decide"
     )
     stop_when: str | None = key(
-        None, "the run ends when a metric has a value, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
+        None, "condition that ends the run, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
     )
-    critic_warmup: int = key(0, "first steps, which train only the critic", minimum=0)
+    critic_warmup: int = key(0, "number of first steps that train only the critic", minimum=0)
     val_before_train: bool = key(False, "validate before the first step")
     test_freq: int = key(5, "steps between validations; 0 or less is never")
-    test_freq_epochs: int | None = key(None, "epochs between validations, besides test_freq", minimum=1)
-    test_freq_secs: float | None = key(None, "seconds from a validation to the next, besides test_freq", above=0)
+    test_freq_epochs: int | None = key(None, "epochs between validations, in addition to test_freq", minimum=1)
+    test_freq_secs: float | None = key(None, "seconds between validations, in addition to test_freq", above=0)
     save_freq: int = key(10, "steps between checkpoints; 0 or less is never")
-    save_freq_epochs: int | None = key(None, "epochs between checkpoints, besides save_freq", minimum=1)
-    save_freq_secs: float | None = key(None, "seconds from a checkpoint to the next, besides save_freq", above=0)
+    save_freq_epochs: int | None = key(None, "epochs between checkpoints, in addition to save_freq", minimum=1)
+    save_freq_secs: float | None = key(None, "seconds between checkpoints, in addition to save_freq", above=0)
     keep_last: int = key(2, "number of recent checkpoints to keep", minimum=1)
-    keep_best: bool = key(False, "also keep the checkpoint with the best validation")
+    keep_best: bool = key(False, "also keep the checkpoint with the best validation result")
     keep_best_metric: str = key("val_correct/all/mean", "metric of the best checkpoint (the lowest of a loss)")
-    save_hf_model: bool = key(False, "beside each checkpoint, its policy as a Hugging Face folder, huggingface/NAME")
+    save_hf_model: bool = key(False, "also save each checkpoint's policy as a Hugging Face folder")
     resume_mode: str = key("auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder")
     save_groups: str = key(
         "none", "dump all columns of steps to tokens/, as safetensors", choices=("none", "last_k", "all")
@@ -141,45 +141,45 @@ class TrainerConfig:
     logger: tuple[str, ...] = key(
         ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
     )
-    seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
+    seed: int = key(1, "seed of new weights and of sampling", minimum=0)
     device: str = key(
-        "auto", "device of each worker; auto is cuda where all can have a GPU", choices=("auto", "cpu", "cuda")
+        "auto", "device of each worker; auto is cuda if all can have a GPU", choices=("auto", "cpu", "cuda")
     )
     num_threads: int | None = key(
-        None, "torch's threads; null is all cores, or what rollout.num_threads leaves", minimum=1
+        None, "torch's threads; null: all cores, or the rest after rollout.num_threads", minimum=1
     )
-    imports: tuple[str, ...] = key(
-        (), "user modules to import first, which register estimators, losses, rewards, groups"
+    imports: tuple[str, ...] = key((), "user modules to import first, for estimators, losses, rewards, config groups")
+    launcher: str = key(
+        "local", "how the workers are started", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS)
     )
-    launcher: str = key("local", "what starts the workers", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS))
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
-    n_gpus_per_node: int = key(1, "devices on each machine, CPU workers included", minimum=1)
+    n_gpus_per_node: int = key(1, "devices per machine: GPUs, or CPU workers", minimum=1)
     allocation: str | None = key(
-        None, "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; null schedules them"
+        None, "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; null: by the scheduler"
     )
     devices: tuple[tuple[int, ...], ...] = key(
         (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
     )
-    worker_cpus: int = key(1, "CPUs that each worker takes of its machine (launcher=ray)", minimum=1)
+    worker_cpus: int = key(1, "CPUs that each worker reserves (launcher=ray)", minimum=1)
     worker_memory_mb: int | None = key(
-        None, "MB of memory of each worker (launcher=ray); null is the size of one without a model", minimum=1
+        None, "MB of memory of each worker (launcher=ray); null: the size of one without a model", minimum=1
     )
     worker_env: dict[str, str | int] = key(
         {}, "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray and the run show them"
     )
     worker_roles: Differing = key(
         {},
-        f"{', '.join(_OF_A_WORKER)} that differ for a role, rollout or training, where these have workers of their own",
+        f"{', '.join(_OF_A_WORKER)} that differ for the role rollout or training, if these have separate workers",
         parse=parse_worker_roles,
     )
     max_held_mb: int | None = key(
-        None, "most MB of groups in shared memory (launcher=ray); null is half of Ray's object store", minimum=1
+        None, "maximum MB of groups in shared memory (launcher=ray); null: half of Ray's store", minimum=1
     )
     peers_timeout_s: float = key(
         1800.0, "timeout of collectives of several processes; the run then stops and names the missing workers", above=0
     )
     max_restarts: int = key(
-        0, "restarts from the last checkpoint, in place, after a process was lost (launcher=ray)", minimum=0
+        0, "restarts in place from the last checkpoint after a lost process (launcher=ray)", minimum=0
     )
     slurm: SlurmConfig = group(SlurmConfig)
 
@@ -196,31 +196,31 @@ class TrustConfig:
     canary_freq: int = key(
         1, "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never", minimum=0
     )
-    audit_freq: int = key(20, "steps between audits, besides those at start and resume; 0 is never", minimum=0)
+    audit_freq: int = key(20, "steps between audits, in addition to start and resume; 0: never", minimum=0)
     on_mismatch: str = key(
         "correct",
-        "if rollout and trainer log-probs diverge: weigh each token by their ratio from then on, stop, or only warn",
+        "if rollout and trainer log-probs diverge: weight tokens by their ratio from then on, stop, or only warn",
         choices=("correct", "stop", "warn"),
     )
-    max_skipped_updates: int = key(5, "consecutive updates with a loss that is not finite before a stop", minimum=1)
+    max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)
     unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
-    check_rewards: bool = key(True, "test before the start that reward functions tell good responses from bad ones")
+    check_rewards: bool = key(True, "test reward functions before the start on good and bad responses")
 
 
 @dataclass(frozen=True)
 class ProfilerConfig:
     """Traces of kernels."""
 
-    enable: bool = key(False, "record traces of the devices", later=True)
+    enable: bool = key(False, "record kernel traces", later=True)
 
 
 @dataclass(frozen=True)
 class AsyncConfig:
     """How far rollout may run ahead of training."""
 
-    max_staleness: int = key(0, "largest staleness of a sample in steps; 0 is synchronous", minimum=0)
+    max_staleness: int = key(0, "maximum staleness of a sample in steps; 0 is synchronous", minimum=0)
     max_concurrent_rollouts: int | None = key(
-        None, "prompt groups in flight at once; null is max_staleness + 1 steps of them", minimum=1
+        None, "maximum prompt groups in flight; null is max_staleness + 1 steps of them", minimum=1
     )
 
 
@@ -230,20 +230,20 @@ class DagConfig:
 
     pipeline: str | tuple[dict[str, object], ...] | None = key(
         None,
-        f"{', '.join(PIPELINES)}, your module:function or file.py:function, or nodes; null goes by adv_estimator",
+        f"{', '.join(PIPELINES)}, your module:function or file.py:function, or nodes; null: by adv_estimator",
         parse=parse_pipeline,
     )
     generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
-    enable_perf: bool = key(False, "time each node in the metrics")
-    backend_threshold: int = key(32, "ranks from which objects use gloo beside nccl (GPUs)", minimum=1)
+    enable_perf: bool = key(False, "measure the time of each node")
+    backend_threshold: int = key(32, "ranks from which objects use gloo in addition to nccl (GPUs)", minimum=1)
     apportion_strategy: str = key(
-        "param_aware", "parts of all pipelines share devices by model size or evenly", choices=("param_aware", "even")
+        "param_aware", "divide devices over all parts by model size or evenly", choices=("param_aware", "even")
     )
     model_sizes: dict[str, str | float] = key(
-        {}, "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; others follow from config.json"
+        {}, "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; default: from config.json"
     )
-    consider_node_cohesion: bool = key(True, "place a part that fits on one machine on one machine")
-    consider_node_load: bool = key(True, "of machines that suit a part equally, prefer the one with fewer busy devices")
+    consider_node_cohesion: bool = key(True, "keep a part on one machine if it fits")
+    consider_node_load: bool = key(True, "among equally suitable machines, prefer the one with fewer busy devices")
 
 
 def _check_node(place: int, node: object, seen: set[str]) -> None:

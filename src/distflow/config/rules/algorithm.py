@@ -52,13 +52,13 @@ def corrections(config: Config) -> Iterator[Finding]:
     for name in sorted(own & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
         yield Finding(
             (f"{_CORRECTION}.rollout_is", f"{ACTOR}.policy_loss_kwargs.{name}"),
-            "the rollout correction and the decoupled loss would both apply the weights, so twice",
+            "the rollout correction and the decoupled loss would both apply the weights",
             f"set {_CORRECTION}.rollout_is=null, or remove {name}: rollout_is and rollout_is_threshold replace it",
         )
     if _interpolates(config) and correction.rollout_is_batch_normalize:
         yield Finding(
             (f"{_CORRECTION}.rollout_is_batch_normalize", f"{ACTOR}.prox"),
-            "the loss computes the weights of an interpolated policy for each micro-batch, so they have no step mean",
+            "the loss computes the weights of an interpolated policy for each micro-batch, so they have no mean",
             f"set {ACTOR}.prox=recompute, or remove it",
         )
 
@@ -86,27 +86,27 @@ def rejection(config: Config) -> Iterator[Finding]:
     names, bounds = correction.rollout_rs, correction.rollout_rs_threshold
     both = (f"{_CORRECTION}.rollout_rs_threshold", f"{_CORRECTION}.rollout_rs")
     if bool(names) != bool(bounds):
-        what = "a rejection needs a bound" if names else "it bounds a rejection that is off"
+        what = "a rejection needs a bound" if names else "it is the bound of a rejection that is off"
         yield Finding(both, what, f"set {both[1]}=token_k1 and {both[0]}=[[0.5, 2.0]], or remove both")
         return
     if len(set(names)) < len(names):
         yield Finding(both[1:], "a statistic is named twice", "name it once")
     if len(bounds) not in (1, len(names)) and names:
-        yield Finding(both, f"{len(bounds)} bounds for {len(names)} statistics", "give one for each, or one for all")
+        yield Finding(both, f"{len(bounds)} bounds for {len(names)} statistics", "set one for each, or one for all")
         return
     for name, (lower, upper) in zip(names, spread(bounds, len(names)), strict=True):
         is_ratio = name.endswith("k1")
         if lower is not None and not is_ratio:
             yield Finding(both, f"{name} is never negative and has no lower bound", f"write {upper:g} alone for it")
         elif upper <= 0 or (lower is not None and not 0 < lower <= upper):
-            yield Finding(both, f"the bounds of {name} leave nothing", "write e.g. [0.5, 2.0], both above 0")
+            yield Finding(both, f"the bounds of {name} exclude everything", "write e.g. [0.5, 2.0], both above 0")
         elif is_ratio and lower is None and upper < 1:
             what = f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}"
             yield Finding(both, what, "set 1 or more")
     if names and _interpolates(config):
         yield Finding(
             (both[1], f"{ACTOR}.prox"),
-            "the interpolated policy is known only within the loss, too late to exclude tokens",
+            "the interpolated policy is computed within the loss, too late to exclude tokens",
             f"set {ACTOR}.prox=recompute, or {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. "
             "{level: token, metric: kl_k3, upper: 0.1}",
         )
@@ -124,7 +124,7 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
     if filters.metric == "acc" and filters.mean_range and (filters.mean_range[0] >= 1 or filters.mean_range[1] <= 0):
-        what = "a share of correct responses is never between them but for 0 or 1"
+        what = "no share of correct responses other than 0 or 1 is between them"
         yield Finding(("algorithm.filter_groups.mean_range", "algorithm.filter_groups.metric"), what, "set [0.1, 0.9]")
     names = {part.name for parts in reward_functions(config).values() for part in parts}
     if filters.metric not in {*FILTER_METRICS, *names}:
@@ -141,7 +141,7 @@ def oversampling(config: Config) -> Iterator[Finding]:
     if not is_rl(config) or config.algorithm.filter_groups.oversampling == 0:
         return
     if config.async_.max_staleness != 0:
-        what = "with max_staleness > 0 groups are generated for later steps too: none is surplus when a step is full"
+        what = "with max_staleness > 0 groups are also generated for later steps, so none is surplus"
         yield Finding((key, "async.max_staleness"), what, f"set {key}=0, or remove async.max_staleness")
 
 
@@ -156,7 +156,7 @@ def scaling(config: Config) -> Iterator[Finding]:
     if algorithm.scale_rewards in ("group", "batch") and not algorithm.norm_adv_by_std_in_grpo:
         yield Finding(
             ("algorithm.scale_rewards", "algorithm.norm_adv_by_std_in_grpo"),
-            f"one divides by the standard deviation of the {algorithm.scale_rewards}, the other by none",
+            f"one divides by the standard deviation of the {algorithm.scale_rewards}, the other does not divide",
             "keep one of them and remove the other",
         )
     if algorithm.scale_rewards == "batch" and config.actor_rollout_ref.rollout.n == 1:
@@ -181,7 +181,7 @@ def normalisations(config: Config) -> Iterator[Finding]:
     if "group" in (norm.mean_level, norm.std_level) and size == 1 and is_rl(config):
         yield Finding(
             (f"{ROLLOUT}.n", f"{_REWARD_NORM}.{'mean' if norm.mean_level == 'group' else 'std'}_level"),
-            "rewards are compared within a prompt, and there is only one sample of each",
+            "rewards are compared within a prompt, but there is only one sample of each",
             f"set {ROLLOUT}.n=8, or the levels of {_REWARD_NORM} to batch",
         )
 
@@ -192,7 +192,7 @@ def running_moments(config: Config) -> Iterator[Finding]:
         if getattr(config.algorithm.adv_norm, name) == "running":
             yield Finding(
                 (f"{_ADV_NORM}.{name}",),
-                "running moments are of rewards: advantages of older policies do not compare with this one's",
+                "running moments are only for rewards: advantages of older policies are not comparable",
                 f"set {_ADV_NORM}.{name}=batch, or {_REWARD_NORM}.{name}=running",
             )
 
@@ -234,7 +234,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
         yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo, or remove it")
     if isinstance(config.reward.on_error, float):
         yield Finding(
-            ("reward.on_error", _ESTIMATOR), f"{what}, and a fixed score has no parts", "set it to mask or drop"
+            ("reward.on_error", _ESTIMATOR), f"{what}, but a fixed score has no parts", "set it to mask or drop"
         )
     if config.algorithm.use_kl_in_reward:
         advice = "set actor_rollout_ref.actor.use_kl_loss=true instead"
@@ -243,7 +243,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
     if parts < 2 and find_pipeline(config) is not None:
         yield Finding(
             (_ESTIMATOR, "reward.functions"),
-            f"{name} normalises each part of the reward, and there is only one",
+            f"{name} normalises each part of the reward, but there is only one",
             f"set {_ESTIMATOR}=grpo, or a second reward function, "
             "e.g. reward.functions={default: [math, {name: format, weight: 0.2}]}",
         )

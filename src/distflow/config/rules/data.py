@@ -40,7 +40,7 @@ def files(config: Config) -> Iterator[Finding]:
             by_tags = getattr(source, "tags", ()) and getattr(config.data, files_key.rpartition(".")[2])
             if limit > 0 and not (names or by_tags) and files_key != "data.train_files":  # a finding of its own
                 advice = f"set {files_key}, or remove the limit"
-                yield Finding((limit_key, files_key), "it limits data, and there are none", advice)
+                yield Finding((limit_key, files_key), "it limits data, but there is no data", advice)
 
 
 def columns(config: Config) -> Iterator[Finding]:
@@ -60,14 +60,14 @@ def prompts(config: Config) -> Iterator[Finding]:
         if source.prompt_template is not None and not _takes_prompt(source.prompt_template):
             yield Finding(
                 (f"{key}.prompt_template",),
-                f"'{source.prompt_template}' must hold {{prompt}} and no other field",
+                f"'{source.prompt_template}' must contain {{prompt}} and no other field",
                 'write e.g. "Question: {prompt} Answer:", with {{ and }} for plain braces',
             )
         if source.system_prompt is not None and (source.prompt_format or data.prompt_format) != "chat":
             yield Finding(
                 (f"{key}.system_prompt", f"{key}.prompt_format"),
-                "a system message needs prompt_format=chat, and prompts are plain text",
-                f"set {key}.prompt_format=chat, or put the words into {key}.prompt_template",
+                "a system message needs prompt_format=chat, but prompts are plain text",
+                f"set {key}.prompt_format=chat, or put the text into {key}.prompt_template",
             )
     for name in data.apply_chat_template_kwargs:
         if name in TEMPLATE_PARAMETERS:
@@ -90,14 +90,14 @@ def functions(config: Config) -> Iterator[Finding]:
     models = scoring_models(config.reward_model)
     key = "reward_model.models" if config.reward_model.models else "reward_model.model.path"
     if models and any(each.adv_estimator == "remax" for _, each in algorithms(config)):
-        what = "ReMax's baseline is scored by reward functions, and would not have the model's score"
-        advice = "make it one: reward.functions={default: [{name: model, options: {path: DIR}}]}"
+        what = "ReMax's baseline is scored by reward functions, and would not include the model's score"
+        advice = "make it a reward function: reward.functions={default: [{name: model, options: {path: DIR}}]}"
         yield Finding((key, "algorithm.adv_estimator"), what, advice)
     for name in sorted({part.name for _, _, parts in named_rewards(config) for part in parts} & models.keys()):
-        yield Finding((key, "reward.functions"), f"'{name}' is a reward function too", "give the model another name")
+        yield Finding((key, "reward.functions"), f"'{name}' is a reward function too", "choose another name")
     drops = "drop" in (on_error_of(config.reward, each) for each in ("", *config.reward.domains))
     if drops and any(model.judge for model in models.values()):
-        what = "a judge's errors are found in the training loop, which cannot replace a group"
+        what = "a judge's errors occur in the training loop, which cannot replace a group"
         yield Finding((key, "reward.on_error"), what, "set reward.on_error to mask or {score: x}")
     if not config.reward.functions and not config.data.domains:
         yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")

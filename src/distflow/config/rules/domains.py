@@ -36,7 +36,7 @@ def one_form(config: Config) -> Iterator[Finding]:
         if not getattr(config.data, name):
             continue
         if not any(domain.tags for domain in domains.values()):
-            advice = f"remove data.{name}, make a domain of it (data.domains.NAME.{name}), or give domains tags"
+            advice = f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or give domains tags"
             yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
         for each in (each for each, domain in domains.items() if domain.tags and getattr(domain, name)):
             what = f"both name data of the domain '{each}', which has tags"
@@ -49,9 +49,9 @@ def tags(config: Config) -> Iterator[Finding]:
     for name, domain in data.domains.items():
         key = f"data.domains.{name}.tags"
         if domain.tags and data.tag_key is None:
-            yield Finding(("data.tag_key", key), "no column is named that the tags are in", "set data.tag_key=tag")
+            yield Finding(("data.tag_key", key), "the column with the tags is not set", "set data.tag_key=tag")
         if domain.tags and not any(chooses_by_tags(config, name, f"{split}_files") for split in ("train", "val")):
-            what, advice = "they choose rows of data.train_files, which names no file", "set it, or remove the tags"
+            what, advice = "they select rows of data.train_files, which is not set", "set it, or remove the tags"
             yield Finding((key, "data.train_files"), what, advice)
         for tag in domain.tags:
             if domain_of.setdefault(tag, name) != name or domain.tags.count(tag) > 1:
@@ -59,7 +59,7 @@ def tags(config: Config) -> Iterator[Finding]:
                 yield Finding((f"data.domains.{domain_of[tag]}.tags", key), what, "give it to one domain")
     if data.tag_key and not domain_of and not (is_rl(config) and validates(config)):
         advice = "set data.val_files or data.domains.NAME.tags, or remove it"
-        yield Finding(("data.tag_key",), "no domain has tags, and no accuracy is measured", advice)
+        yield Finding(("data.tag_key",), "no domain has tags, and there is no validation", advice)
 
 
 def sources(config: Config) -> Iterator[Finding]:
@@ -72,8 +72,8 @@ def sources(config: Config) -> Iterator[Finding]:
             yield Finding(
                 (f"{key}.train_files",),
                 f"the domain '{name}' has no data to train on",
-                f"set {key}.train_files=FILE.jsonl, {key}.weight=0 to validate on it only, or {key}.tags to choose its "
-                "rows of data.train_files",
+                f"set {key}.train_files=FILE.jsonl, {key}.weight=0 to validate on it only, or {key}.tags to select "
+                "its rows of data.train_files",
             )
         is_validated = domain.val_files or chooses_by_tags(config, name, "val_files")
         if domain.weight == 0 and not is_validated and is_trained:
@@ -100,7 +100,7 @@ def curriculum(config: Config) -> Iterator[Finding]:
         what = f"only {drawn[0]} is trained on" if drawn else "there are no domains"
         yield Finding((key, "data.domains"), f"it divides steps between domains, and {what}", "remove it")
     if name in CURRICULA and not is_rl(config):
-        yield Finding((key,), "it needs the scores of responses, and the pipeline has none", "name your own function")
+        yield Finding((key,), "it needs the scores of responses, but the pipeline has none", "name your own function")
 
 
 def rewards(config: Config) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def rewards(config: Config) -> Iterator[Finding]:
         if name not in domains and not (name == "default" and has_default):
             yield Finding(
                 (f"reward.functions.{name}", "data.domains"),
-                "each domain names its own functions" if name == "default" else "there is no such domain",
+                "each domain has its own functions" if name == "default" else "there is no such domain",
                 f"{did_you_mean(name, domains)}remove it; the domains are {', '.join(domains)}",
             )
 
@@ -136,8 +136,8 @@ def lengths(config: Config) -> Iterator[Finding]:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
         if own is not None and 0 < own <= zone:
-            what = f"the zone of the penalty, {zone} tokens, covers the whole response of this domain"
-            yield Finding((key, "reward.overlong.buffer_tokens"), what, f"raise {key}, or shorten the zone")
+            what = f"the penalty's buffer of {zone} tokens covers the whole response of this domain"
+            yield Finding((key, "reward.overlong.buffer_tokens"), what, f"raise {key}, or shorten the buffer")
 
 
 def used(config: Config) -> Iterator[Finding]:
@@ -148,9 +148,9 @@ def used(config: Config) -> Iterator[Finding]:
         for setting in _OF_SFT if is_rl(config) else _OF_RL:
             if getattr(domain, setting) != getattr(default, setting):
                 what = "generates its responses" if is_rl(config) else "trains on the responses in the data"
-                yield Finding((f"{key}.{setting}",), f"it does nothing: the pipeline {what}", "remove it")
+                yield Finding((f"{key}.{setting}",), f"it has no effect: the pipeline {what}", "remove it")
         if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
-            yield Finding((f"{key}.pass_rate_key",), "no pass rate is asked for", f"set {key}.pass_rate=[0.1,0.9]")
+            yield Finding((f"{key}.pass_rate_key",), "no pass rate is required", f"set {key}.pass_rate=[0.1,0.9]")
         if name not in unfiltered_domains(config) and (domain.n or (domain.filter_groups and rollout.n)) == 1:
             size = f"{key}.n" if domain.n else f"{ROLLOUT}.n"
             yield Finding(
@@ -192,7 +192,7 @@ def critics(config: Config) -> Iterator[Finding]:
         if takes_values(own):
             yield Finding(
                 (f"algorithm.domains.{domain}.adv_estimator", "dag.pipeline"),
-                f"{own.adv_estimator} needs the values of a critic, and the pipeline {pipeline_name(config)} has none",
+                f"{own.adv_estimator} needs the values of a critic, but the pipeline {pipeline_name(config)} has none",
                 "set dag.pipeline=rlvr, or an estimator without a critic such as reinforce",
             )
 

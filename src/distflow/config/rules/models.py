@@ -24,11 +24,11 @@ def model_source(config: Config) -> Iterator[Finding]:
     if model.gguf_file is not None and model.init == "random":
         yield Finding(
             (f"{MODEL}.init", f"{MODEL}.gguf_file"),
-            "init=random asks for fresh weights, and gguf_file names trained ones",
+            "init=random requests new weights, but gguf_file names trained ones",
             f"set {MODEL}.init=pretrained, or remove the file",
         )
     if model.gguf_file is not None and not model.gguf_file.endswith(".gguf"):
-        yield Finding((f"{MODEL}.gguf_file",), f"'{model.gguf_file}' is no GGUF file", "name a file that ends in .gguf")
+        yield Finding((f"{MODEL}.gguf_file",), f"'{model.gguf_file}' is not a GGUF file", "name a .gguf file")
 
 
 def remote_code(config: Config) -> Iterator[Finding]:
@@ -40,7 +40,7 @@ def remote_code(config: Config) -> Iterator[Finding]:
         return
     yield Finding(
         (f"{MODEL}.trust_remote_code", f"{MODEL}.path", f"{MODEL}.revision"),
-        f"code of '{model.path}' would run, and its revision is not pinned: it could change later",
+        f"code of '{model.path}' would run, but its revision is not pinned, so it could change later",
         f"set {MODEL}.revision to a commit hash, or {MODEL}.path to a local folder",
     )
 
@@ -55,7 +55,7 @@ def lora(config: Config) -> Iterator[Finding]:
             f"set {MODEL}.lora_rank=0, or {MODEL}.init=pretrained",
         )
     if model.lora_rank > 0 and reads_pairs(config):
-        what = "an adapter leaves the reward model's new head as it was drawn"
+        what = "an adapter does not train the reward model's new head"
         yield Finding((f"{MODEL}.lora_rank", "dag.pipeline"), what, f"set {MODEL}.lora_rank=0")
     if model.target_modules == ():
         yield Finding((f"{MODEL}.target_modules",), "no module would get an adapter", "name modules, or all-linear")
@@ -106,7 +106,7 @@ def weight_sync(config: Config) -> Iterator[Finding]:
     if every - 1 > staleness:
         yield Finding(
             (f"{ACTOR}.model_update_frequency", "async.max_staleness"),
-            f"a weight sync every {every} steps makes samples up to {every - 1} steps old, and {staleness} is allowed",
+            f"a weight sync every {every} steps makes samples up to {every - 1} steps old, but {staleness} is allowed",
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
         )
     engine = config.actor_rollout_ref.rollout.name
@@ -127,8 +127,8 @@ def no_secrets(config: Config) -> Iterator[Finding]:
         for name in filter(_LOOKS_SECRET.search, env):
             yield Finding(
                 (key,),
-                f"{name} looks like a secret, which Ray and the run's folder would show",
-                "set it in the environment in which the command runs, or Ray starts on each machine",
+                f"{name} looks like a secret, which would be visible in Ray and in the run's folder",
+                "set it in the environment of the command, or of Ray on each machine",
             )
 
 
@@ -139,7 +139,7 @@ def sharding(config: Config) -> Iterator[Finding]:
     if is_one_process(config):
         yield Finding(
             (f"{ACTOR}.strategy", "trainer.n_gpus_per_node"),
-            "it shards weights over the training ranks, and there is one",
+            "it shards weights over the training ranks, but there is only one",
             f"set trainer.n_gpus_per_node=2 or more, or {ACTOR}.strategy=torch",
         )
     if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
@@ -157,7 +157,7 @@ def sharding(config: Config) -> Iterator[Finding]:
             if own.fsdp_config.offload_policy and getattr(own.fsdp_config, name):
                 yield Finding(
                     (f"{owner}.fsdp_config.{name}", f"{owner}.fsdp_config.offload_policy"),
-                    "with offload_policy weights and moments are always in host memory: there is nothing to move",
+                    "with offload_policy weights and moments are always in host memory, so there is nothing to move",
                     "remove one of them",
                 )
 

@@ -25,7 +25,8 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
         yield Finding(
             ("dag.pipeline",),
             "is neither a built-in pipeline nor the name of a function",
-            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as module:function, "
+            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as "
+            f"module:function, "
             "file.py:function or a list of nodes",
         )
 
@@ -35,7 +36,7 @@ def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
     if config.algorithm.workflow_type == "DAPO" and pipeline_name(config) not in ("dapo", CUSTOM):
         yield Finding(
             ("algorithm.workflow_type", "dag.pipeline"),
-            f"workflow_type=DAPO selects the pipeline dapo, and dag.pipeline selects {config.dag.pipeline}",
+            f"workflow_type=DAPO selects the pipeline dapo, but dag.pipeline selects {config.dag.pipeline}",
             "set algorithm.workflow_type=DEFAULT, or dag.pipeline=dapo",
         )
 
@@ -50,7 +51,7 @@ def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
     if estimator.needs_critic and not pipeline.has_critic:
         yield Finding(
             keys,
-            f"{name} needs the values of a critic, and the pipeline {chosen} has none",
+            f"{name} needs the values of a critic, but the pipeline {chosen} has none",
             "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
         )
     if pipeline.has_critic and not estimator.needs_critic:
@@ -65,9 +66,9 @@ def group_of_one(config: Config) -> Iterator[Finding]:
     if alone and estimator and estimator.needs_group and not config.algorithm.allow_group_of_one:
         yield Finding(
             (f"{ROLLOUT}.n", "algorithm.adv_estimator"),
-            f"{config.algorithm.adv_estimator} compares the samples of a prompt, and there is only one",
-            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, "
-            "or algorithm.allow_group_of_one=true if you mean it",
+            f"{config.algorithm.adv_estimator} compares the samples of a prompt, but there is only one",
+            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, or "
+            "algorithm.allow_group_of_one=true if this is intended",
         )
 
 
@@ -85,8 +86,8 @@ def known_names(config: Config) -> Iterator[Finding]:
         if name not in table and ":" not in name:
             yield Finding(
                 (key,),
-                f"'{name}' is no built-in name",
-                f"{did_you_mean(name, table)}built in are {', '.join(table)}; write your own function as "
+                f"'{name}' is not a built-in name",
+                f"{did_you_mean(name, table)}built-in names are {', '.join(table)}; write your own function as "
                 "file.py:function, or add the module that registers the name to trainer.imports",
             )
 

@@ -17,14 +17,14 @@ def validation(config: Config) -> Iterator[Finding]:
     if config.trainer.val_before_train and not validates(config):
         yield Finding(
             ("trainer.val_before_train", _val_files(config)),
-            "there is nothing to validate on",
+            "there is no validation data",
             f"set {_val_files(config)}, or trainer.val_before_train=false",
             missing=True,
         )
     if derived_settings.is_rl(config) and validates(config) and not val_kwargs.greedy and val_kwargs.n == 0:
         yield Finding(
             (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.greedy"),
-            "validation would generate no response at all",
+            "validation would not generate any response",
             f"set {ROLLOUT}.val_kwargs.greedy=true, or {ROLLOUT}.val_kwargs.n=4",
         )
 
@@ -41,10 +41,10 @@ def stop_when(config: Config) -> Iterator[Finding]:
     if not validates(config):
         what, advice = "without validation there is no such metric", f"set {_val_files(config)}"
     elif _never(config, "test_freq") and not trainer.keep_best:
-        what, advice = "trainer.test_freq means never, so there is no such metric", "set trainer.test_freq=10"
+        what, advice = "trainer.test_freq disables validation, so there is no such metric", "set trainer.test_freq=10"
     else:
         return
-    yield Finding(("trainer.stop_when", _val_files(config)), what, f"{advice}, or leave trainer.stop_when out")
+    yield Finding(("trainer.stop_when", _val_files(config)), what, f"{advice}, or remove trainer.stop_when")
 
 
 def _never(config: Config, name: str) -> bool:
@@ -61,14 +61,14 @@ def keep_best(config: Config) -> Iterator[Finding]:
     if not validates(config):
         yield Finding(
             ("trainer.keep_best", _val_files(config)),
-            "without validation no checkpoint is the best",
+            "without validation there is no best checkpoint",
             f"set {_val_files(config)}, or trainer.keep_best=false",
         )
     for name in ("test_freq", "save_freq"):
         if _never(config, name):
             yield Finding(
                 (f"trainer.{name}", "trainer.keep_best"),
-                f"{getattr(trainer, name)} means never, so there is no best checkpoint",
+                f"{getattr(trainer, name)} disables it, so there is no best checkpoint",
                 f"set trainer.{name}=10, or trainer.keep_best=false",
             )
 
@@ -78,8 +78,8 @@ def resume(config: Config) -> Iterator[Finding]:
     mode, launcher, restarts = config.trainer.resume_mode, config.trainer.launcher, config.trainer.max_restarts
     if mode not in ("auto", "never") and (launcher == "slurm" or restarts):
         keys = ("trainer.resume_mode", "trainer.launcher" if launcher == "slurm" else "trainer.max_restarts")
-        what = "a run that starts again by itself needs a checkpoint of its own, and may have none yet"
-        yield Finding(keys, what, f"train to the first one without {keys[1]}, then on with trainer.resume_mode=auto")
+        what = "a run that restarts automatically must resume from its own checkpoints, and may have none yet"
+        yield Finding(keys, what, f"train to the first one without {keys[1]}, then use trainer.resume_mode=auto")
     path = Path(mode).expanduser()
     if mode not in ("auto", "never") and not path.is_dir():
         what, advice = ("is a file", "name its folder") if path.is_file() else missing_path(path)
@@ -98,7 +98,7 @@ def run_folder(config: Config) -> Iterator[Finding]:
         if value.strip() in ("", ".", "..") or "/" in value or "\0" in value:
             yield Finding(
                 (f"trainer.{name}",),
-                f"'{value}' is no name of a folder",
+                f"'{value}' is not a valid folder name",
                 "choose a name without slashes, or set trainer.default_local_dir",
             )
 
@@ -107,8 +107,8 @@ def user_modules(config: Config) -> Iterator[Finding]:
     """`trainer.imports` names modules, not files."""
     for module in config.trainer.imports:
         if module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
-            advice = f"write {Path(module).stem}, and start where Python finds it (PYTHONPATH)"
-            yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
+            advice = f"write {Path(module).stem}, and make sure that Python finds it (PYTHONPATH)"
+            yield Finding(("trainer.imports",), f"'{module}' is not a module name", advice)
 
 
 RULES = (validation, stop_when, keep_best, resume, run_folder, user_modules)
@@ -139,7 +139,7 @@ def batch(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]
         yield Finding(
             ("data.train_batch_size", "data.train_files"),
             f"a batch of {size} is larger than the data set, which has {room.rows} rows to train on",
-            f"set data.train_batch_size={room.rows} or less, or leave it out",
+            f"set data.train_batch_size={room.rows} or less, or remove it",
         )
 
 
@@ -157,9 +157,9 @@ def lengths(config: Config, room: derived_settings.RunLimits) -> Iterator[Findin
         advice = f"set both, to {context} together or less, e.g. {keys[0]}={share} {keys[1]}={context - share}"
     yield Finding(
         (keys[1], keys[0], keys[2]) if first == keys[1] else keys,
-        f"prompts of up to {prompt} and responses of up to {response} tokens make {prompt + response}, "
-        f"and the model has a context of {context}",
-        f"{advice}, or take a model with a longer context",
+        f"prompts of up to {prompt} and responses of up to {response} tokens make {prompt + response}, but the "
+        f"model has a context of {context}",
+        f"{advice}, or use a model with a longer context",
     )
 
 
@@ -169,7 +169,7 @@ def overlong_zone(config: Config, room: derived_settings.RunLimits) -> Iterator[
     if zone >= limit and derived_settings.is_rl(config):
         yield Finding(
             ("reward.overlong.buffer_tokens", "data.max_response_length"),
-            f"a zone of {zone} tokens covers the whole response of at most {limit}",
+            f"a buffer of {zone} tokens covers the whole response of at most {limit}",
             f"set it to less than {limit}, e.g. {limit // 4}",
         )
 
@@ -192,7 +192,7 @@ def warm_ups(config: Config, room: derived_settings.RunLimits) -> Iterator[Findi
         if warmup >= updates > 0:
             yield Finding(
                 (key, length),
-                f"the learning rate rises for {warmup} of {updates} optimizer steps and never gets to lr",
+                f"the learning rate warms up for {warmup} of {updates} optimizer steps and never reaches lr",
                 f"set {key} to less than {updates}, e.g. {updates // 10}",
             )
 

@@ -28,7 +28,7 @@ def zero_weights(config: Config) -> Iterator[Finding]:
     values = flatten(config)
     for switch, off, weight, example in _TABLES["terms"]:
         if values[switch] and values[weight] == 0:
-            what, advice = "the term is on with the weight 0", f"set it to {example}, or {switch}={off}"
+            what, advice = "the term is on but has the weight 0", f"set it to {example}, or {switch}={off}"
             yield Finding((weight, switch), what, advice)
 
 

@@ -52,14 +52,14 @@ def outcome() -> ctypes.CDLL | NotNative:
 
 def _load() -> ctypes.CDLL:
     if platform.system() != "Linux":
-        raise NotNative(f"it is made for Linux, and this is {platform.system()}")
+        raise NotNative(f"it requires Linux, but this is {platform.system()}")
     compiler = shutil.which("cc")
     if compiler is None:
         raise NotNative("there is no C compiler `cc` on the PATH (Debian's package is named gcc)")
     # Have the code find the OpenMP that torch computes with: a second one would have threads of its own.
     loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
     if len(loaded) != 1:
-        raise NotNative(f"it wants the one OpenMP library of torch, and this process has {len(loaded)}")
+        raise NotNative(f"it requires a single OpenMP library (torch's), but this process has {len(loaded)}")
     ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
     path = _cache() / f"native-{_digest(compiler)}.so"
     if not path.exists():
@@ -67,7 +67,7 @@ def _load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotNative(f"the library that {compiler} made cannot be loaded: {error}") from None
+        raise NotNative(f"the library compiled by {compiler} cannot be loaded: {error}") from None
 
 
 def name() -> str:
@@ -85,7 +85,7 @@ def _cache() -> Path:
     except OSError as error:
         raise NotNative(f"there is no cache for compiled code: {error}") from None
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise NotNative(f"{folder} can be written to by others: chmod 700 it")
+        raise NotNative(f"{folder} is writable by other users: run chmod 700 on it")
     return folder
 
 

@@ -50,7 +50,7 @@ class NativeStep:
         try:
             library()
         except NotNative as reason:
-            _log.warning("tokens are decoded by torch alone, several times as slowly: %s", reason)
+            _log.warning("tokens are decoded by torch, several times slower: %s", reason)
             raise
         self._panel = size("panel_width")
         self._causal, self._halves = causal, halves

@@ -158,9 +158,9 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
                 raise NotNative(f"{name} has a {type(weight).__name__}")
             if weight.dtype != torch.float32 or weight.device.type != "cpu":
                 dtype = str(weight.dtype).removeprefix("torch.")
-                raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
+                raise NotNative(f"it requires float32 on a CPU, but {name} is in {dtype} on {weight.device}")
             if weight.is_inference() or not weight.is_contiguous():
-                raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")
+                raise NotNative(f"a weight of {name} was created in inference mode, or is not contiguous")
         if getattr(module, "variance_epsilon", epsilon) != epsilon:
             raise NotNative(f"{name} has an epsilon of its own")
         if getattr(module, "max_norm", None) is not None:

@@ -113,7 +113,7 @@ def read_damage(run_dir: Path) -> list[str]:
         names.update(metrics.values if metrics is not None and len(names) <= _MAX_NAMES else ())
     lost["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
     found = [
-        f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: what they held is missing here"
+        f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: their content is missing here"
         for name, number in lost.items()
         if number
     ]

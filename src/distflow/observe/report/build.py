@@ -51,7 +51,7 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run's folder at {run_dir}")
     if not is_ours(run_dir):
-        raise RunFolderError(f"{run_dir} is no run's folder: what it holds is not of distflow, and nothing is written")
+        raise RunFolderError(f"{run_dir} is no run's folder: it contains no files of distflow, and nothing was written")
     path, content = run_dir / "report.html", page(report_data(run_dir) if data is None else data)
     try:
         write_atomically(path, content)

@@ -61,7 +61,7 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
         ("In which domains does the reward rise?", "score", of_each(f"reward/{{}}/{_SCORE}")),
         ("What do the parts of the reward score, over all domains?", "score", parts),
         *((f"What makes up the reward of {domain}?", "score", _parts_of(domain, names, columns)) for domain in domains),
-        ("How many groups of a step are of which domain?", "groups", of_each("domains/{}/groups")),
+        ("How many groups of a step does each domain have?", "groups", of_each("domains/{}/groups")),
         ("How many reward errors are there, by domain?", "samples", failed),
         ("Which groups were dropped, by domain?", "groups since the start", dropped),
     ]

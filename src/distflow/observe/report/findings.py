@@ -63,11 +63,11 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     path = _at(config, "custom_reward_function", "path")
     function = f"the reward function ({path})" if path else "the reward function"
     everything = f"every response of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
-    advice = f"It cannot tell better responses from worse ones: look at what {function} returns for a few responses."
+    advice = f"It does not distinguish better responses from worse: check what {function} returns for a few."
     if value == 0:
         advice = (
-            "Either the model never solves a prompt: take easier prompts, a stronger model, or fine-tune it first. Or "
-            f"{function} does not see it: compare a few responses with their ground truth."
+            "Either the model never solves a prompt: use easier prompts or a stronger model, or fine-tune it first. "
+            f"Or {function} does not recognise it: compare a few responses with their ground truth."
         )
     text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
     return Finding("bad", text, advice, hinders=True)
@@ -82,7 +82,7 @@ def no_update(steps: Steps) -> Finding | None:
             advice = "Raise actor_rollout_ref.actor.optim.lr."
             return Finding("bad", f"{nothing}: the learning rate was 0.", advice, hinders=True)
         if len(norms) > 2 and not any(norms):
-            advice = "Look whether responses to a prompt differ in reward, and which tokens the loss mask leaves."
+            advice = "Check whether responses to a prompt differ in reward, and which tokens the loss mask keeps."
             return Finding("bad", f"{nothing}: the gradient was 0.", advice if role == "actor" else "", hinders=True)
     return None
 
@@ -113,7 +113,7 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
         return None
     return Finding(
         "flat",
-        "The accuracy says nothing here: it counts responses with a reward of 1, and the highest was "
+        "The accuracy is not meaningful: it counts responses with a reward of 1, but the highest reward was "
         f"{max(highest):.3g}.",
         'A reward function that returns {"score": ..., "acc": 0 or 1} says which responses are correct.',
     )
@@ -132,7 +132,7 @@ def equal_groups(steps: Steps) -> Finding | None:
     return Finding(
         "flat",
         f"In {late:.0%} of the groups all responses got the same reward, {_over(shares)}: they carry no gradient.",
-        f"Take {advice}, or let algorithm.filter_groups.enable=true put others in their place.",
+        f"Use {advice}, or let algorithm.filter_groups.enable=true replace them.",
     )
 
 
@@ -266,12 +266,12 @@ def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Findin
         )
     elif waited <= LITTLE and idle >= MUCH:
         slower, advice = "training is the slower side", "Give it more threads (trainer.num_threads)"
-        lower = f"; a lower async.max_staleness (now {staleness}) may do as well, on fresher data"
+        lower = f"; a lower async.max_staleness (now {staleness}) may be as fast, with fresher data"
         advice += f"{lower if staleness > 1 else ''}."
     elif waited >= MUCH and idle >= MUCH:
         slower = "both wait for something else"
         advice = (
-            "If reward functions take that time, give them more processes (reward.num_workers); else run more groups: "
+            "If reward functions take this time, give them more processes (reward.num_workers); or run more groups: "
             f"async.max_staleness (now {staleness}), async.max_concurrent_rollouts."
         )
     else:

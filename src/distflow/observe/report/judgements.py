@@ -112,7 +112,7 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
 def describe_accuracy(accuracy: Accuracy) -> Finding:
     """Before any training."""
     problems = f"{accuracy.num_problems:,} validation problems" if accuracy.num_problems else "the validation problems"
-    return Finding("flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing has been trained here.")
+    return Finding("flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing was trained.")
 
 
 def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
@@ -124,7 +124,7 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     if abs(last - first) <= (0.02 if noise is None else noise):
         text = f"No clear change: {moved}"
         if noise is not None:
-            text += f": the change of {last - first:+.2f} is within what chance gives (±{noise:.2f})"
+            text += f": the change of {last - first:+.2f} is within chance (±{noise:.2f})"
         return Finding("flat", f"{text}.")
     if last < first:
         return Finding("bad", f"It got worse: {moved}.")
@@ -162,7 +162,7 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     counts = [f"{number:,} {name}{'s' if number > 1 else ''}" for name, number in numbers.items() if number]
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
-        counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
+        counts.append(f"non-finite values in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
     if not counts:
         return Finding("good", "No warnings, no errors, no skipped updates.")
     has_errors = any(group["kind"] == "error" for group in groups)
@@ -195,7 +195,7 @@ def describe_audits(events: Sequence[Event]) -> Finding:
     reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
     num_steps = sum(fields.get("of") != "validation" for fields in audits)
     counted = f"{num_steps:,} step{' was' if num_steps == 1 else 's were'} audited"
-    text = f"{counted}; these checks passed, in audits + in looks at a few samples of other steps: {', '.join(often)}."
+    text = f"{counted}; these checks passed, in audits + in short checks of other steps: {', '.join(often)}."
     text += f" Not checked, or not in every audit: {reasons}." if reasons else ""
     return Finding("flat" if reasons else "good", text)
 
@@ -247,7 +247,7 @@ def status(events: Sequence[Event]) -> dict[str, str]:
     if not ends:
         return {"word": "unknown", "detail": "the folder has no start event"}
     if ends[-1].kind == "start":
-        return {"word": "no end yet", "detail": "the run is still going, or it was killed"}
+        return {"word": "no end yet", "detail": "the run is still in progress, or it was killed"}
     return {"word": str(ends[-1].fields.get("status", "finished")), "detail": ends[-1].message}
 
 
@@ -280,11 +280,11 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
         by = f" by {signals[-1]}" if signals else ""
         saved = [e.step for e in events if e.kind == "checkpoint" and e.step is not None and not e.rolled_back]
         then = f"the same command resumes from {'there' if done in saved else f'step {max(saved, default=0):,}'}"
-        then = then if saved else "no checkpoint was saved, so the same command starts again"
+        then = then if saved else "no checkpoint was saved, so the same command starts from the beginning"
         return Finding("flat", f"It was stopped{by} {after}; {then}.")
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
-        why = "it still runs, or it was killed"
+        why = "it is still running, or it was killed"
         return Finding("flat", f"No end is recorded {after}: {why}. Its last record is of {last}.")
     reason = [None, *(event.fields.get("why") for event in events if event.kind == "end")][-1]
     return Finding("good", f"It ended {after}: {reason}." if reason else "")

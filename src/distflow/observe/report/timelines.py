@@ -203,7 +203,7 @@ def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[dict[s
     order = ("phase", "group", "decode", "wait")
     lanes.sort(key=lambda lane: order.index(lane["kind"]) if lane["kind"] in order else 1)
     if left_out:
-        notes.append(f"{left_out} {'spans are' if left_out > 1 else 'span is'} too short to be seen, or too many.")
+        notes.append(f"{left_out} {'spans are' if left_out > 1 else 'span is'} not shown (too short or too many).")
     return lanes, notes
 
 
@@ -338,13 +338,13 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
             begin, end = known.get(step, (span.start, span.end))
             known[step] = min(begin, span.start), max(end, span.end)
     if not known:
-        raise UserError(f"{run_dir} holds no spans of a training step in spans/training.jsonl: nothing to trace")
+        raise UserError(f"{run_dir} has no spans of a training step in spans/training.jsonl: there is nothing to trace")
     wanted = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps or f"{max(max(known) - _NUM_LAST + 1, 0)}-{max(known)}")
     if wanted is None:
-        raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, and not '{steps}'")
+        raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, not '{steps}'")
     first_step, last_step = int(wanted[1]), int(wanted[2] or wanted[1])
     if not (windows := {step: window for step, window in known.items() if first_step <= step <= last_step}):
-        raise UserError(f"{run_dir} holds the spans of steps {min(known)} to {max(known)}, and none of {steps}")
+        raise UserError(f"{run_dir} has the spans of steps {min(known)} to {max(known)}, but none of {steps}")
     return windows
 
 

@@ -79,7 +79,7 @@ def join(path: Path, owner: str) -> None:
     fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _JOINED)
     _locks[path.absolute()] = fd
     if _owner_in(fd) != owner:  # read after locking; a start writes it before it looks for locks
-        raise RunFolderError(f"another start has taken the run's folder {path} from the one of this process")
+        raise RunFolderError(f"another start has taken over the run's folder {path} from this process")
 
 
 def claim_again(path: Path, restart: int) -> str:
@@ -149,7 +149,7 @@ def _owner_in(fd: int) -> str:
 def _open(path: Path) -> int:
     if not is_ours(path):
         raise RunFolderError(
-            f"{path} holds what no run of distflow put there ({_listed(path)}), and a run could overwrite it: "
+            f"{path} contains files not from a distflow run ({_listed(path)}), which a run could overwrite: "
             f"{_OTHER}, new or empty"
         )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,11 +177,11 @@ def _check_kinds(path: Path) -> None:
     for name in FILES:
         file = path / name
         if file.is_symlink() or file.exists() and not file.is_file():
-            raise RunFolderError(f"{file} is no file, and a run writes one there: move it away, or {_OTHER}")
+            raise RunFolderError(f"{file} is not a file, but a run writes one there: move it away, or {_OTHER}")
     for name in FOLDERS:
         folder = path / name
         if os.path.lexists(folder) and not folder.is_dir():
-            raise RunFolderError(f"{folder} is no folder, and a run makes one there: move it away, or {_OTHER}")
+            raise RunFolderError(f"{folder} is not a folder, but a run needs one there: move it away, or {_OTHER}")
 
 
 def _listed(path: Path) -> str:

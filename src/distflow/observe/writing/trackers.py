@@ -109,14 +109,14 @@ class _TrackerThread:
         try:
             self._queue.put_nowait(item)
         except queue.Full:
-            self._tell("is too slow: steps are left out there; metrics.jsonl has all of them")
+            self._tell("is too slow: it gets only some of the steps; metrics.jsonl has all of them")
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._tell("did not finish in time and was left behind; metrics.jsonl has everything")
+            self._tell("did not finish in time and was abandoned; metrics.jsonl has everything")
 
     def _run(self) -> None:
         try:
@@ -146,7 +146,7 @@ def open_trackers(
     for name in chosen_names:
         if name not in TRACKERS:
             raise TrackerError(
-                f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
+                f"trainer.logger names {name!r}, which is not a tracker (metrics.jsonl is always written)"
                 f"{hint(name, TRACKERS)}"
             )
         target, package = TRACKERS[name].target, TRACKERS[name].package
@@ -155,7 +155,7 @@ def open_trackers(
         if package and importlib.util.find_spec(package) is None:
             raise TrackerError(
                 f"trainer.logger names {name!r}, but the package {package} is not installed: "
-                f"pip install 'distflow[{name}]', or take it out of trainer.logger"
+                f"pip install 'distflow[{name}]', or remove it from trainer.logger"
             )
         remote[name] = partial(_build, target, run)
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)

@@ -28,7 +28,7 @@ Answer = Mapping[str, Any]
 def score_by_models(pipeline: Pipeline, config: Config, after: Sequence[str]) -> None:
     """Add the nodes of all models. Those on different devices score at once: none waits for another."""
     for name in scoring_models(config.reward_model):
-        column = register_field(_column(name), "object", "object", f"what the model '{name}' said").name
+        column = register_field(_column(name), "object", "object", f"what the model '{name}' returned").name
         pipeline.add_node(f"score_by_{name}", ask_model, after, engine=name, writes=(column,))
     if scoring_models(config.reward_model):
         pipeline.add_node("reward_model_score", add_model_scores, after)
@@ -99,7 +99,7 @@ def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config:
     if counts["failed"] > config.reward.max_error_rate * counts["asked"]:
         first = f" The first here said: {next(iter(failed.values()))}" if failed else ""
         raise TooManyErrors(
-            f"judges gave no score for {counts['failed']:.0f} of {counts['asked']:.0f} samples of the step, more than "
+            f"judges did not score {counts['failed']:.0f} of {counts['asked']:.0f} samples of the step, more than "
             f"reward.max_error_rate={config.reward.max_error_rate:g} allows.{first}"
         )
 

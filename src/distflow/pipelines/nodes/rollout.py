@@ -206,7 +206,7 @@ def filter_groups(config: Config) -> Callable[..., object]:
     except LoadError as error:
         raise UserError(f"{key}: {error}") from error
     if inspect.iscoroutinefunction(function):
-        raise UserError(f"{key}={target} is an async function: make it a plain one")
+        raise UserError(f"{key}={target} is an async function: use a synchronous one")
 
     @wraps(function)
     def accept(*columns: object, **named: object) -> Drop | None:

@@ -145,7 +145,7 @@ class Run:
         if self.asked:
             return ["call", *self.asked]
         if self.refused or self.unseen:
-            failure = failure or ["AssertionError", self.refused or "no handler of the test got its error"]
+            failure = failure or ["AssertionError", self.refused or "no handler in the test caught its error"]
         return ["failed", *failure] if failure else ["passed"]
 
 

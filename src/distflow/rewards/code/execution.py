@@ -83,7 +83,7 @@ MAX_CALLS = 1000
 _HARNESS = inspect.getsource(assertion_process)
 _SHOWN = 200
 _START_S = 0.1
-_NOT_PLAIN = "the test passes the program a value that is not plain"
+_NOT_PLAIN = "the test passes a value to the program that is not plain"
 
 
 class Outcome(NamedTuple):
@@ -212,7 +212,7 @@ def run_streams(box: TimedSandbox, code: str, tests: StreamTests) -> Iterator[Ou
             last = ran.stderr.strip().rpartition("\n")[2][:_SHOWN]
             why = f"it ended by {ran.status}, status {ran.exit_code}: {last}"
         elif not same_output(ran.stdout, wanted):
-            why = f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}"
+            why = f"it printed {_short(ran.stdout)}, expected {_short(wanted)}"
         yield Outcome(f"stdin {_short(stdin)}", why, _printed(ran) if why else "")
 
 
@@ -222,7 +222,7 @@ def run_calls(program: ProgramUnderTest, tests: CallTests) -> Iterator[Outcome]:
         wanted = tests.outputs[i]
         value, why = _returned(program, tests.name, tests.inputs[i], {})
         if not why and not same_value(value, wanted):
-            why = f"it returned {_short(value)}, wanted is {_short(wanted)}"
+            why = f"it returned {_short(value)}, expected {_short(wanted)}"
         shown = f"{tests.name}({', '.join(map(_short, tests.inputs[i]))})"[:_SHOWN]
         yield Outcome(shown, why, program.printed() if why else "")
 

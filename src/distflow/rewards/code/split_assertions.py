@@ -87,7 +87,7 @@ def split_assertions(tests: AssertTests) -> Assertions:
     cases = tuple(ast.unparse(ast.Module([*modules, *before, *part], [])) for part in parts)
     names = {name: name for case in cases for name in _names(case, tests.entry)}
     if not names:
-        raise ValueError("the tests are broken: they call no function of the program")
+        raise ValueError("the tests are broken: they do not call a function of the program")
     called = names
     if check:
         names = {name: tests.entry if name == _CANDIDATE else name for name in names}

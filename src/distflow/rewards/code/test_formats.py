@@ -71,7 +71,7 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
     if kind == "input_output":
         nested = decoded(columns[kind])
         if not isinstance(nested, Mapping):
-            raise ValueError(f"'input_output' is {_short(nested)}, and no mapping")
+            raise ValueError(f"'input_output' is {_short(nested)}, not a mapping")
         columns, kind = {**columns, **nested}, "inputs"
     if kind == "inputs":
         return _read_pairs(columns)
@@ -104,7 +104,7 @@ def _stream(value: object) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} is no text for standard input or output")
+        raise ValueError(f"{_short(value)} is not text for standard input or output")
     return value
 
 
@@ -113,11 +113,11 @@ def _arguments(value: object) -> list[Any]:
     if isinstance(value, list):
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} is no list of arguments")
+        raise ValueError(f"{_short(value)} is not a list of arguments")
     try:
         return [json.loads(line) for line in value.split("\n") if line.strip()]
     except ValueError as error:
-        raise ValueError(f"the arguments {_short(value)} are no JSON: {error}") from error
+        raise ValueError(f"the arguments {_short(value)} are not JSON: {error}") from error
 
 
 def _returned(value: object, is_text: bool) -> Any:
@@ -126,13 +126,13 @@ def _returned(value: object, is_text: bool) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise ValueError(f"the result {_short(value)} is no JSON: {error}") from error
+        raise ValueError(f"the result {_short(value)} is not JSON: {error}") from error
 
 
 def _function(name: object) -> str:
     match = _METHOD.fullmatch(name.strip()) if isinstance(name, str) else None
     if match is None:
-        raise ValueError(f"{_short(name)} is no name of a function")
+        raise ValueError(f"{_short(name)} is not a function name")
     return match[1]
 
 
@@ -141,21 +141,21 @@ def _read_list(columns: Mapping[str, object]) -> AssertTests:
     imports = _lines("test_imports", columns.get("test_imports") or [])
     setup = columns.get("test_setup_code") or ""
     if not isinstance(setup, str):
-        raise ValueError(f"'test_setup_code' is {_short(setup)}, and no str")
+        raise ValueError(f"'test_setup_code' is {_short(setup)}, not a str")
     return AssertTests("\n".join(tests), "\n".join([*imports, setup]))
 
 
 def _lines(name: str, value: object) -> list[str]:
     lines = decoded(value)
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"'{name}' is {_short(lines)}, and no list of str")
+        raise ValueError(f"'{name}' is {_short(lines)}, not a list of str")
     return lines
 
 
 def _read_check(columns: Mapping[str, object]) -> AssertTests:
     test, entry, prompt = columns["test"], columns.get("entry_point"), columns.get("prompt")
     if not isinstance(test, str):
-        raise ValueError(f"'test' is {_short(test)}, and no str")
+        raise ValueError(f"'test' is {_short(test)}, not a str")
     if entry is None or entry == "":
         return AssertTests(test)
     name = _function(entry)
@@ -182,7 +182,7 @@ def parse(code: str, what: str) -> ast.Module:
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"the tests are broken: {what} is no Python: {error}") from error
+        raise ValueError(f"the tests are broken: {what} is not valid Python: {error}") from error
 
 
 def _short(value: object) -> str:

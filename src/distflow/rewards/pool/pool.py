@@ -173,7 +173,7 @@ class RewardPool(Pool):
             failure = Timeout(timeout_s * active[0].num_asked)
         except (PeerGone, ValueError) as error:
             assert process is not None
-            nonsense = f"the reward worker returned nonsense: {error}"
+            nonsense = f"the reward worker returned invalid data: {error}"
             reason = process.cause_of_death() if isinstance(error, PeerGone) else nonsense
             active[0].crashes += 1
             failure = Error(f"{reason}, twice") if active[0].crashes > 1 else None

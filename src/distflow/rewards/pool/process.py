@@ -35,7 +35,7 @@ def encode(message: Mapping[str, object]) -> bytes:
     """Raises TypeError for values that JSON has not, ValueError for a message beyond `MAX_FRAME_BYTES`."""
     body = json.dumps(dict(message)).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body):,} bytes is above the limit of {MAX_FRAME_BYTES:,}")
+        raise ValueError(f"a message of {len(body):,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}")
     return _HEADER.pack(len(body)) + body
 
 
@@ -69,7 +69,7 @@ class Channel:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = _HEADER.unpack(self._take(_HEADER.size, deadline))
         if size > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {size:,} bytes is above the limit of {MAX_FRAME_BYTES:,}")
+            raise ValueError(f"a message of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}")
         message = json.loads(self._take(size, deadline))
         if not isinstance(message, dict):
             raise ValueError(f"expected a JSON object, got {type(message).__name__}")

@@ -19,7 +19,7 @@ BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 
 TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: intermediate results stay in its cache
 TOP_P_CANDIDATES = 1024  # the nucleus is looked for among so many tokens before the whole vocabulary is sorted
 
-NOT_FINITE = "the model's logits are not finite: its weights hold NaN or inf, or it overflowed"
+NOT_FINITE = "the model's logits are not finite: its weights contain NaN or inf, or it overflowed"
 
 
 class Draws(NamedTuple):

@@ -93,8 +93,8 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as err:
             what = f"{type(err).__name__}: {err}"
             raise CheckpointError(
-                f"the checkpoint {self.path} does not hold what this version of distflow writes ({what}). "
-                "Resume with the version that made it, or start anew with --resume never"
+                f"the checkpoint {self.path} does not have the format of this version of distflow ({what}). Resume "
+                "with the version that wrote it, or start again with --resume never"
             ) from err
 
 
@@ -104,7 +104,7 @@ class GivenUp(CheckpointError):
     def __init__(self, step: int, folder: Path) -> None:
         super().__init__(
             f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of "
-            "it, and reports why. Earlier ones are complete"
+            "it, and reports the reason. Earlier checkpoints are complete"
         )
 
 
@@ -149,8 +149,8 @@ class Writing:
                 with suppress(OSError):
                     remove_partial(self.partial)
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} was not written to {folder}: {', '.join(missing)} missing, as "
-                    "the process that was to write it failed or is gone. Earlier ones are complete"
+                    f"the checkpoint of step {self.step} was not written to {folder}: {', '.join(missing)} "
+                    f"missing, because its process failed or died. Earlier checkpoints are complete"
                 )
             files = {path.name: describe(path) for path in parts_in(self.partial)}
             score = metric if metric is not None and math.isfinite(metric) else None
@@ -221,8 +221,8 @@ class CheckpointStore:
         partial = partial_of(self.folder, step)
         if partial is None:
             raise CheckpointError(
-                f"no checkpoint of step {step} is being written to {self.folder}: if a run has several machines, "
-                "all must see that folder (trainer.default_local_dir)"
+                f"no checkpoint of step {step} is being written to {self.folder}: with several machines, all must "
+                "have access to that folder (trainer.default_local_dir)"
             )
         return Writing(self, step, partial)
 
@@ -248,7 +248,7 @@ class CheckpointStore:
                 raise CheckpointError(f"there is no checkpoint {path}: no such folder")
             if not (path / MANIFEST).exists() and path not in checkpoints_in(path.parent):
                 raise CheckpointError(
-                    f"{path} is no checkpoint, and holds none: name a run's folder that has checkpoints, or one of them"
+                    f"{path} is not a checkpoint and contains none: name a run's folder, or a checkpoint"
                 )
         try:
             return _open(path)
@@ -287,7 +287,7 @@ class CheckpointStore:
             return checkpoint
         if faults:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Start anew with --resume never, "
+                f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again with --resume never, "
                 "or resume from a copy with --resume PATH"
             )
         raise CheckpointError(f"there is no checkpoint in {self.folder} (trainer.default_local_dir)")
@@ -310,8 +310,8 @@ def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: F
         full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
         cause = "the disk is full" if full else str(err)
         failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier ones are complete. Free "
-            "space, or set trainer.default_local_dir to another folder; then start again"
+            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier checkpoints are "
+            "complete. Free space, or set trainer.default_local_dir to another folder; then rerun the command"
         )
         if given_up():
             failure = GivenUp(step, folder)

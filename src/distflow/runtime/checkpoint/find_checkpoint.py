@@ -20,7 +20,7 @@ from distflow.scheduling.snapshot import Snapshot
 CHECKPOINTS = "checkpoints"
 LEDGER = "ledger.jsonl"
 
-_WANTED = "give a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints (.../checkpoints/step-000010)"
+_WANTED = "name a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints (.../checkpoints/step-000010)"
 
 
 def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
@@ -61,9 +61,9 @@ def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
             checkpoint = CheckpointStore(path.parent).load(path)
             mark = mark_of(_snapshot(checkpoint))
             if mark and counts_until(ledger, mark.offset).last_step == checkpoint.step:
-                told = f"{damage}. What it has after {path.name} is taken back, and stays in the file"
+                told = f"{damage}. Its records after {path.name} are rolled back, but remain in the file"
                 return replace(checkpoint, message=told if path == chosen.path else f"{told}. {elsewhere}")
-    raise LedgerError(f"{damage}, before the checkpoint. {elsewhere}, and --resume never starts anew here")
+    raise LedgerError(f"{damage}, before the checkpoint. {elsewhere}, and --resume never starts again in this folder")
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
@@ -96,7 +96,7 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
     ways = as_list({"to continue": longer, **ways_to_start(spec)})
     if not resumes:
         raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
-    return f"{spec.run_dir} is done: step {checkpoint.step} was the last{why}. Nothing is trained again.\n{ways}"
+    return f"{spec.run_dir} is finished: step {checkpoint.step} was the last{why}. Nothing is trained again.\n{ways}"
 
 
 def ways_to_start(spec: Spec) -> dict[str, str]:
@@ -104,7 +104,7 @@ def ways_to_start(spec: Spec) -> dict[str, str]:
     beside = "trainer.default_local_dir=FOLDER"
     if spec.config.trainer.default_local_dir is None:
         beside = "trainer.experiment_name=NAME"
-    anew = f"--resume never (what is there moves to {spec.run_dir / EARLIER})"
+    anew = f"--resume never (existing files are moved to {spec.run_dir / EARLIER})"
     return {"to run beside it": beside, "to start anew": anew}
 
 
@@ -141,7 +141,7 @@ def policy_checkpoint(source: Path) -> Checkpoint:
     if not folder.exists():
         raise UserError(f"there is no folder {source}: {_WANTED}")
     if not is_of_a_run(folder):
-        raise UserError(f"{source} is no run's folder and no checkpoint: {_WANTED}")
+        raise UserError(f"{source} is neither a run's folder nor a checkpoint: {_WANTED}")
     store = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     if (folder / MARK).exists() and not checkpoints_in(store):
         raise UserError(f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again")

@@ -79,7 +79,7 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
     shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
     flags = " ".join(f"--allow-change {key}" for key, *_ in changed)
     ways = {"to resume as before": "set them back", "to resume with the change": flags, **ways_to_start(spec)}
-    raise UserError(f"{checkpoint.path} was made with another config:\n{shown}\n{as_list(ways)}")
+    raise UserError(f"{checkpoint.path} was saved with another config:\n{shown}\n{as_list(ways)}")
 
 
 def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
@@ -93,7 +93,7 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
             continue
         if name.endswith("fingerprint"):
             raise UserError(
-                f"{checkpoint.path} was made with another {name.removesuffix('_fingerprint')}: rows, tokens or "
+                f"{checkpoint.path} was saved with another {name.removesuffix('_fingerprint')}: rows, tokens or "
                 f"the reference would not be the same.\n{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
             )
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
@@ -172,8 +172,8 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
     wrong = unsound(found, start)
     if wrong:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} holds garbage: of the {role}'s weights {wrong[0]}, {len(wrong)} tensors "
-            "in all. Resume from an earlier one with --resume PATH, or start anew with --resume never"
+            f"the checkpoint {checkpoint.path} has invalid weights of the {role}: {wrong[0]}, {len(wrong)} tensors "
+            "in all. Resume from an earlier one with --resume PATH, or start again with --resume never"
         )
 
 

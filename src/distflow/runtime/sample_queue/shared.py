@@ -412,17 +412,17 @@ class SharedSampleQueue(Generic[T]):
     def _why_stalled(self, wanted: int) -> str:
         plan, groups, so_far = self._coordinator.plan, self._coordinator.prompt_groups, self._so_far(wanted)
         if self._paused:
-            why = "groups start again after resume()"
+            why = "groups start only after resume()"
         elif not (groups.data_open or groups.num_waiting or self._coordinator.queue.num_waiting):
             why = "submit more, or wait for fewer"
         else:
             why = (
                 f"all groups that staleness allows have been started with weight version {self._coordinator.step} "
                 f"(async.max_staleness={plan.max_staleness}, data.train_batch_size={plan.consumer_batch}, "
-                f"{plan.total_steps} steps in all), and others start after publish()"
+                f"{plan.total_steps} steps in all), and further groups start after publish()"
             )
         failed = f". The last that failed said: {self._failures.last}" if self._failures.last else ""
-        return f"this would wait for ever: {so_far}: {why}{failed}"
+        return f"this would wait forever: {so_far}: {why}{failed}"
 
     def _wake(self) -> None:
         """Have waiting workers check again; from any thread."""

@@ -88,7 +88,7 @@ async def run_async(
         if not task.done():
             task.cancel()
             await _until_ended((task,))
-            raise DeadlinePassed("" if task.done() else ", swallows its cancellation and was abandoned")
+            raise DeadlinePassed("" if task.done() else ", suppresses its cancellation and was abandoned")
         returned = task.result()
     except asyncio.CancelledError:
         left = [each for each in tasks if not each.done()]

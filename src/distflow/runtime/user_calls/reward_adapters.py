@@ -92,6 +92,6 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
     if all(isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide for name in SCORE_FIELDS):
         scores, rewards = (written.pop(name).sum(-1) for name in SCORE_FIELDS)
         if not scores.equal(rewards):
-            raise BadOutput("returned other token_level_rewards than token_level_scores; return one score a sample")
+            raise BadOutput("returned token_level_rewards other than token_level_scores; return one score per sample")
         written["scores"] = scores
     return replace(returned, batch=written)

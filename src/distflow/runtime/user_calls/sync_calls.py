@@ -90,7 +90,7 @@ class Callbacks:
         for field in fields(self):
             function, second = getattr(self, field.name), "checkpoint" if field.name == "on_save" else "metrics"
             if function is not None and not _takes_two(function):
-                raise UserError(f"{field.name} must be a plain function that is called with (step, {second})")
+                raise UserError(f"{field.name} must be a synchronous function that is called with (step, {second})")
 
 
 class Caller:

@@ -109,12 +109,12 @@ class InFile:
         try:
             found = self.path.stat().st_size  # before it is read: it is no larger than it should be
             if found != self.num_bytes:
-                raise Spoiled(f"{self.path} has {found} bytes, and {self.num_bytes} were written")
+                raise Spoiled(f"{self.path} has {found} bytes, but {self.num_bytes} were written")
             return list(load(self.path.read_bytes()).items())
         except OSError as err:
             raise Spoiled(f"{self.path} cannot be read: {err.strerror}") from err
         except (SafetensorError, KeyError, RuntimeError) as err:
-            raise Spoiled(f"{self.path} is not what was written there: {err}") from err
+            raise Spoiled(f"{self.path} differs from what was written there: {err}") from err
 
     def drop(self) -> None:
         self.path.unlink(missing_ok=True)

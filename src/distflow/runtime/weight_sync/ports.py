@@ -181,7 +181,7 @@ class IncomingWeights:
         arrived = pack(weights)
         fault_injection.reach("weights.arrived", next((values.data for *_, values in arrived), None))
         if hash_of(arrived) != own_hash:
-            return "its bytes are not those that were sent, by their hash"
+            return "its hash differs from that of the sent bytes"
         buckets.append(weights)
         return None
 

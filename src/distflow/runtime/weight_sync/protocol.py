@@ -73,9 +73,9 @@ def check_receipt(receipt: WeightReceipt, version: Version, hashes: Mapping[str,
         )
     if different:
         names, where = ", ".join(different[:5]), f" at the engine{of}" if of else ""
-        raise TrustError(f"weights of version {version.step} did not arrive whole{where}; tensors that differ: {names}")
+        raise TrustError(f"weights of version {version.step} arrived incompletely{where}; different tensors: {names}")
 
 
 def refused(version: Version, reason: Exception) -> TrustError:
     """The error to raise if weights do not fit."""
-    return TrustError(f"the engine refused the weights of version {version.step}: {reason}")
+    return TrustError(f"the engine rejected the weights of version {version.step}: {reason}")

@@ -244,7 +244,7 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
     raise TrustError(
         f"the ranks that train together no longer have the same weights after step {step}: {', '.join(odd[:5])}, "
-        f"{len(odd)} tensors in all. A node or callback changed them on some rank, or a device computes wrongly"
+        f"{len(odd)} tensors in all. A node or callback changed them on some rank, or a device computes incorrectly"
     )
 
 
@@ -270,8 +270,8 @@ def _refuse_garbage(version: Version, bucket: Bucket) -> None:
     wrong = unsound(magnitudes(bucket))
     if wrong:
         raise TrustError(
-            f"the weights of version {version.step} must not be served: {wrong[0]}, {len(wrong)} tensors or more. "
-            "Something changed them since the last update, after which they were sound"
+            f"the weights of version {version.step} must not be used: {wrong[0]}, {len(wrong)} tensors or more. "
+            "They were changed since the last update, after which they were valid"
         )
 
 

@@ -84,7 +84,7 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = step()
         except RuntimeError as error:
-            _log.warning("no CUDA graphs, each kernel of a decode step is launched on its own: %s", error)
+            _log.warning("CUDA graphs are off, so each kernel of a decode step is launched separately: %s", error)
             self.enabled = False
             self.clear()
             return False
