@@ -48,19 +48,19 @@ def compute_value_loss(
     `huber` it is so for |x| ≤ huber_delta and huber_delta · (|x| − huber_delta / 2) beyond (Huber 1964), as in AReaL.
     """
     predictions, values, returns = (under_mask(x, loss_mask) for x in (predictions, values, returns))
-    plain = _loss(predictions, returns, value_loss, huber_delta)
+    plain = _loss(predictions - returns, value_loss, huber_delta)
     if cliprange_value is None:
         return plain, {"vpred_mean": predictions.detach()}
     near = predictions.clamp(values - cliprange_value, values + cliprange_value)
-    clipped = _loss(near, returns, value_loss, huber_delta)
+    clipped = _loss(near - returns, value_loss, huber_delta)
     stats = {"vf_clipfrac": (clipped > plain).to(plain.dtype), "vpred_mean": predictions.detach()}
     return torch.maximum(plain, clipped), stats
 
 
-def _loss(predictions: Tensor, returns: Tensor, value_loss: ValueLoss, huber_delta: float) -> Tensor:
+def _loss(error: Tensor, value_loss: ValueLoss, huber_delta: float) -> Tensor:
     if value_loss == "mse":
-        return 0.5 * (predictions - returns).square()
-    return huber_loss(predictions, returns, reduction="none", delta=huber_delta)
+        return 0.5 * error.square()
+    return huber_loss(error, torch.zeros_like(error), reduction="none", delta=huber_delta)
 
 
 Counts = dict[str, float]
