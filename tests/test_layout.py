@@ -38,7 +38,7 @@ MOST_FILES = 25
 MOST_IMPORTS = 20
 MOST_ARROWS = 110
 MOST_LINES = 60
-TABLES_OF_OPTIONS = ("algorithms.", "pipelines.nodes.", "rewards.", "api.train", "graph.pipeline")
+TABLES_OF_OPTIONS = ("algorithms.", "pipelines.nodes.", "rewards.", "api.train", "graph.task_graph")
 """Where parameters of functions are columns, config keys or a call's options, by name."""
 DEBTS = {"lines": 63_000, "broad excepts": 26, "functions of more than 7 parameters": 0}
 """What may only become less: 55,000 lines, 1,900 of the audit, 3,700 of what the three systems have besides, 2,300 of
