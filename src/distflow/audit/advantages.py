@@ -14,9 +14,11 @@ from distflow.audit.check_base import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
+    Wrong,
     by_group_of,
     check,
     check_close,
+    doubles,
 )
 from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
 from distflow.audit.rewards import functions_of
@@ -32,6 +34,8 @@ SampleValue = Callable[[Sample, list[Sample], Options], float]
 
 LIMIT = 1e-3
 MOST_TOKENS = 2**20
+FIRST_MOMENT, LEAST_VARIANCE = 1e-3, 1e-6
+"""Largest mean of whitened values; variance before whitening, from which on it is 1 behind it."""
 
 
 @check(
@@ -86,6 +90,42 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
         reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
         for column, values in zip(("advantages", "returns"), rows, strict=True):
             check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
+    return None
+
+
+def audit_moments(recorded: RecordedStep) -> str | None:
+    """Of advantages that are whitened or normalised over the step: over the tokens of all ranks their mean is 0, and
+    their variance 1, or below it where nothing says whether there was less to whiten."""
+    settings, batch = recorded.config.algorithm, recorded.batch
+    name, norm, kwargs = settings.adv_estimator, settings.adv_norm, settings.adv_estimator_kwargs
+    whitens = name in GLOBAL and name != "gpg" and kwargs.get("whiten", True) and "samples" not in kwargs.values()
+    centres = norm.mean_level == "batch" and not norm.mean_leave1out if is_on(norm) else whitens
+    changed = settings.domains or settings.advantage_clip is not None or settings.mask_type == "all"
+    weighs = settings.difficulty_weight is not None or settings.length_weight is not None
+    if not centres or changed or weighs or not recorded.is_ours("advantages"):
+        return NOT_APPLICABLE
+    sums = dict.fromkeys(("count", "sum", "squares", "before", "squares before"), 0.0)
+    if "advantages" in batch and "returns" in batch:  # a rank may have no sample, or train another model
+        counted = (batch.flat("response_mask") > 0) & batch["valid"].bool().repeat_interleave(batch.lengths("response"))
+        values, before = doubles(batch.flat("advantages"))[counted], torch.zeros(1).double()
+        if name == "reinforce_plus_plus" or (name == "gae" and "values" in batch):
+            before = doubles(batch.flat("returns") - (batch.flat("values") if name == "gae" else 0.0))[counted]
+        found = (len(values), values.sum(), values.square().sum(), before.sum(), before.square().sum())
+        sums = {key: float(value) for key, value in zip(sums, found, strict=True)}
+    count, total, squares, of_before, squares_before = recorded.run.ranks.sum(sums).values()
+    if count < 2:
+        return None
+    middle, freedom = total / count, count - 1
+    variance, less = (
+        (square - part**2 / count) / freedom for square, part in ((squares, total), (squares_before, of_before))
+    )
+    scales = norm.std_level == "batch" if is_on(norm) else whitens
+    if abs(middle) > FIRST_MOMENT or (scales and (variance > 1.01 or (variance < 0.99 and less > LEAST_VARIANCE))):
+        raise Wrong(
+            f"the advantages of '{name}' are whitened or normalised over the step, but have the mean {middle:.4g} and "
+            f"the variance {variance:.4g} over its {count:.0f} tokens: by the mean or deviation of some of them, or of "
+            "other steps"
+        )
     return None
 
 

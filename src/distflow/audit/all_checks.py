@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from distflow.audit import optimizer_steps, rewards
-from distflow.audit.advantages import audit_advantages
+from distflow.audit.advantages import audit_advantages, audit_moments
 from distflow.audit.check_base import Check
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
@@ -64,9 +64,12 @@ OF_EVERY_STEP: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),
     replace(optimizer_steps.audit_mini_batches, run=optimizer_steps.audit_each_sample_once),
     replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
+    optimizer_steps.audit_gradients,
+    replace(audit_advantages, run=audit_moments),
     audit_metrics,
 )
-"""Cheap enough for every step: rows of groups, mini-batches, learning rates and metrics."""
+"""Cheap enough for every step: rows of groups, mini-batches, learning rates, sum and norm of each gradient, mean and
+variance of whitened advantages, and metrics."""
 
 LOOK_AFTER = tuple(
     check

@@ -12,14 +12,21 @@ from distflow.audit.audited_steps import SHARES, AuditSchedule, Depth, drawn_upd
 from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
-from distflow.audit.recorded_calls import GroupRecord, GroupRecords, OpenEngine, UpdateRecord, UpdateWatch
+from distflow.audit.recorded_calls import (
+    GradientWatch,
+    GroupRecord,
+    GroupRecords,
+    OpenEngine,
+    UpdateRecord,
+    UpdateWatch,
+)
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
-from distflow.models.sharding import is_spread
+from distflow.observe.metrics import Measured
 from distflow.rollout.weights import stripe_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
@@ -91,6 +98,8 @@ class Auditor:
         self._looked: Counter[str] = Counter()
         """How often looks made each check since they were last told."""
         self._watch: UpdateWatch | None = None
+        self._gradients: dict[str, GradientWatch] = {}
+        self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
         self._told = False  # what audits cannot check
 
@@ -135,7 +144,7 @@ class Auditor:
         if actor is None:
             return
         model = actor.model if isinstance(actor, OpenEngine) else None
-        spread = model is not None and is_spread(model)
+        spread = model is not None and run.turns.is_spread(model)
         looks = self._looks is Depth.LOOK and not getattr(run.resources.rollout, "shares_weights", False)
         if (run.resources.rollout is not None or spread) and (self._due or (looks and not spread)):
             dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
@@ -145,9 +154,10 @@ class Auditor:
         if self._schedule.expects(version) and model is not None and not spread:
             run.older_weights.keep(version, model)
 
-    def node_finished(self, batch: Batch) -> None:
+    def node_finished(self, batch: Batch, measured: Sequence[Measured]) -> None:
         if self._taken is not None:
             self._taken.batch = batch
+        self._measured = measured
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         if (taken := self._taken) is None:
@@ -174,6 +184,9 @@ class Auditor:
             self._watch = None
         elif step is not None and step.updates:
             step.updates[-1].metrics = metrics
+            if role in self._gradients:
+                with self._schedule.timed(step.step, Depth.NONE):
+                    self._gradients[role].end(step.updates[-1])
         self._updates[role] = self._updates.get(role, 0) + int(not metrics.get("skipped"))
 
     def step_trained(self, metrics: Mapping[str, float]) -> None:
@@ -191,6 +204,7 @@ class Auditor:
                 remember(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
+                self._recorded.measured = self._measured
                 self.groups.dropped = None
                 self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
@@ -241,6 +255,10 @@ class Auditor:
                 self._count(self._check(all_checks.LOOK_BEFORE, self._look))
         if self._look is None or number != drawn_update(taken, role):
             taken.updates.append(UpdateRecord(role, engine, loss, batch))
+            if self._schedule.frequency > 0:
+                if role not in self._gradients:
+                    self._gradients[role] = GradientWatch(engine)
+                self._gradients[role].begin(taken.updates[-1], taken.step + number)
             return loss
         few = self._few_groups(taken, batch) if taken.updates else self._look
         quick = self._looks is Depth.QUICK

@@ -24,6 +24,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
+from distflow.observe.metrics import Measured
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
@@ -129,9 +130,10 @@ class RecordedStep:
     nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
     reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
-    metrics: of the step. partial: only a few groups of the step. plain: scores of samples that the policy was run on
-    again. drawn: such scores by the weights that generated each token, and which tokens have one. fixed_tokens: the
-    reference's log-probs of tokens that are the same in every step, if they are known already.
+    metrics: of the step. measured: by its nodes on this rank, if it is audited. partial: only a few groups of the step.
+    plain: scores of samples that the policy was run on again. drawn: such scores by the weights that generated each
+    token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that are the same in every step,
+    if they are known already.
     """
 
     run: AuditedRun
@@ -146,6 +148,7 @@ class RecordedStep:
     dropped: tuple[GroupRecord, str, Batch] | None = field(default=None, init=False)
     updates: list[UpdateRecord] = field(default_factory=list, init=False)
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+    measured: Sequence[Measured] = field(default=(), init=False)
     partial: bool = field(default=False, init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)

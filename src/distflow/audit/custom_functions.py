@@ -75,7 +75,7 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's loss; None if there is none with distflow's own signature."""
-    updates = recorded.updates_of("actor")
+    updates = [update for update in recorded.updates_of("actor") if update.micros]  # an empty one has none
     objective = updates[0].loss if updates else None
     if not isinstance(objective, PolicyObjective):
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from distflow.audit.check_base import RecordedStep, Wrong, check, doubles
+from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
 
 LIMIT = 1e-4
@@ -17,12 +18,13 @@ TEXTS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_tru
 @check(
     "metrics",
     "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness are "
-    "those of the step's samples, and the metrics of its updates are means over its mini-batches",
+    "those of the step's samples, the metrics of its updates are means over its mini-batches, and in audited steps "
+    "those of nodes are means over all ranks",
     needs="metrics of the built-in nodes",
     limit=f"{LIMIT:g} relative",
 )
 def audit_metrics(recorded: RecordedStep) -> str | None:
-    _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded)))
+    _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
     return None
 
 
@@ -125,6 +127,22 @@ def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     every = recorded.run.ranks.sum({"generated": float(len(ages)), "stale": float(ages.sum())})
     if every["generated"]:
         yield "async/version_diff/mean", every["stale"] / every["generated"]
+
+
+def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
+    """Of ranks that all run the same nodes: means weighted by what each has measured them on, or maxima."""
+    ports, found = recorded.run.inputs.ports, defaultdict[str, list[tuple[float, float]]](list)
+    if not recorded.measured or ports.data.size == 1 or ports.everyone.size > ports.collective.size:
+        return
+    own = {name: (value, weight) for metrics, weight in recorded.measured for name, value in metrics.items()}
+    for name, pair in (each for rank in ports.data.gather(own) for each in rank.items()):
+        found[name].append(pair)
+    for name, pairs in found.items():
+        metric, total = find_metric(name), math.fsum(weight for _, weight in pairs)
+        if metric is not None and metric.kind == "max":
+            yield name, max(value for value, _ in pairs)
+        elif total:
+            yield name, math.fsum(value * weight for value, weight in pairs if weight) / total
 
 
 def _of_updates(recorded: RecordedStep) -> Iterator[tuple[str, float]]:

@@ -181,6 +181,9 @@ class Turns:
         self._group = group
         self._spread = [model for model in dict.fromkeys(models) if is_spread(model)]
 
+    def is_spread(self, model: nn.Module) -> bool:
+        return model in self._spread
+
     def run(self, model: nn.Module, **inputs: object) -> Any:
         """The model's own forward; without gradient if it is sharded."""
         if model not in self._spread:

@@ -206,7 +206,7 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
 def audit_optimizer(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
-    known = [_same_weights(*each) for each in scheduled(recorded)]
+    known = [_same_weights(*each) for each in scheduled(recorded) if each[0].totals]
     if not known or not all(known):
         return "only the learning rate: the optimizer is neither adamw nor sgd, or its engine does not expose it"
     return None

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
@@ -145,7 +146,7 @@ class Stripe:
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
     optimizer was given, None if it was not called, or the watch is quick. loss: the loss function, unwrapped. totals:
-    over all ranks, the mini-batch's rows, rows with a token that counts, and such tokens; none if the update was not
+    over all ranks, the mini-batch's rows, rows with a token that counts, and such tokens; none if only its gradient was
     watched. share: this rank's of the loss, and the sum over the ranks. plain: scores by sample, from the model's own
     forward right before the step."""
 
@@ -200,8 +201,7 @@ class UpdateWatch:
         if not isinstance(engine, OpenEngine):
             return
         self._striped += striped(engine.model, turn, quick)
-        trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
-        self.record.leftover = [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
+        self.record.leftover = _leftover(_trained(engine.model))
         for name, parameter in self._striped:
             own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
@@ -265,9 +265,56 @@ class UpdateWatch:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
 
 
+class GradientWatch:
+    """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: what is left over from
+    the step before, the norm that the optimizer is given, and one weight's sum over micro-batches and ranks. It reads
+    no other tensor, so that every update is watched."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine, self._group = engine, getattr(engine, "group", OneRank())
+        self._trained = _trained(engine.model) if isinstance(engine, OpenEngine) else []
+        self._striped = [] if any(isinstance(p, DTensor) for _, p in self._trained) else _small(self._trained)
+        self._handles = list[Any]()
+
+    def begin(self, record: UpdateRecord, turn: int) -> None:
+        """turn: selects the weight."""
+        record.leftover = _leftover(self._trained)
+        if not self._striped:
+            return
+        name, parameter = self._striped[turn % len(self._striped)]
+        stripe = record.stripes[name] = Stripe(torch.zeros(0), {}, torch.zeros(len(_places(parameter)) + 1).double())
+
+        def before_step(*_: object) -> None:
+            record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
+            stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
+
+        optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
+        self._handles += [parameter.register_hook(stripe.contribute), optimizer.register_step_pre_hook(before_step)]
+
+    def end(self, record: UpdateRecord) -> None:
+        """Call after the step, on all ranks that share the mini-batch."""
+        while self._handles:
+            self._handles.pop().remove()
+        for stripe in record.stripes.values():
+            sums = self._group.sum(stripe.own)
+            stripe.contributions = sums[:-1] if sums[-1] > 0 else None
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _small(found: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in found if p.numel() <= MAX_STRIPED]
+
+
+def _leftover(trained: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    return [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
+
+
 def striped(model: nn.Module, turn: int, one: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """A few weights: the first, the last, and random others by `turn`; or a random one."""
-    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel() <= MAX_STRIPED]
+    found = _small(_trained(model))
     if one:
         yield from random.Random(turn).sample(found, min(1, len(found)))
         return

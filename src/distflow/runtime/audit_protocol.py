@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from distflow.data.batch import Batch
+from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
@@ -64,8 +65,8 @@ class StepAuditor(Protocol):
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all ranks."""
 
-    def node_finished(self, batch: Batch) -> None:
-        """A node of the training loop has run."""
+    def node_finished(self, batch: Batch, measured: Sequence[Measured]) -> None:
+        """A node of the training loop has run. measured: by all of the step's nodes so far, on this rank."""
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """The loss function to call in this optimizer step: `loss`, or a wrapper that records its calls."""

@@ -197,7 +197,7 @@ class Worker:
                 self._parts.offload.only(compiled.node.engines)
                 yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
             with self._recorder.phases("audit"):
-                self._parts.auditor.node_finished(step.batch)
+                self._parts.auditor.node_finished(step.batch, step.measured)
             if self._parts.reshard.sends(name):
                 with self._recorder.phases("exchange"):
                     self._parts.reshard.send(name, before, step.batch, self.step)
