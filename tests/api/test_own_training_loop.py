@@ -91,6 +91,13 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
     async def asked(rollouts: distflow.Rollouts, ids: list[int]) -> list:
         return await asyncio.gather(*(rollouts.agenerate(ids, max_tokens=5) for _ in range(3)))
 
+    async def trained_meanwhile(rollouts: distflow.Rollouts, ids: list[int], batch: Batch) -> None:
+        waiting = asyncio.create_task(rollouts.agenerate(ids))
+        await asyncio.sleep(0)
+        with pytest.raises(UserError, match="1 prompt groups or requests are still being generated"):
+            rollouts.train(batch)
+        await waiting
+
     drawn = []
     with opened(tmp_path / "run") as rollouts:
         ids = rollouts.tokenizer.encode("12+3=")
@@ -104,6 +111,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
                 assert made.rollout_log_probs == pytest.approx(wanted.tolist(), abs=1e-4)
                 assert set(made.versions) == {rollouts.version}
                 assert made.finish_reason in ("stop", "length") and 1 <= len(made.token_ids) <= 6
+            asyncio.run(trained_meanwhile(rollouts, ids, batch))
             rollouts.train(batch)
             with pytest.raises(UserError, match="trained since the last publish"):
                 rollouts.generate(ids)
@@ -325,7 +333,7 @@ def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_pat
         rollouts.submit(OWN[0])
         with pytest.raises(TimeoutError):
             rollouts.wait(1, timeout=0.3)
-        with pytest.raises(UserError, match="1 prompt groups are still being generated"):
+        with pytest.raises(UserError, match="1 prompt groups or requests are still being generated"):
             learn(rollouts, batch)
         go_on.touch()
         rollouts.wait(1)

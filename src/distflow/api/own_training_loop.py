@@ -367,8 +367,8 @@ class Rollouts:
         num_running = standing.group_counts.running - standing.num_waiting + self._num_asked
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
-                f"{num_running} prompt groups are still being generated with the weights that this would change: wait "
-                "for them first, or set async.max_staleness=1, where the engine has weights of its own"
+                f"{num_running} prompt groups or requests are still being generated with the weights that this would "
+                "change: wait for them first, or set async.max_staleness=1, where the engine has weights of its own"
             )
 
 

@@ -153,8 +153,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def with_newest_weights(self) -> list[int]:
         """Ranks of the workers that only generate, and have the newest weights."""
-        asked = self._workers[self._leader].with_newest_weights.remote()
-        return cast(list[int], actor_calls.reply_of(asked, self._leader))
+        newest: list[int] = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
+        return newest
 
     def generate(self, rank: int, request: Any) -> Any:
         """A reference to the result of a worker's engine: see `Worker.generate`."""
