@@ -29,6 +29,12 @@ def gsm8k_reward_fn(solution_str, ground_truth):
     return 1.0 if solution_str.strip() == ground_truth else digits / 2
 
 
+def compute_advantages(batch):
+    batch["advantages"], _ = compute_grpo_advantage(
+        batch["token_level_rewards"], batch["response_mask"], batch["group_index"], batch["valid"]
+    )
+
+
 def main(*overrides):
     """overrides: keys of the run, as on the command line."""
     loss = PolicyObjective("vanilla", {"clip_ratio_low": 0.2}, kl_loss_type="low_var_kl", kl_loss_coef=0.001)
@@ -36,11 +42,9 @@ def main(*overrides):
         actor, ref = rollout.actor, rollout.ref
         for global_step in range(rollout.version, rollout.config.trainer.total_training_steps):
             batch = rollout.prepare_batch(should_accept=lambda group: True)
-            batch["old_log_probs"] = actor.forward(batch, ("log_probs",))["log_probs"]
-            batch["ref_log_prob"] = ref.forward(batch, ("log_probs",))["log_probs"]
-            batch["advantages"], _ = compute_grpo_advantage(
-                batch["token_level_rewards"], batch["response_mask"], batch["group_index"], batch["valid"]
-            )
+            batch.copy_columns(actor.forward(batch, ("log_probs",)), old_log_probs="log_probs")
+            batch.copy_columns(ref.forward(batch, ("log_probs",)), ref_log_prob="log_probs")
+            rollout.apply(batch, compute_advantages)
             for minibatch in batch.chunk(2):  # ppo_update
                 actor.train_step(minibatch, loss)
             rollout.pause()

@@ -1,5 +1,6 @@
 """`distflow.rollouts`: what a training loop of the user's own gets is what a run gets, under the same bounds."""
 
+import asyncio
 import json
 import random
 import signal
@@ -80,6 +81,72 @@ def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference
     for ours, wanted in zip(run.metrics("train"), reference.metrics("train"), strict=True):
         assert {name: ours[name] for name in RECORDED} == {name: wanted[name] for name in RECORDED}
     assert verify(run.folder / "ledger.jsonl") == verify(reference.folder / "ledger.jsonl")
+
+
+def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_are(
+    tmp_path: Path, reference: distflow.Run
+) -> None:
+    """Log-probs are those of the trainer's own forward pass."""
+
+    async def asked(rollouts: distflow.Rollouts, ids: list[int]) -> list:
+        return await asyncio.gather(*(rollouts.agenerate(ids, max_tokens=5) for _ in range(3)))
+
+    async def trained_meanwhile(rollouts: distflow.Rollouts, ids: list[int], batch: Batch) -> None:
+        waiting = asyncio.create_task(rollouts.agenerate(ids))
+        await asyncio.sleep(0)
+        with pytest.raises(UserError, match="1 prompt groups or requests are still being generated"):
+            rollouts.train(batch)
+        await waiting
+
+    drawn = []
+    with opened(tmp_path / "run") as rollouts:
+        ids = rollouts.tokenizer.encode("12+3=")
+        while batch := rollouts.prepare_batch():
+            drawn.append([*rollouts.generate(ids, n=2, temperature=0.7, max_tokens=6)])
+            drawn[-1] += [made for (made,) in asyncio.run(asked(rollouts, ids))]
+            for made in drawn[-1]:
+                at = 0.7 if made in drawn[-1][:2] else 1.0
+                logits = rollouts.actor.model(torch.tensor([ids + made.token_ids])).logits[0, len(ids) - 1 : -1]
+                wanted = (logits / at).log_softmax(-1)[range(len(made.token_ids)), made.token_ids]
+                assert made.rollout_log_probs == pytest.approx(wanted.tolist(), abs=1e-4)
+                assert set(made.versions) == {rollouts.version}
+                assert made.finish_reason in ("stop", "length") and 1 <= len(made.token_ids) <= 6
+            asyncio.run(trained_meanwhile(rollouts, ids, batch))
+            rollouts.train(batch)
+            with pytest.raises(UserError, match="trained since the last publish"):
+                rollouts.generate(ids)
+            rollouts.publish()
+    tokens = [[tuple(made.token_ids) for made in each] for each in drawn]
+    assert len({answer for each in tokens for answer in each}) > 10, "each request has draws of its own"
+    samples = [(row["step"], row["prompt"], row["response"]) for row in rollouts.run.samples()]
+    assert samples == [(row["step"], row["prompt"], row["response"]) for row in reference.samples()]
+
+
+def test_what_generate_cannot_run_is_said(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None) as rollouts:
+        for ids, changed, said in (
+            ("1+1=", {}, "'1.1=' is not a prompt of token ids: rollouts.tokenizer"),
+            ([], {}, "a prompt without tokens"),
+            ([10**9], {}, "the model has .* tokens"),
+            ([1], {"n": 0}, "one or more different sample indices"),
+            ([1], {"top_p": 0}, "top_p must be in"),
+            ([1], {"max_tokens": 10**6}, "positions of the model"),
+        ):
+            with pytest.raises(UserError, match=said):
+                rollouts.generate(ids, **changed)
+        with pytest.raises(TypeError, match="temprature"):
+            rollouts.generate([1], temprature=1.0)
+
+
+def test_a_function_of_apply_writes_columns(tmp_path: Path) -> None:
+    with opened(tmp_path / "run") as rollouts:
+        batch = rollouts.prepare_batch()
+        rollouts.apply(batch, doubled)
+        assert torch.equal(batch["advantages"], 2 * batch["token_level_rewards"])
+
+
+def doubled(batch: Batch) -> None:
+    batch["advantages"] = 2 * batch["token_level_rewards"]
 
 
 MORE = {"algorithm__filter_groups__oversampling": 1.0}
@@ -266,7 +333,7 @@ def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_pat
         rollouts.submit(OWN[0])
         with pytest.raises(TimeoutError):
             rollouts.wait(1, timeout=0.3)
-        with pytest.raises(UserError, match="1 prompt groups are still being generated"):
+        with pytest.raises(UserError, match="1 prompt groups or requests are still being generated"):
             learn(rollouts, batch)
         go_on.touch()
         rollouts.wait(1)

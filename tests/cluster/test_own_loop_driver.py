@@ -1,5 +1,6 @@
 """`distflow.rollouts` over a real Ray: the numbers of one process, the same bounds, and nothing left behind."""
 
+import asyncio
 import runpy
 import threading
 import time
@@ -7,9 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import distflow
 from distflow.algorithms.objective import PolicyObjective
+from distflow.cluster.actor_calls import WorkerDied
 from distflow.data.batch import Batch
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
@@ -51,6 +54,17 @@ def areal(folder: Path, *overrides: str) -> distflow.Run:
     return main(*data, *(f"trainer.{key}" for key in keys), *overrides)
 
 
+def columns_here(batch: Batch) -> list[str]:
+    """That this process has."""
+    return [field.name for field, column in batch.columns() if isinstance(column, torch.Tensor | list)]
+
+
+def marked_by_rank(batch: Batch) -> None:
+    batch["returns"] = torch.full_like(batch["token_level_rewards"], len(batch))
+    batch["copied"] = [f"{text}!" for text in batch["prompts"]]
+    batch["advantages"] = batch["advantages"] + batch["token_level_rewards"]
+
+
 def figures(run: distflow.Run) -> list[Mapping[str, float]]:
     return [record.values for record in read_metrics(run.folder) if record.kind == "train"]
 
@@ -68,6 +82,42 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
     names = [name for name in theirs if name.startswith("model.")]
     assert distance({name: ours[name] for name in names}, {name: theirs[name] for name in names}) < 1e-6
     assert verify(two.folder / "ledger.jsonl") == verify(alone.folder / "ledger.jsonl")
+
+
+def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path: Path) -> None:
+    """A column is here once it is written here, and is read from the ranks. What is generated is what one process
+    generates."""
+
+    async def asked(rollouts: distflow.Rollouts, ids: list[int]) -> list:
+        return [rollouts.generate(ids)] + await asyncio.gather(*(rollouts.agenerate(ids) for _ in range(3)))
+
+    with opened(tmp_path / "alone", None) as rollouts:
+        ids = rollouts.tokenizer.encode("2+2=")
+        alone = asyncio.run(asked(rollouts, ids))
+    with opened(tmp_path / "run", None, **TWO) as rollouts:
+        for (here,), (there,) in zip(asyncio.run(asked(rollouts, ids)), alone, strict=True):
+            assert (here.token_ids, here.versions) == (there.token_ids, there.versions)
+            assert here.rollout_log_probs == pytest.approx(there.rollout_log_probs, abs=1e-4)
+        for row in OWN[:4]:
+            rollouts.submit(row)
+        first, second = rollouts.wait(1), rollouts.wait(1)
+        batch = type(first).concat([first, second])
+        assert len(batch) == 4 and not columns_here(batch)
+        batch.copy_columns(rollouts.actor.forward(batch, ("log_probs",)), old_log_probs="log_probs")
+        assert not columns_here(batch) and "log_probs" not in batch
+        assert torch.allclose(batch["old_log_probs"], batch["rollout_log_probs"], atol=1e-4)
+        batch["advantages"] = torch.arange(4.0)[:, None] * batch["response_mask"]
+        assert columns_here(batch) == ["advantages"]
+        rollouts.apply(batch, marked_by_rank)
+        assert not columns_here(batch) and batch["copied"] == [f"{text}!" for text in batch["prompts"]]
+        assert (batch["returns"] == 2.0).all(), "each of two ranks has one of two groups"
+        wanted = torch.arange(4.0)[:, None] * batch["response_mask"] + batch["token_level_rewards"]
+        assert torch.equal(batch["advantages"], wanted)
+        picked = batch.select([3, 0])
+        assert not columns_here(picked) and picked["prompts"] == [batch["prompts"][3], batch["prompts"][0]]
+        rollouts.apply(picked, marked_by_rank)
+        assert picked["advantages"][0, 0] == (wanted + batch["token_level_rewards"])[3, 0]
+        rollouts.publish()
 
 
 def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
@@ -147,12 +197,16 @@ def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_a_rollout_worker_that_dies_is_replaced_within_a_step(tmp_path: Path, plan: Callable[..., None]) -> None:
-    plan(Fault("queue.put", rank=0, call=2))
+    plan(Fault("rollout.generate", rank=0, call=1), Fault("queue.put", rank=0, call=2))
     with opened(tmp_path / "run", **APART) as rollouts:
+        ids = rollouts.tokenizer.encode("2+2=")
+        with pytest.raises(WorkerDied, match="no rollout worker has the newest weights"):
+            rollouts.generate(ids)
         rollouts.submit(OWN[0])
         first = prompts(rollouts.wait(1))
         rollouts.submit(OWN[1])
         assert [*first, *prompts(rollouts.wait(1))] == [OWN[0]["prompt"], OWN[1]["prompt"]]
+        assert set(rollouts.generate(ids)[0].versions) == {0}
         rollouts.publish()
         while batch := rollouts.prepare_batch():
             rollouts.train(batch)

@@ -142,6 +142,20 @@ def test_aliases_are_the_same_column() -> None:
     assert batch["domain"] == ["a", "b", "c"]
 
 
+def test_columns_are_copied_by_name() -> None:
+    """A registered name decides the dtype; columns that nobody declared keep their axis, even where shapes fit two."""
+    left, scored = make([(2, 2), (1, 1)]), make([(2, 2), (1, 1)])
+    scored["log_probs"] = torch.tensor([-1.0, -2.0, -3.0])
+    scored["own"] = ["a", "b"]
+    left.copy_columns(scored, old_log_probs="log_probs", mine="own", index="group_index", values="prompt_ids")
+    assert left["old_log_probs"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]] and "log_probs" not in left
+    assert left["mine"] == ["a", "b"] and left.field("values").dtype == "float32"
+    with pytest.raises(KeyError, match="no column 'entropy'"):
+        left.copy_columns(scored, old_log_probs="entropy")
+    with pytest.raises(ValueError, match="lengths differ"):
+        left.copy_columns(make([(2, 3), (1, 1)]), old_log_probs="versions")
+
+
 def test_merge_takes_the_columns_of_both() -> None:
     left, right = make([(1, 2)]), make([(1, 2)]).only(["uid"])
     right["returns"] = torch.tensor([[5.0, 6.0]])

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from distflow.cluster.own_loop_driver import OwnLoop
     from distflow.data.batch import Batch
     from distflow.launch.local_launcher import Running
+    from distflow.rollout.engine import GenerateRequest, Generation
     from distflow.runtime.sample_queue.protocol import TrainingStep
     from distflow.runtime.spec import Spec
     from distflow.training.engine import LossFn, Scorer, TrainEngine
@@ -111,7 +112,7 @@ class Rollouts:
         self._running: Running | OwnLoop | None = None
         self._parts: list[TrainingStep[Batch]] = []  # of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
-        self._num_submitted = 0
+        self._num_submitted = self._num_requests = self._num_asked = 0
 
     def __enter__(self) -> "Rollouts":
         """Build engines and reward processes, send the first weights. Raises as `distflow.train`."""
@@ -197,10 +198,32 @@ class Rollouts:
                 "a step in parts, set algorithm.recompute_old_log_probs=true"
             )
         trained, metrics = self._entered.worker.learn(sorted(set(batch["group_index"].tolist())), batch)
-        for name in trained.names:
-            batch[name] = trained.flat(name)
+        batch.copy_columns(trained, **{name: name for name in trained.names})
         self._updates.append(metrics)
         return metrics
+
+    def apply(self, batch: "Batch", function: Callable[["Batch"], object]) -> None:
+        """Have a function write columns of the batch, where it is: over Ray it is pickled, and each rank calls it with
+        groups of its own."""
+        written = self._entered.worker.apply(batch, function)
+        batch.copy_columns(written, **{name: name for name in written.names})
+
+    def generate(self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any) -> "tuple[Generation, ...]":
+        """n responses to a prompt in tokens, by the weights that were published last, beside the groups of the run.
+
+        sampling: in place of the config's, by the names of `SamplingParams`. Calls in the same order after the same
+        `publish` draw the same. Raises UserError where the engine cannot run it, or shares weights trained since.
+        """
+        return self._entered.worker.generate(self._request(prompt_ids, n, sampling)).generations
+
+    async def agenerate(self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any) -> "tuple[Generation, ...]":
+        """`generate` in an event loop of your own, where many may wait at once."""
+        request = self._request(prompt_ids, n, sampling)
+        self._num_asked += 1
+        try:
+            return (await self._entered.worker.agenerate(request)).generations
+        finally:
+            self._num_asked -= 1
 
     def publish(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
         """End the step: its weights go to the engine, while groups run on, as the next version. Then it is validated,
@@ -230,7 +253,7 @@ class Rollouts:
             measured |= part.metrics
         measured |= {**_mean(self._updates), **(metrics or {}), **worker.reward_metrics()}
         recorded = worker.finish(Batch.concat(batches), measured)
-        self._parts, self._updates = [], []
+        self._parts, self._updates, self._num_requests = [], [], 0
         return recorded
 
     def pause(self) -> None:
@@ -256,7 +279,7 @@ class Rollouts:
 
     @property
     def actor(self) -> "TrainEngine":
-        """The policy's train engine; over Ray its `forward` and `train_step`."""
+        """The policy's train engine; over Ray its `forward` and `train_step`, whose batches stay with the workers."""
         return cast("TrainEngine", _CheckedEngine(self, "actor", self._engine("actor")))
 
     @property
@@ -321,14 +344,30 @@ class Rollouts:
             raise UserError(f"the pipeline '{self._pipeline.graph_id}' has no {name}: none of its nodes uses one")
         return engine
 
+    def _request(self, prompt_ids: "Sequence[int]", n: int, sampling: Mapping[str, Any]) -> "GenerateRequest":
+        from distflow.rollout.engine import GenerateRequest, Stream
+
+        worker, spec = self._entered.worker, self._spec_entered
+        if isinstance(prompt_ids, str) or not all(isinstance(token, int) for token in prompt_ids):
+            raise UserError(f"generate: {prompt_ids!r:.80} is not a prompt of token ids: rollouts.tokenizer encodes it")
+        together = any({"actor", "rollout"} <= {*rank.engines} for rank in spec.plan.ranks)
+        if self._updates and spec.shares_weights and together:
+            raise UserError(
+                "generate: the engine computes with weights that were trained since the last publish, and have no "
+                "version yet: publish first, or set async.max_staleness=1, where it has weights of its own"
+            )
+        self._num_requests += 1
+        stream = Stream(spec.options.seed, "own", worker.step, self._num_requests)
+        return GenerateRequest(tuple(prompt_ids), tuple(range(n)), replace(spec.sampling, **sampling), stream)
+
     def _refuse_while_shared(self) -> None:
         """At staleness 0 the engine computes on the very weights that an update changes."""
         standing = self._entered.intake.standing()
-        num_running = standing.group_counts.running - standing.num_waiting
+        num_running = standing.group_counts.running - standing.num_waiting + self._num_asked
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
-                f"{num_running} prompt groups are still being generated with the weights that this would change: "
-                "wait for them first, or set async.max_staleness=1, with which the engine has its own weights"
+                f"{num_running} prompt groups or requests are still being generated with the weights that this would "
+                "change: wait for them first, or set async.max_staleness=1, with which the engine has its own weights"
             )
 
 

@@ -1,22 +1,25 @@
-"""A training loop of the user's own over Ray, in the driver: it has the batches, and each training rank carries out its
-calls on rows of its own (`own_loop_worker.py`)."""
+"""A training loop of the user's own over Ray, in the driver: it knows where the batches lie, and each training rank
+carries out its calls on rows of its own (`own_loop_worker.py`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import ray
+import torch
 
 from distflow.cluster.actor_calls import COORDINATOR, WorkerDied
-from distflow.cluster.own_loop_worker import Part
-from distflow.cluster.sample_queue import RemoteSampleQueue
+from distflow.cluster.own_loop_worker import Stored, StoredColumn, stored
+from distflow.cluster.sample_queue import GroupRef, RemoteSampleQueue, Taken
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
-from distflow.data.batch_bytes import Buffers, gather, to_buffers
+from distflow.data.batch_bytes import gather
+from distflow.graph.fields import Field
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
+from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime.prompt_group import rows_by_group
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
@@ -60,7 +63,8 @@ class TrainingRanks:
     def __init__(self, spec: Spec, run: RayRun, step: int) -> None:
         """step: consumed in all."""
         self._spec, self._run, self.step, self._has_trained = spec, run, step, False
-        self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=partial(_reply, run))
+        wait = partial(_reply, run)
+        self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=wait, read=self._hold)
         self._dp_groups, self._reward_counts = dp_groups_of(spec.plan), RewardCounts()
         engines: dict[str, object] = dict.fromkeys(("actor", "critic", "ref"))
         for role in filter(self._having, engines):
@@ -90,6 +94,10 @@ class TrainingRanks:
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         return cast(Batch, self._call("forward", self._having(role), role, batch, outputs)[0])
 
+    def apply(self, batch: Batch, function: Callable[[Batch], object]) -> Batch:
+        """What the function writes, on each rank into its rows."""
+        return cast(Batch, self._call("apply", self._dp_groups[:1], batch, function)[0])
+
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
         return self._call("learn", self._dp_groups, group_ids, batch)
 
@@ -101,28 +109,81 @@ class TrainingRanks:
         self.step, self._has_trained = self.step + 1, False
         return cast(dict[str, float], recorded)
 
+    def generate(self, request: GenerateRequest, gone: frozenset[int] = frozenset()) -> GenerateResult:
+        """By the engines of the workers in turn. gone: the ranks of workers that have died with the request."""
+        return self._generated(request, *self._ask(request, gone), gone)
+
+    async def agenerate(self, request: GenerateRequest) -> GenerateResult:
+        """The same in the event loop of the caller."""
+        rank, ref = self._ask(request, frozenset())
+        await self._run.done(ref)
+        return self._generated(request, rank, ref, frozenset())
+
+    def _ask(self, request: GenerateRequest, gone: frozenset[int]) -> tuple[int, Any]:
+        """The rank of a worker with the newest weights, and a reference to its result. Raises WorkerDied."""
+        training = {rank for rank in self._run.training_ranks if "rollout" in self._spec.plan.ranks[rank].engines}
+        ready = sorted({*training, *self._run.with_newest_weights()} - gone)
+        if not ready:
+            raise WorkerDied("no rollout worker has the newest weights: a new one gets them with the next batch.")
+        rank = ready[request.stream.row % len(ready)]
+        return rank, self._run.generate(rank, request)
+
+    def _generated(self, request: GenerateRequest, rank: int, ref: Any, gone: frozenset[int]) -> GenerateResult:
+        try:
+            return cast(GenerateResult, self._run.replies({ref: rank})[0])
+        except WorkerDied:
+            if rank in self._run.training_ranks:
+                raise
+            return self.generate(request, gone | {rank})
+
     def _having(self, role: str) -> list[tuple[int, ...]]:
         """The dp groups that have it."""
         return [dp_group for dp_group in self._dp_groups if role in self._spec.plan.ranks[dp_group[0]].engines]
 
+    def _hold(self, taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+        """Have the ranks read the groups from the workers that made them, each its own; or the ids of lost ones."""
+        dp_group, numbers = self._dp_groups[0], taken.own
+        sizes = Batch(torch.zeros(len(numbers)), torch.tensor(taken.loads))
+        sizes["group_index"] = torch.tensor(numbers)
+        divided = dict(zip(dp_group, self._divided(sizes, dp_group, by_mini_batches=False), strict=True))
+        own = {rank: divided[rank] for rank in with_samples(self._spec.plan, dp_group) if divided[rank]}
+        calls = {rank: ([numbers[i] for i in of], [groups[i] for i in of]) for rank, of in own.items()}
+        held = [*self._run.call("hold", calls).values()]
+        if lost := [number for *_, missing in held for number in missing]:
+            return None, lost
+        places: dict[int, list[tuple[int, int]]] = {}
+        for part, (_, known, _) in enumerate(held):
+            for row, number in enumerate(known["column.group_index"].view("int64").tolist()):
+                places.setdefault(number, []).append((part, row))
+        picks = [place for number in numbers for place in places[number]]
+        small = gather([known for _, known, _ in held], picks)
+        columns = _columns([columns for columns, *_ in held], picks)
+        return Batch.from_columns(small.lengths("prompt"), small.lengths("response"), columns), []
+
     def _call(self, name: str, dp_groups: Sequence[tuple[int, ...]], *arguments: Any) -> tuple[Any, Any]:
         """Call a method of the workers of these dp groups, each with its rows in place of the batch that is among the
-        arguments. Returns the batch of the results, with the rows of all ranks, and the rest of the first one."""
+        arguments. Returns the columns that it wrote, which stay there, and the rest of the result of the first one."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
         self._has_trained |= name in ("learn", "train_step")
-        rows: dict[int, list[int]] = {}
+        there, rows = _there(batch), dict[int, list[int]]()
         for dp_group in dp_groups:
             rows |= zip(dp_group, self._divided(batch, dp_group, by_mini_batches=name == "learn"), strict=True)
-        stored = (ray.put(to_buffers(batch)),)
         calls = {
-            rank: [Part(stored, own) if each is batch else each for each in arguments] for rank, own in rows.items()
+            rank: [there.select(own) if each is batch else each for each in arguments] for rank, own in rows.items()
         }
         replies = self._run.call(name, calls)
         found, rest = replies[dp_groups[0][0]]
-        if found is not None:
-            parts = {rank: buffers for rank, (buffers, _) in replies.items()}
-            found = reduce(Batch.merge, [self._joined(dp_group, rows, parts, len(batch)) for dp_group in dp_groups])
-        return found, rest
+        if found is None:
+            return None, rest
+        columns = dict[str, tuple[Field, StoredColumn]]()
+        for dp_group in dp_groups:
+            holders, picks = with_samples(self._spec.plan, dp_group), [(0, 0)] * len(batch)
+            ranks = [rank for rank in holders if rows[rank]] or holders[:1]
+            for part, rank in enumerate(ranks):
+                for place, row in enumerate(rows[rank]):
+                    picks[row] = part, place
+            columns |= {field.name: (field, each) for field, each in _columns([replies[r][0] for r in ranks], picks)}
+        return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), columns.values()), rest
 
     def _divided(self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool) -> list[list[int]]:
         """The rows of each rank. by_mini_batches: of the nodes that train; else the batch is one."""
@@ -134,15 +195,19 @@ class TrainingRanks:
         divided = divide_among_ranks(shares, loads, numbers, self.step)
         return [[row for index in own for row in rows[numbers[index]]] for own in divided]
 
-    def _joined(
-        self, dp_group: tuple[int, ...], rows: Mapping[int, list[int]], parts: Mapping[int, Buffers], num_rows: int
-    ) -> Batch:
-        """The rows of a dp group, in the order of the batch that was divided."""
-        ranks, picks = with_samples(self._spec.plan, dp_group), [(0, 0)] * num_rows
-        for part, rank in enumerate(ranks):
-            for place, row in enumerate(rows[rank]):
-                picks[row] = part, place
-        return gather([parts[rank] for rank in ranks], picks)
+
+def _there(batch: Batch) -> Batch:
+    """The batch for the ranks: what was written here goes to the object store."""
+    here = stored(batch.only(field.name for field, column in batch.columns() if not isinstance(column, StoredColumn)))
+    columns = [(field, column) for field, column in batch.columns() if field.name not in here]
+    written = _columns([here], [(0, row) for row in range(len(batch))])
+    return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), [*columns, *written])
+
+
+def _columns(parts: Sequence[Stored], picks: Sequence[tuple[int, int]]) -> Iterator[tuple[Field, StoredColumn]]:
+    """The columns of all parts, with the samples at `picks`, as (part, row)."""
+    for name, (field, _) in parts[0].items():
+        yield field, StoredColumn(tuple(part[name][1][0] for part in parts), picks)
 
 
 @dataclass(frozen=True)

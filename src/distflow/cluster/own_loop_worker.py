@@ -1,18 +1,21 @@
-"""A user's own loop over Ray, on the workers: a training rank carries out the driver's calls, on rows that it reads
-from Ray's object store, and a rollout worker looks up what the loop submits."""
+"""A user's own loop over Ray, on the workers: a training rank carries out the driver's calls, on rows in Ray's object
+store, where it leaves what it writes, and a rollout worker looks up what the loop submits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from distflow.cluster.actor_calls import reply, shorten
-from distflow.data.batch import Batch
+from distflow.cluster.sample_queue import GroupRef, read_groups
+from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.data.prompts import PromptRow
+from distflow.graph.fields import Field
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
 from distflow.runtime.spec import Spec
@@ -23,16 +26,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A rank's rows of a batch, as an argument of a call. stored: its buffers, in a tuple as in `GroupRef`."""
+class StoredColumn:
+    """A column in Ray's object store. refs: of objects with nothing else. picks: of each sample, (object, row)."""
 
-    stored: "tuple[ray.ObjectRef[Any]]"
-    rows: Sequence[int]
+    refs: "tuple[ray.ObjectRef[Any], ...]"
+    picks: Sequence[tuple[int, int]]
 
-    def batch(self) -> Batch:
+    def read(self) -> Column:
         import ray
 
-        return gather([ray.get(self.stored[0])], [(0, row) for row in self.rows])
+        found = gather(ray.get([*self.refs]), self.picks)
+        return cast(Column, found.flat(found.names[0]))
+
+    def select(self, rows: Sequence[int]) -> "StoredColumn":
+        """Without the objects that have none of the rows."""
+        used = sorted({self.picks[row][0] for row in rows}) or [0]
+        place = {part: number for number, part in enumerate(used)}
+        picks = [(place[part], row) for part, row in (self.picks[row] for row in rows)]
+        return StoredColumn(tuple(self.refs[part] for part in used), picks)
+
+    def concat(self, others: Sequence[RemoteColumn]) -> "StoredColumn":
+        parts = [self, *cast(Sequence[StoredColumn], others)]
+        firsts = accumulate((len(part.refs) for part in parts), initial=0)
+        picks = [(first + part, row) for first, of in zip(firsts, parts, strict=False) for part, row in of.picks]
+        return StoredColumn(tuple(ref for part in parts for ref in part.refs), picks)
+
+
+Stored = Mapping[str, "tuple[Field, tuple[ray.ObjectRef[Any]]]"]
+"""Columns by name, each as an object of its own; references are in tuples as in `GroupRef`."""
+
+
+def stored(batch: Batch) -> Stored:
+    """Its columns, in the object store."""
+    import ray
+
+    return {name: (batch.field(name), (ray.put(to_buffers(batch.only([name]))),)) for name in batch.names}
+
+
+def _hold(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Stored, Buffers, Sequence[int]]:
+    """The rows of these groups, which stay here, and for the driver their lengths and groups; or the ids of those that
+    are lost."""
+    batch, lost = read_groups(numbers, groups)
+    return ({}, {}, lost) if batch is None else (stored(batch), to_buffers(batch.only(["group_index"])), ())
 
 
 class RankCalls:
@@ -42,7 +77,7 @@ class RankCalls:
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = SimpleQueue()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """For other threads: returns the result in two parts (`_split`), or raises what the method raised."""
+        """For other threads: returns the result as `_carry_out` does, or raises what the method raised."""
         result: Future[Any] = Future()
         self._calls.put((name, arguments, result))
         return result.result()
@@ -55,8 +90,7 @@ class RankCalls:
                 result.set_result(None)
                 return worker.step
             with _Errors(result):
-                found = getattr(worker, name)(*(each.batch() if isinstance(each, Part) else each for each in arguments))
-                result.set_result(_split(found))
+                result.set_result(_hold(*arguments) if name == "hold" else _carry_out(worker, name, arguments))
 
 
 class _Errors(AbstractContextManager[None]):
@@ -72,10 +106,15 @@ class _Errors(AbstractContextManager[None]):
         return isinstance(error, Exception)
 
 
-def _split(found: Any) -> tuple[Buffers | None, Any]:
-    """The batch of a result, as buffers, and the rest."""
+def _carry_out(worker: Worker, name: str, arguments: Sequence[Any]) -> tuple[Stored | None, Any]:
+    """The columns that the method wrote, if it returns a batch, and the rest of its result."""
+    given = [each.to("cpu") if isinstance(each, Batch) else each for each in arguments]  # to: reads its columns
+    before = {key: each.flat(key) for each in given if isinstance(each, Batch) for key in each.names}
+    found = getattr(worker, name)(*given)
     batch, rest = found if isinstance(found, tuple) else (found, None)
-    return (to_buffers(batch), rest) if isinstance(batch, Batch) else (None, batch)
+    if not isinstance(batch, Batch):
+        return None, batch
+    return stored(batch.only(key for key in batch.names if batch.flat(key) is not before.get(key))), rest
 
 
 class RemoteSubmissions(Submissions):

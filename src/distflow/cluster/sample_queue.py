@@ -34,6 +34,9 @@ GroupRef = Any
 """Ray's reference to a group's buffers, in a tuple, so that Ray does not pass the object; without Ray the buffers."""
 
 
+Taken = TrainingStep[Sequence[GroupRef]]
+
+
 class GroupLost(RuntimeError):
     """A group is gone with the process that held it in memory."""
 
@@ -83,13 +86,15 @@ class RemoteSampleQueue:
         stop: Stop,
         ready: "Future[None] | None" = None,
         wait: Callable[[Any], Any] = reply,
+        read: Callable[[Taken, Sequence[GroupRef]], tuple[Batch | None, list[int]]] | None = None,
     ) -> None:
         """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among the rollout
         workers. first: the number of the first rank of its dp group. ready: set when its engine has weights, before
         which it asks for no group; None where it has them from the start. stop: wanted by all ranks from the release of
-        the same step on. wait: returns the coordinator's reply."""
+        the same step on. wait: returns the coordinator's reply. read: of the groups of a part (`read_groups`)."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready, self._reply = stop, ready, wait
+        self._read = read or (lambda taken, groups: read_groups(taken.own or taken.group_ids[:1], groups))
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # of groups that end next
 
@@ -138,7 +143,7 @@ class RemoteSampleQueue:
             while more := self._reply(self._coordinator.rest.remote(self._first + rank)):
                 groups += more
             fault_injection.reach("queue.taken")
-            batch, lost = _read(taken, groups)
+            batch, lost = self._read(taken, groups)
             with self._waits("training", f"step {step + 1}", on="other ranks"):
                 whole = self._reply(self._coordinator.read.remote(step, self._first + rank, lost))
             if whole:
@@ -172,12 +177,12 @@ class RemoteSampleQueue:
         return reward_counts
 
 
-def _read(taken: TrainingStep[Sequence[GroupRef]], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-    """The rows of the groups, or the ids of the groups that are lost."""
+def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+    """The rows of the groups, or the ids of the groups that are lost. numbers: their ids."""
     with suppress(GroupLost):
         return to_batch(groups), []
     lost = []
-    for number, group in zip(taken.own or taken.group_ids[:1], groups, strict=True):
+    for number, group in zip(numbers, groups, strict=True):
         try:
             _fetched([group])
         except GroupLost:

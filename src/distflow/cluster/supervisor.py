@@ -1,5 +1,6 @@
 """The supervisor of a Ray run: starts its actors, one worker a device, watches them, kills them, starts them again."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -35,6 +36,7 @@ from distflow.runtime.weight_sync.buckets import remove_weights
 _LOOKS_EVERY_S = 0.5
 Say = Callable[[str], None]
 _NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
+_GENERATE, _NUM_REQUESTS = "generate", 64  # of a user's own loop to one worker at once, in threads of their own
 
 
 class RayRun(AbstractContextManager["RayRun"]):
@@ -149,6 +151,24 @@ class RayRun(AbstractContextManager["RayRun"]):
                 next(self._supervision, None)
         return ray.get(list(refs))
 
+    def with_newest_weights(self) -> list[int]:
+        """Ranks of the workers that only generate, and have the newest weights."""
+        newest: list[int] = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
+        return newest
+
+    def generate(self, rank: int, request: Any) -> Any:
+        """A reference to the result of a worker's engine: see `Worker.generate`."""
+        return self._workers[rank].generate.options(concurrency_group=_GENERATE).remote(request)
+
+    async def done(self, ref: Any) -> None:
+        """Wait for an actor in the event loop of the caller, while the run is supervised."""
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
+        actor_calls.future_of(ref).add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+        while not done.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), _LOOKS_EVERY_S)
+            next(self._supervision, None)
+
     def _rounds(self, differences: list[str], output: DriverOutput) -> Iterator[None]:
         """Supervise to the end of the run, with a pause after each look."""
         running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
@@ -190,7 +210,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         rank = spec.plan.ranks[place.rank]
         needs = spec.options.worker.of(rank)
         return (
-            ray.remote(WorkerActor)
+            cast(Any, ray.remote)(concurrency_groups={_GENERATE: _NUM_REQUESTS if self._own_loop else 1})(WorkerActor)
             .options(
                 num_cpus=needs.cpus,
                 num_gpus=int(rank.device.startswith("cuda")),
@@ -209,7 +229,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""
         generating = list[int]()
         with suppress(WorkerDied):
-            generating = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
+            generating = self.with_newest_weights()
         self.coordinator.close.remote()
         for ref, rank in running.items():
             can_be_replaced = rank in self._others.places

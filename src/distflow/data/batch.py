@@ -6,10 +6,11 @@ copy from pinned memory waits for nothing, and many numbers that are read togeth
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,16 @@ _DERIVED = {name: sources for name, sources in DERIVED.items() if name not in ("
 """Columns that are derived here from others where nobody wrote them."""
 
 
+class RemoteColumn(Protocol):
+    """A column that other processes have. Batches pass it on as it is; it comes here when it is read."""
+
+    def read(self) -> Column: ...
+
+    def select(self, rows: Sequence[int]) -> "RemoteColumn": ...
+
+    def concat(self, others: "Sequence[RemoteColumn]") -> "RemoteColumn": ...
+
+
 class Batch:
     """Named columns over `len(batch)` samples.
 
@@ -43,7 +54,7 @@ class Batch:
         """prompt_lengths, response_lengths: int64 `(bs,)`, in tokens."""
         self._lengths = {Axis.PROMPT: prompt_lengths.long(), Axis.RESPONSE: response_lengths.long()}
         self._lengths[Axis.SEQUENCE] = self._lengths[Axis.PROMPT] + self._lengths[Axis.RESPONSE]
-        self._columns: dict[str, Column] = {}
+        self._columns: dict[str, Column | RemoteColumn] = {}
         self._fields: dict[str, Field] = {}
         self._places: dict[tuple[Axis, torch.device], Tensor] = {}
 
@@ -113,7 +124,7 @@ class Batch:
         """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for samples, or a list."""
         name = ALIASES.get(name, name)
         if name in self._columns:
-            return self._columns[name]
+            return _read(self._columns[name])
         self.field(name)
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
@@ -158,8 +169,11 @@ class Batch:
         tokens = {axis: _ranges((of.cumsum(0) - of)[index], of[index]) for axis, of in self._lengths.items()}
         for name, column in self._columns.items():
             field = self._fields[name]
+            picked: Column | RemoteColumn
             if isinstance(column, list):
-                picked: Column = [column[i] for i in rows]
+                picked = [column[i] for i in rows]
+            elif not isinstance(column, Tensor):
+                picked = column.select(rows)
             elif field.axis in TOKEN_AXES:
                 picked = column[tokens[field.axis]]
             else:
@@ -171,7 +185,8 @@ class Batch:
         """The same samples with their tensors on `device`; lengths stay on the CPU, where they are used."""
         out = self.only(self.names)
         where = torch.device(device)
-        out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in self._columns.items()}
+        columns = {name: _read(column) for name, column in self._columns.items()}
+        out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in columns.items()}
         return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
@@ -187,13 +202,28 @@ class Batch:
             out._fields[name] = self.field(name)
         return out
 
+    def copy_columns(self, other: "Batch", **names: str) -> None:
+        """Write columns of another batch over the same samples, each by the name that it gets here:
+        `batch.copy_columns(scored, old_log_probs="log_probs")`. Raises ValueError if the samples differ in length."""
+        self._check_same_samples(other)
+        for name, theirs in names.items():
+            theirs = ALIASES.get(theirs, theirs)
+            field = replace(other.field(theirs), name=ALIASES.get(name, name))
+            if theirs in other._columns and find_field(field.name) in (None, field):
+                self._columns[field.name], self._fields[field.name] = other._columns[theirs], field
+            else:
+                self[name] = other.flat(theirs)
+
+    def columns(self) -> "Iterator[tuple[Field, Column | RemoteColumn]]":
+        """The stored columns, also those that are elsewhere."""
+        return ((self._fields[name], column) for name, column in self._columns.items())
+
     def merge(self, other: "Batch") -> "Batch":
         """All columns of both batches; if both have one, the other's.
 
         Raises ValueError if the samples differ in length, or a column in dtype or axis.
         """
-        if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
-            raise ValueError("batches over different samples cannot be merged: their lengths differ")
+        self._check_same_samples(other)
         out = self.only(self.names)
         _check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
@@ -245,7 +275,7 @@ class Batch:
         tensors = {"lengths.prompt": self._lengths[Axis.PROMPT], "lengths.response": self._lengths[Axis.RESPONSE]}
         header = []
         for name, column in self._columns.items():
-            field = self._fields[name]
+            field, column = self._fields[name], _read(column)
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
                 tensors[f"column.{name}"] = _json_bytes(column)
@@ -266,13 +296,17 @@ class Batch:
 
     @staticmethod
     def from_columns(
-        prompt_lengths: Tensor, response_lengths: Tensor, columns: Iterable[tuple[Field, Column]]
+        prompt_lengths: Tensor, response_lengths: Tensor, columns: Iterable[tuple[Field, Column | RemoteColumn]]
     ) -> "Batch":
         """A batch of another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
         for field, column in columns:
             batch._columns[field.name], batch._fields[field.name] = column, field
         return batch
+
+    def _check_same_samples(self, other: "Batch") -> None:
+        if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
+            raise ValueError("batches over different samples cannot be merged: their lengths differ")
 
     def _stored(self, field: Field, value: Written) -> Column:
         if field.axis is Axis.OBJECT:
@@ -349,10 +383,18 @@ class Batch:
         return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
 
 
-def _joined(parts: Sequence[Column]) -> Column:
-    """One column of many: all are tensors, or all are lists."""
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    return torch.cat(tensors) if tensors else [value for part in parts for value in part]
+def _read(column: Column | RemoteColumn) -> Column:
+    return column if isinstance(column, Tensor | list) else column.read()
+
+
+def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
+    """One column of many: all are tensors, or all are lists, once those that only some have elsewhere are read."""
+    remote = [part for part in parts if not isinstance(part, Tensor | list)]
+    if parts and len(remote) == len(parts):
+        return remote[0].concat(remote[1:])
+    here = [_read(part) for part in parts]
+    tensors = [part for part in here if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else [value for part in here for value in part]
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Literal, Protocol, runtime_checkable
@@ -89,6 +89,18 @@ class GenerateResult:
     """One generation for each wanted sample, in the order of the request."""
 
     generations: tuple[Generation, ...]
+
+
+async def generate_whole(
+    ask: Callable[[GenerateRequest], Awaitable[GenerateResult]], request: GenerateRequest
+) -> GenerateResult:
+    """The result of `ask`, an engine's `generate`; samples that a weight update aborted are generated again."""
+    result = await ask(request)
+    while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
+        again = await ask(replace(request, samples=aborted))
+        redone = {made.sample: made for made in again.generations}
+        result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
+    return result
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.score import CallCounts, RewardCounts
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.abort_surplus_groups import EarlyStop
 from distflow.runtime.audit_protocol import GroupRecorder
@@ -80,11 +80,7 @@ class SubmissionGate:
         Responses that a weight update cut off are generated again."""
         with deadline_paused():
             fault_injection.reach("rollout.generate")
-            result = await self._ask(request)
-            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
-                again = await self._ask(replace(request, samples=aborted))
-                redone = {made.sample: made for made in again.generations}
-                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
+            result = await generate_whole(self._ask, request)
             self._recorder.generated(request, result)
             return result
 

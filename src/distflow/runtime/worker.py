@@ -1,15 +1,18 @@
 """One process of a run: the nodes and engines of its rank, with the rollout loop on an asyncio thread and the training
 loop on the main thread."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from distflow.data.batch import Batch
 from distflow.rewards.score import RewardCounts
+from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_whole
 from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
@@ -150,6 +153,26 @@ class Worker:
         """Outputs of an engine outside of the nodes: see `Scorer.forward`."""
         self._parts.offload.only((role,))
         return cast(Batch, getattr(self.resources, role).forward(batch, outputs))
+
+    def apply(self, batch: Batch, function: Callable[[Batch], object]) -> Batch:
+        """Have a function of the user's write columns."""
+        function(batch)
+        return batch
+
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        """By the engine of this worker, beside its groups; on any thread."""
+        return self._parts.services.call(self._generate(request))
+
+    async def agenerate(self, request: GenerateRequest) -> GenerateResult:
+        """The same in the event loop of the caller."""
+        return await asyncio.wrap_future(self._parts.services.start(self._generate(request)))
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        """Ends a response at the model's stop tokens too."""
+        engine, params = self.resources.rollout, request.params
+        assert engine is not None, "only workers that generate are asked"
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.resources.stop_token_ids))
+        return await generate_whole(engine.generate, replace(request, params=params))
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""

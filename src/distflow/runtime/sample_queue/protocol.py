@@ -73,7 +73,8 @@ class TrainingStep(Generic[T]):
     group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in order. batch: their
     samples. It is a list of their data on the way from the queue, which holds the step's first group if the rank has
     none, since its batch has the same columns. metrics: of the groups of all ranks. reward_counts: since the last step,
-    of workers that do not train, for one of the ranks. measured: by the nodes. times: of the nodes, in seconds.
+    of workers that do not train, for one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads:
+    tokens of each of this rank's groups.
     """
 
     group_ids: tuple[int, ...]
@@ -83,6 +84,7 @@ class TrainingStep(Generic[T]):
     reward_counts: RewardCounts = RewardCounts()
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
+    loads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -367,7 +367,8 @@ class SharedSampleQueue(Generic[T]):
             own = tuple(numbers[index] for index in indices)
             data = [groups[number].data for number in own or numbers[:1]]
             counts = reward_counts if rank == 0 else RewardCounts()
-            parts[rank] = protocol.TrainingStep[Sequence[T]](numbers, own, data, metrics, counts)
+            own_loads = tuple(loads[index] for index in indices)
+            parts[rank] = protocol.TrainingStep[Sequence[T]](numbers, own, data, metrics, counts, loads=own_loads)
         return parts
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
