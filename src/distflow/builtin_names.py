@@ -373,7 +373,7 @@ TRACKERS: dict[str, Tracker] = {
 LAUNCHERS: dict[str, Entry] = {
     "local": Entry("one process, or one per local device, no Ray", "distflow.launch.local_launcher:launch_local"),
     "ray": Entry("one worker per device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
-    "slurm": Entry("a Slurm job that runs over Ray", "distflow.cluster.slurm:launch_slurm"),
+    "slurm": Entry("a Slurm job that runs over Ray", "distflow.cluster.slurm_launcher:launch_slurm"),
 }
 SEVERAL_PROCESSES = "distflow.cluster.local_processes:launch_processes"
 """What starts the processes of the launcher `local`, where they are several."""

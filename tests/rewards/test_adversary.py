@@ -7,10 +7,10 @@ import pytest
 
 from distflow.config.keys.reward import RewardPart
 from distflow.rewards.adversary import PROBE, Bounds, cheap_responses, find_cheap, notes_of
+from distflow.rewards.isolated_reward import probe_target
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_check import Row
-from distflow.rewards.reward_probe import probe_target
 from distflow.rewards.router import RewardRouter
 
 ROWS = [

@@ -36,8 +36,8 @@ MOST_TOKENS = 2**20
 
 @check(
     "advantages",
-    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
-    "of each sample's own group",
+    "advantages and returns follow the estimator's formula, recomputed in float64 from the rewards of each sample's "
+    "own group",
     needs="a built-in estimator, or one that was registered with a formula",
     limit=f"{LIMIT:g} relative",
 )

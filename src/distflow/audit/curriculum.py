@@ -13,10 +13,10 @@ ROUNDING = 2e-6
 
 @check(
     "curriculum",
-    "the shares of `learnability` are the weights times the moving means of what was reported to it; that is "
-    "p · (1 - p) of the step's groups; each domain has had its groups by the shares so far",
-    needs="data.curriculum; for shares the function `learnability`; for groups one rank; for what was reported also "
-    "async.max_staleness=0, and neither a filter nor oversampling",
+    "the shares of `learnability` are the weights times the moving means of the reported p · (1 - p), which is "
+    "computed from the step's groups; each domain has its groups by the shares so far",
+    needs="data.curriculum; for shares: the function `learnability`; for groups: one rank; for reports: also "
+    "async.max_staleness=0, no filter and no oversampling",
     limit=f"{ROUNDING:g} of a share, 1 + 1/2 + … + 1/n groups with n domains",
 )
 def audit_curriculum(recorded: RecordedStep) -> str | None:

@@ -26,10 +26,10 @@ _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
 @check(
     "data",
     "prompt, response, turns, ground truth, domain, tag and extra info of some rows of the training and validation "
-    "data are those of their files, and each row of a file is used or counted as left out; the data plan is the "
-    "config's",
+    "data equal those in their files, and each row of a file is used or counted as left out; the data plan follows "
+    "from the config",
     needs=".jsonl, .json, .csv and .parquet files, and built-in ones, up to 256 MiB; distflow train",
-    limit=f"equal, {NUM_ROWS} rows a file, of {NUM_PROMPTS} of them the prompts' tokens",
+    limit=f"equal; {NUM_ROWS} rows per file, and the tokens of {NUM_PROMPTS} prompts",
 )
 def audit_data(run: AuditedRun) -> str | None:
     domains, validation = run.spec.config.data.domains, run.spec.validation

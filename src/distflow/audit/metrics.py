@@ -16,8 +16,8 @@ TEXTS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_tru
 
 @check(
     "metrics",
-    "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness are "
-    "those of the step's samples, and the metrics of its updates are means over its mini-batches",
+    "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness "
+    "are computed from the step's samples, and the metrics of its updates are means over its mini-batches",
     needs="metrics of the built-in nodes",
     limit=f"{LIMIT:g} relative",
 )

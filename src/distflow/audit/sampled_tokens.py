@@ -24,8 +24,8 @@ TWIN_NATS = -30.0
 
 @check(
     "draws",
-    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy of its "
-    "version, by inverse CDF in vocabulary order",
+    "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
+    "policy of its version, by inverse CDF in vocabulary order",
     needs="sampling without a repetition penalty",
     limit=f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, or {ROUNDINGS:g} times the measured effect of "
     "rounding, a tenth of the tokens)",

@@ -1,6 +1,6 @@
 """Calls of a run's actors: replies and errors, in messages of bounded size, and whether the actors respond.
 
-The actors are Ray's, or processes of the local launcher (`peer.py`), which runs where there is no Ray to import.
+The actors are Ray's, or processes of the local launcher (`socket_calls.py`), which needs no Ray.
 """
 
 import time

@@ -18,9 +18,9 @@ from typing import Any
 
 from distflow.cluster.actor_calls import STARVED_S, Heartbeat, PeersLate, WorkerDied, hanging
 from distflow.cluster.coordinator_actor import CoordinatorActor
-from distflow.cluster.peer import Peer
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.reports_to_driver import shown
+from distflow.cluster.socket_calls import Peer
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import TrustError, UserError
 from distflow.launch.hardware import places_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.cluster.actor_calls import future_of, reply, shortened
-from distflow.cluster.peer import Peer
+from distflow.cluster.socket_calls import Peer
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.rewards.score import RewardCounts

@@ -54,11 +54,11 @@ def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.builtin_names import is_own
     from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
+    from distflow.rewards.isolated_reward import probe_target
     from distflow.rewards.load_functions import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
     from distflow.rewards.reward_check import check_reward, measure_agreement
-    from distflow.rewards.reward_probe import probe_target
 
     target = _target(arguments.reward, arguments.response_key is not None)
     answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"

@@ -14,10 +14,10 @@ from distflow.observe.sanitize import escape_control
 from distflow.rewards.code.split_assertions import split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.extracted_answers import bare_answer
+from distflow.rewards.isolated_reward import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.pool.pool import Pool, PoolSettings, RewardPool
 from distflow.rewards.reward_check import FORMS, Row, arguments_of, reply_of, right_responses
-from distflow.rewards.reward_probe import NO_NETWORK, TEXTS, probe_target
 from distflow.rewards.score import Score, Timeout, is_right, own_reward_result
 from distflow.rewards.self_check import must_accept
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, read_object, read_records
 from distflow.observe.reading.run_reader import MetricsRecord, read_spans
-from distflow.observe.report.judgements import Steps
+from distflow.observe.report.summary import Steps
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"

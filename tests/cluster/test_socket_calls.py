@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distflow.cluster.actor_calls import reply
-from distflow.cluster.peer import Peer, PeerGone
+from distflow.cluster.socket_calls import Peer, PeerGone
 from distflow.errors import UserError
 
 
