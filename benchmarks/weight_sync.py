@@ -30,8 +30,8 @@ from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.buckets import Carry, hash_of, pack, write_bucket
-from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
+from distflow.runtime.weight_sync.transports import IncomingWeights, LocalWeights
 from distflow.scheduling.groups import Version
 
 TENSOR_MIB = 16

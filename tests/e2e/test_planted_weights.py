@@ -19,8 +19,8 @@ from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.weights import stripe_hashes
-from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
+from distflow.runtime.weight_sync.transports import LocalWeights
 from distflow.scheduling.groups import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground

@@ -40,8 +40,8 @@ FIRST_MOMENT, LEAST_VARIANCE = 1e-3, 1e-6
 
 @check(
     "advantages",
-    "advantages and returns are those of the estimator's formula, computed by brute force in float64 from the rewards "
-    "of each sample's own group",
+    "advantages and returns follow the estimator's formula, recomputed in float64 from the rewards of each sample's "
+    "own group",
     needs="a built-in estimator, or one that was registered with a formula",
     limit=f"{LIMIT:g} relative",
 )

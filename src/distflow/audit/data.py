@@ -27,10 +27,10 @@ _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
 @check(
     "data",
     "prompt, response, turns, ground truth, domain, tag and extra info of some rows of the training and validation "
-    "data are those of their files, and each row of a file is used or counted as left out; the data plan is the "
-    "config's",
+    "data equal those in their files, and each row of a file is used or counted as left out; the data plan follows "
+    "from the config",
     needs=".jsonl, .json, .csv and .parquet files, and built-in ones, up to 256 MiB; distflow train",
-    limit=f"equal, {NUM_ROWS} rows a file, of {NUM_PROMPTS} of them the prompts' tokens",
+    limit=f"equal; {NUM_ROWS} rows per file, and the tokens of {NUM_PROMPTS} prompts",
 )
 def audit_data(run: AuditedRun) -> str | None:
     domains, validation = run.spec.config.data.domains, run.spec.validation
@@ -240,10 +240,10 @@ ROUNDING = 2e-6
 
 @check(
     "curriculum",
-    "the shares of `learnability` are the weights times the moving means of what was reported to it; that is "
-    "p · (1 - p) of the step's groups; each domain has had its groups by the shares so far",
-    needs="data.curriculum; for shares the function `learnability`; for groups one rank; for what was reported also "
-    "async.max_staleness=0, and neither a filter nor oversampling",
+    "the shares of `learnability` are the weights times the moving means of the reported p · (1 - p), which is "
+    "computed from the step's groups; each domain has its groups by the shares so far",
+    needs="data.curriculum; for shares: the function `learnability`; for groups: one rank; for reports: also "
+    "async.max_staleness=0, no filter and no oversampling",
     limit=f"{ROUNDING:g} of a share, 1 + 1/2 + … + 1/n groups with n domains",
 )
 def audit_curriculum(recorded: RecordedStep) -> str | None:

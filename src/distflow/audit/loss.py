@@ -57,8 +57,8 @@ class MiniBatch:
 
 @check(
     "correction",
-    "importance weights are the trainer's probability over the engine's, of the token, the sequence or its geometric "
-    "mean, truncated or masked as the config says",
+    "importance weights are the ratio of the trainer's to the engine's probability, of the token, the sequence or "
+    "its geometric mean, truncated or masked as configured",
     needs="one rank, if weights are divided by their mean",
     limit=f"{CORRECTION_LIMIT:g} relative",
 )
@@ -102,10 +102,10 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
 
 @check(
     "loss",
-    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
-    "is that of the config's formulas: mask, sign, mean, coefficient, clip",
-    needs="a built-in loss, or one that was registered with a formula; of the tokens that `clip_cov` draws their "
-    "number and covariance are checked, on one rank",
+    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and "
+    "value follows the config's formulas: mask, sign, mean, coefficient, clip",
+    needs="a built-in loss, or one that was registered with a formula; for `clip_cov` the number and covariance of "
+    "the drawn tokens are checked, on one rank",
     limit=f"{LIMIT:g} relative",
 )
 def audit_loss(recorded: RecordedStep) -> str | None:

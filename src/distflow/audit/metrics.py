@@ -17,9 +17,9 @@ TEXTS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_tru
 
 @check(
     "metrics",
-    "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness are "
-    "those of the step's samples, the metrics of its updates are means over its mini-batches, and in audited steps "
-    "those of nodes are means over all ranks",
+    "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness "
+    "are computed from the step's samples, the metrics of its updates are means over its mini-batches, and in audited "
+    "steps those of nodes are means over all ranks",
     needs="metrics of the built-in nodes",
     limit=f"{LIMIT:g} relative",
 )

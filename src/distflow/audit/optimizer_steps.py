@@ -28,8 +28,8 @@ MOMENTS, MOMENT_LIMIT = ("exp_avg", "exp_avg_sq"), 1e-5
 
 @check(
     "mini-batches",
-    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those "
-    "from before the first update",
+    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks equal "
+    "those before the first update",
     needs="the built-in update nodes",
     limit="equal",
 )
@@ -129,7 +129,7 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
 
 @check(
     "backward",
-    "a gradient by log-probs reaches the weights equally through the packed pass and the model's own padded one",
+    "the packed pass and the model's own padded one give the same weight gradients for a gradient by log-probs",
     needs="a train engine that exposes its model",
     limit=f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
 )
@@ -198,8 +198,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
 
 @check(
     "optimizer",
-    "the learning rate is the schedule's at this optimizer step, and sampled elements of several weights moved by the "
-    "optimizer's formula of gradient, moments, rate and decay, and so did the moments",
+    "the learning rate follows the schedule, and sampled elements of several weights and their moments changed by "
+    "the optimizer's formula of gradient, moments, rate and decay",
     needs="adamw or sgd; for other optimizers the learning rate alone",
     limit=f"{LIMIT:g} of the move",
 )

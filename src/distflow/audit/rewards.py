@@ -31,11 +31,10 @@ function."""
 
 @check(
     "reward_results",
-    "each reward function was called with the sample's own text and ground truth, and its score is on the sample, and "
-    "the same in a second call; its accuracy is that of one of its scores",
-    needs="deterministic functions of reward.functions; for those that score a group at a time only their arguments "
-    "are checked",
-    limit=f"equal, {MOST} samples, as far as the time allows",
+    "each reward function was called with the sample's own text and ground truth; its score is the sample's, and is "
+    "equal in a second call; the accuracy is that of one of the scores",
+    needs="deterministic functions of reward.functions; for batched functions only the arguments are checked",
+    limit=f"equal, {MOST} samples, as far as time allows",
 )
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
     if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
@@ -70,9 +69,9 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
 
 @check(
     "dropped",
-    "a group that the filter dropped has equal values on all its samples, or a mean beyond `mean_range`, by scores "
-    "that its reward functions give again",
-    needs="a group that was dropped since the last audit, not by a function of the user's",
+    "a group that the filter dropped has equal values on all its samples, or a mean outside `mean_range`, by scores "
+    "of a second call",
+    needs="a group that was dropped since the last audit, not by a user's function",
     limit="equal, one group",
 )
 def audit_dropped(recorded: RecordedStep) -> str | None:
@@ -151,7 +150,7 @@ def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -
     if accuracies and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in accuracies):
         raise Wrong(
             f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but its reward functions gave "
-            f"{', '.join(f'{each:g}' for each in accuracies)}: it is another sample's"
+            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample"
         )
 
 
@@ -219,7 +218,7 @@ def _shown(results: Sequence[RewardResult]) -> str:
 
 @check(
     "rewards",
-    "a sample's score is the weighted sum of its own scores and the over-long penalty, on its last token; its rewards "
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, on its last token; its rewards "
     "are the score minus the KL penalty",
     needs="scores of the built-in reward node",
     limit=f"{LIMIT:g} relative",

@@ -33,10 +33,9 @@ PRESENT: Weights = {}
 
 @check(
     "weights",
-    "the tensors that the rollout engine computes with are the trainer's of the same version, cast to its dtype; "
-    "adapters are trained and nothing else, on all linear layers with target_modules=all-linear; without adapters "
-    "frozen weights are a warning",
-    needs="an engine on this worker; not an adapter that it applies unmerged",
+    "the rollout engine's tensors are the trainer's of the same version, cast to its dtype; only adapters are "
+    "trained, on all linear layers with target_modules=all-linear; without adapters frozen weights are a warning",
+    needs="an engine on this worker; no unmerged adapter",
     limit="equal hashes of sampled elements of each tensor",
 )
 def audit_weights(recorded: RecordedStep) -> str | None:
@@ -59,9 +58,9 @@ def audit_weights(recorded: RecordedStep) -> str | None:
 
 @check(
     "versions",
-    "the engine's log-prob of a token is the one by the weights of its version, over keys and values of the versions "
-    "given by `kv_on_update`, whose other rule does not fit better; old weights are kept for the audit",
-    needs="tokens of the present weights, or of weights that were kept",
+    "the engine's log-prob of a token equals that of the weights of its version, over keys and values as "
+    "`kv_on_update` requires; the other rule does not fit better; old weights are kept for the audit",
+    needs="tokens of the current weights, or of weights that were kept",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
 def audit_versions(recorded: RecordedStep) -> str | None:
@@ -217,8 +216,8 @@ TWIN_NATS = -30.0
 
 @check(
     "draws",
-    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy of its "
-    "version, by inverse CDF in vocabulary order",
+    "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
+    "policy of its version, by inverse CDF in vocabulary order",
     needs="sampling without a repetition penalty",
     limit=f"{EXACT_DRAW:g} of probability, no token (bfloat16: {ROUNDED_DRAW:g}, or {ROUNDINGS:g} times the measured "
     "effect of rounding, a tenth of the tokens)",

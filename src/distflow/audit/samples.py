@@ -36,8 +36,8 @@ ROUNDING = 1e-6
 @check(
     "groups",
     "the step holds its groups, each with all its samples once; if groups are filtered, no group has equal values on "
-    "all samples, or a mean beyond `mean_range`; each domain has had its share of all groups so far",
-    needs="for shares one rank, and a run without a curriculum, whose shares are a check of their own",
+    "all samples, or a mean outside `mean_range`; each domain has its share of all groups so far",
+    needs="for shares: one rank, and no curriculum, which has a separate check",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:
@@ -63,9 +63,9 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 
 @check(
     "responses",
-    "prompt, tokens, versions and text of a sample are the row's and the engine's; it is finished only if it ends "
-    "with a stop",
-    needs="the built-in generation; for the engine's response, and with domains, samples that this process generated",
+    "prompt, tokens, versions and text of a sample equal those of the row and the engine; it is finished only if it "
+    "ends with a stop",
+    needs="the built-in generation; for the engine's response, and with domains: samples that this process generated",
     limit="equal",
 )
 def audit_responses(recorded: RecordedStep) -> str | None:
@@ -107,8 +107,8 @@ def audit_responses(recorded: RecordedStep) -> str | None:
 
 @check(
     "turns",
-    "where a user's node asks the engine, once or more for a sample, the policy's tokens are all those that the engine "
-    "drew for the sample after just the tokens before them, with their log-probs and versions, and no others",
+    "if a user's node calls the engine, the policy's tokens are exactly those that the engine generated for the "
+    "sample after the preceding tokens, with their log-probs and versions",
     needs="samples that this process generated",
     limit="equal",
 )

@@ -93,9 +93,9 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
 
 @check(
     "validation",
-    "each validation prompt was asked once as the config says, greedily or sampled, by the newest weights, and scored "
-    "beside its own ground truth; the reported accuracies are those of the recorded scores; a loss is the mean over "
-    "all tokens of the data's responses, and on one row that of the model's own forward",
+    "each validation prompt was generated once as configured, greedily or sampled, by the newest weights, and "
+    "scored against its own ground truth; the reported accuracies follow from the recorded scores; a loss is the "
+    "mean over all tokens of the data's responses, and on one row equals that of the model's own forward pass",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )

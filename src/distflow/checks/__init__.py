@@ -1,1 +1,1 @@
-"""Checks of every step of a run, one a file; `live.py` runs them."""
+"""Checks of every step of a run, by subject; `step_invariants.py` runs them."""

@@ -17,7 +17,7 @@ from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.weights_to_workers import RolloutWorkers
-from distflow.cluster.worker_ports import WorkerPorts
+from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, model_lines, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import StartPool, take_pool

@@ -87,7 +87,7 @@ def _models() -> Iterator[tuple[str, str]]:
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     """The last written first. Raises UserError where there is no such folder."""
     from distflow.observe.reading.run_reader import read_events, read_metrics
-    from distflow.observe.report.judgements import accuracies, status
+    from distflow.observe.report.summary import accuracies, status
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")

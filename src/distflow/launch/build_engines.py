@@ -19,7 +19,7 @@ from distflow.models.sharding import Sharding
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
-from distflow.runtime.judge import Judge
+from distflow.runtime.judge_engine import Judge
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine

@@ -18,8 +18,8 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.ports import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
+from distflow.runtime.weight_sync.transports import LocalWeights
 from distflow.scheduling.groups import Version
 
 

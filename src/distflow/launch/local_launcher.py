@@ -19,7 +19,7 @@ from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.ports import LocalWeights
+from distflow.runtime.weight_sync.transports import LocalWeights
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator

@@ -11,7 +11,7 @@ from distflow.launch.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
 from distflow.observe.report.build import report_data, write_report
-from distflow.observe.report.judgements import accuracies
+from distflow.observe.report.summary import accuracies
 from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import RunFolder, finish_moving, set_aside
 from distflow.runtime import fault_injection

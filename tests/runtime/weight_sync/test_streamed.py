@@ -15,8 +15,8 @@ from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync import sender
-from distflow.runtime.weight_sync.ports import StreamedWeights
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
+from distflow.runtime.weight_sync.transports import StreamedWeights
 from distflow.scheduling.groups import Version
 from tests.rollout.drive import make_engine, make_model, prompt_of, request_of
 

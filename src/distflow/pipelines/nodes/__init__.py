@@ -13,7 +13,6 @@ from distflow.pipelines.nodes.advantages import (
     whiten_rewards,
 )
 from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref_log_prob, compute_value
-from distflow.pipelines.nodes.model_scores import add_model_scores, ask_model, score_by_models
 from distflow.pipelines.nodes.rollout import (
     compute_reward,
     dynamic_sampling,
@@ -24,4 +23,5 @@ from distflow.pipelines.nodes.rollout import (
     load_responses,
 )
 from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
+from distflow.pipelines.nodes.scoring_models import add_model_scores, ask_model, score_by_models
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_reward_model, train_sft

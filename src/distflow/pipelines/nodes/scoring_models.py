@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.rollout import num_needed
-from distflow.runtime.judge import Judge
+from distflow.runtime.judge_engine import Judge
 from distflow.runtime.node_errors import TooManyErrors
 from distflow.runtime.prompt_group import rows_by_group
 from distflow.training.engine import Collective

@@ -11,7 +11,7 @@ from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.judge import Judge
+from distflow.runtime.judge_engine import Judge
 from distflow.scheduling.groups import Version
 from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge
 

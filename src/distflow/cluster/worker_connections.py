@@ -17,8 +17,8 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.buckets import Carry, write_bucket
-from distflow.runtime.weight_sync.ports import IncomingWeights, LocalWeights, StreamedWeights
 from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.runtime.weight_sync.transports import IncomingWeights, LocalWeights, StreamedWeights
 from distflow.runtime.worker_inputs import Ports
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message

@@ -11,7 +11,7 @@ import pytest
 
 import distflow
 from distflow.cli import main
-from distflow.cluster import slurm as slurm_launcher
+from distflow.cluster import slurm_launcher
 from distflow.errors import UserError
 from distflow.observe.writing.folder_lock import claimed
 from tests.e2e.runs import Playground, notes
