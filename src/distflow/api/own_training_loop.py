@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from distflow.launch.local_launcher import Running
     from distflow.rollout.engine import GenerateRequest, Generation
     from distflow.runtime.sample_queue.protocol import TrainingStep
-    from distflow.runtime.spec import Spec
     from distflow.training.engine import LossFn, Scorer, TrainEngine
 
 ShouldAccept = Callable[["Batch"], object]
@@ -307,7 +306,7 @@ class Rollouts:
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
         return self._running
 
-    def _spec(self) -> "Spec":
+    def _spec(self) -> Any:
         """The spec of the run, without audits: it is not known how the user's loop trains."""
         from distflow.launch.select_pipeline import for_own_loop
         from distflow.launch.spec_settings import make_plan

@@ -21,7 +21,6 @@ from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_setup import Start, model_lines, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
-from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
@@ -161,7 +160,7 @@ class WorkerActor:
     def call(self, name: str, *arguments: Any) -> Any:
         return self._calls.call(name, *arguments)
 
-    def generate(self, request: GenerateRequest) -> GenerateResult:
+    def generate(self, request: Any) -> Any:
         """For the driver's loop: see `Worker.generate`."""
         fault_injection.reach("rollout.generate")
         return self._worker.result().generate(request)
