@@ -110,8 +110,8 @@ def audit_moments(recorded: RecordedStep) -> str | None:
         values, before = doubles(batch.flat("advantages"))[counted], torch.zeros(1).double()
         if name == "reinforce_plus_plus" or (name == "gae" and "values" in batch):
             before = doubles(batch.flat("returns") - (batch.flat("values") if name == "gae" else 0.0))[counted]
-        found = (len(values), values.sum(), values.square().sum(), before.sum(), before.square().sum())
-        sums = {key: float(value) for key, value in zip(sums, found, strict=True)}
+        moments = [float(part) for each in (values, before) for part in (each.sum(), each.square().sum())]
+        sums = dict(zip(sums, (float(len(values)), *moments), strict=True))
     count, total, squares, of_before, squares_before = recorded.run.ranks.sum(sums).values()
     if count < 2:
         return None
