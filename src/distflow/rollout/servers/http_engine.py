@@ -42,7 +42,8 @@ CALL_S: Final = 600.0  # of one that moves weights
 SILENT_S: Final = 10.0
 LOOKS_EVERY_S: Final = 1.0
 MOST_SERVERS: Final = 3  # at one request
-RETRIES: Final = 4  # after an answer of the server that it failed
+RETRIES: Final = 4  # after an answer that the server failed
+BACK_OFF_S: Final = 0.25  # doubled each time
 FILE_BYTES: Final = 2**28
 _CONNECT_S: Final = 10.0
 _START_LOOKS_EVERY_S: Final = 0.2
@@ -248,7 +249,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             answer = await self.client.post(path, json=body, params=params)
             if answer.status_code < 500:
                 break
-            await asyncio.sleep(0.25 * 2**number)
+            await asyncio.sleep(BACK_OFF_S * 2**number)
         if answer.status_code >= 500 and (await self.client.get("/health")).status_code != httpx.codes.OK:
             raise httpx.RemoteProtocolError(f"it answered {path} with {answer.status_code}, and is not well")
         if answer.status_code != httpx.codes.OK:

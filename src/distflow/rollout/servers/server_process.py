@@ -83,9 +83,8 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill all of its processes, and wait for the end of the first."""
-        if self._guard.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # the others may live without the first
         self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()

@@ -105,7 +105,7 @@ class VllmEngine(HttpEngine):
             "HF_HUB_OFFLINE": "1",
         }
         if self._is_cpu:
-            threads = self.num_threads or len(os.sched_getaffinity(0))
+            threads = self.num_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores in between
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -208,6 +208,8 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
 
 def _answer_of(choice: Mapping[str, Any]) -> Answer:
     tokens = choice["logprobs"]["content"]
+    if [token["token_id"] for token in tokens] != choice["token_ids"][: len(tokens)]:
+        raise ValueError("its log-probs are of other tokens")
     return Answer(
         choice["token_ids"],
         [token["logprob"] for token in tokens],
