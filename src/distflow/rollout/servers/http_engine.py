@@ -97,7 +97,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._held: _Held | None = None
         self._process: ServerProcess | None = None
         self._server = 0
-        self._lost = self._last_lines = ""
+        self._silent_server, self._last_lines = -1, ""
         self._paused = False
         self.max_positions = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
 
@@ -285,9 +285,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 why = f"{type(err).__name__} {err}".strip()
             except asyncio.CancelledError:
                 caller = asyncio.current_task()
-                if not self._lost or (caller is not None and caller.cancelling()):
+                if server != self._silent_server or (caller is not None and caller.cancelling()):
                     raise
-                why = self._lost
+                why = "it gave no sign of life"
             finally:
                 self._running.discard(task)
             async with self._changing:
@@ -300,7 +300,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # The server.
 
     async def _replace(self, why: str) -> None:
-        self._server, self._lost = self._server + 1, ""
+        self._server += 1
         self._tokens_of_earlier = self.num_generated_tokens
         if self._process is not None:
             self._process.kill()
@@ -356,7 +356,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             except TimeoutError:
                 is_same = server == self._server and not self._changing.locked()
                 if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
-                    self._lost = f"no answer for {SILENT_S:g} s"
+                    self._silent_server = server
                     for task in list(self._running):
                         task.cancel()
 

@@ -181,7 +181,7 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            found += [f"--{flag}"] if value else []
+            found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             found += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
     return found
