@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import httpx
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -44,7 +43,6 @@ LOOKS_EVERY_S: Final = 1.0
 MOST_SERVERS: Final = 3  # at one request
 RETRIES: Final = 4  # after an answer that the server failed
 BACK_OFF_S: Final = 0.25  # doubled each time
-FILE_BYTES: Final = 2**28
 _CONNECT_S: Final = 10.0
 _START_LOOKS_EVERY_S: Final = 0.2
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -387,16 +385,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # Weights.
 
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Into a folder of files of about `FILE_BYTES`. Raises ValueError where they do not fit the model."""
+        """Into a folder of files. Raises ValueError where they do not fit the model."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
-        folder = self._folder.room_for(sum(each.nbytes for each in own.values()))
-        try:
-            for number, tensors in enumerate(_files(checked(own, weights))):
-                save_file(tensors, folder / f"{number:05}.safetensors")
-        except BaseException:
-            self._folder.drop(folder)
-            raise
-        return folder
+        return self._folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
     async def _update(self, version: Version, folder: Path) -> dict[str, str]:
         await self.halt_for_update()
@@ -406,17 +397,3 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if not self._paused:
             await self.go_on()
         return hashes
-
-
-def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file, with storage of their own, as the format wants it."""
-    file, num_bytes = dict[str, Tensor](), 0
-    for name, tensor in weights:
-        if file and num_bytes + tensor.nbytes > FILE_BYTES:
-            yield file
-            file, num_bytes = {}, 0
-        here = tensor.detach().cpu().contiguous()
-        is_shared = any(here.data_ptr() == other.data_ptr() for other in file.values())
-        file[name] = here.clone() if is_shared else here
-        num_bytes += tensor.nbytes
-    yield file
