@@ -88,10 +88,11 @@ class TrainEngineEntry(Entry):
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
     """A rollout engine. in_flight: it takes new weights below responses that are being generated. sizes: as of a train
-    engine."""
+    engine. in_server: it computes in a server, to which weights are sent."""
 
     in_flight: bool = False
     sizes: str = "d"
+    in_server: bool = False
 
 
 @dataclass(frozen=True)
