@@ -178,7 +178,7 @@ def _rollout_factory(config: Config) -> Factory:
         options["num_threads"] = threads_of(config)[1]
     if _engine_casts(config):
         options["compute_dtype"] = compute_dtype(config)
-    dtype, source = engine_dtype(config), policy_source(config)
+    dtype, source = engine_dtype(config), model_sources.policy_source(config)
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         if config.trainer.launcher == "local":
             cast(type[HttpEngine], load(target)).check(options)
