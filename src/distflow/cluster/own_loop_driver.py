@@ -16,10 +16,8 @@ from distflow.cluster.sample_queue import GroupRef, RemoteSampleQueue, Taken
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather
-from distflow.graph.fields import Field
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
-from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime.prompt_group import rows_by_group
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
@@ -109,17 +107,17 @@ class TrainingRanks:
         self.step, self._has_trained = self.step + 1, False
         return cast(dict[str, float], recorded)
 
-    def generate(self, request: GenerateRequest, gone: frozenset[int] = frozenset()) -> GenerateResult:
+    def generate(self, request: Any, gone: frozenset[int] = frozenset()) -> Any:
         """By the engines of the workers in turn. gone: the ranks of workers that have died with the request."""
         return self._generated(request, *self._ask(request, gone), gone)
 
-    async def agenerate(self, request: GenerateRequest) -> GenerateResult:
+    async def agenerate(self, request: Any) -> Any:
         """The same in the event loop of the caller."""
         rank, ref = self._ask(request, frozenset())
         await self._run.done(ref)
         return self._generated(request, rank, ref, frozenset())
 
-    def _ask(self, request: GenerateRequest, gone: frozenset[int]) -> tuple[int, Any]:
+    def _ask(self, request: Any, gone: frozenset[int]) -> tuple[int, Any]:
         """The rank of a worker with the newest weights, and a reference to its result. Raises WorkerDied."""
         training = {rank for rank in self._run.training_ranks if "rollout" in self._spec.plan.ranks[rank].engines}
         ready = sorted({*training, *self._run.with_newest_weights()} - gone)
@@ -128,9 +126,9 @@ class TrainingRanks:
         rank = ready[request.stream.row % len(ready)]
         return rank, self._run.generate(rank, request)
 
-    def _generated(self, request: GenerateRequest, rank: int, ref: Any, gone: frozenset[int]) -> GenerateResult:
+    def _generated(self, request: Any, rank: int, ref: Any, gone: frozenset[int]) -> Any:
         try:
-            return cast(GenerateResult, self._run.replies({ref: rank})[0])
+            return self._run.replies({ref: rank})[0]
         except WorkerDied:
             if rank in self._run.training_ranks:
                 raise
@@ -175,7 +173,7 @@ class TrainingRanks:
         found, rest = replies[dp_groups[0][0]]
         if found is None:
             return None, rest
-        columns = dict[str, tuple[Field, StoredColumn]]()
+        columns = dict[str, tuple[Any, StoredColumn]]()
         for dp_group in dp_groups:
             holders, picks = with_samples(self._spec.plan, dp_group), [(0, 0)] * len(batch)
             ranks = [rank for rank in holders if rows[rank]] or holders[:1]
@@ -204,8 +202,8 @@ def _there(batch: Batch) -> Batch:
     return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), [*columns, *written])
 
 
-def _columns(parts: Sequence[Stored], picks: Sequence[tuple[int, int]]) -> Iterator[tuple[Field, StoredColumn]]:
-    """The columns of all parts, with the samples at `picks`, as (part, row)."""
+def _columns(parts: Sequence[Stored], picks: Sequence[tuple[int, int]]) -> Iterator[tuple[Any, StoredColumn]]:
+    """The fields and columns of all parts, with the samples at `picks`, as (part, row)."""
     for name, (field, _) in parts[0].items():
         yield field, StoredColumn(tuple(part[name][1][0] for part in parts), picks)
 

@@ -15,7 +15,6 @@ from distflow.cluster.sample_queue import GroupRef, read_groups
 from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.data.prompts import PromptRow
-from distflow.graph.fields import Field
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
 from distflow.runtime.spec import Spec
@@ -52,8 +51,8 @@ class StoredColumn:
         return StoredColumn(tuple(ref for part in parts for ref in part.refs), picks)
 
 
-Stored = Mapping[str, "tuple[Field, tuple[ray.ObjectRef[Any]]]"]
-"""Columns by name, each as an object of its own; references are in tuples as in `GroupRef`."""
+Stored = Mapping[str, "tuple[Any, tuple[ray.ObjectRef[Any]]]"]
+"""Columns by name, each with its field and as an object of its own; references are in tuples as in `GroupRef`."""
 
 
 def stored(batch: Batch) -> Stored:
