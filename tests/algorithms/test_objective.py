@@ -405,5 +405,5 @@ def test_a_loss_without_a_number_for_each_token_is_refused(shape: str) -> None:
     batch = toy_batch(0, 3)
     objective = PolicyObjective(read_policy_loss("unfit", unfit))
     given = {"log_probs": batch["old_log_probs"], "entropy": torch.zeros_like(batch["old_log_probs"])}
-    with pytest.raises(ValueError, match=r"'unfit' returned a loss of shape \(.*one number a token, \(3, "):
+    with pytest.raises(ValueError, match=r"'unfit' returned a loss of shape \(.*one number per token, \(3, "):
         objective(given, batch, objective.counts(batch))

@@ -120,7 +120,7 @@ def test_its_config_is_read_only_and_names_what_is_missing() -> None:
         gradient(objective, [batch], objective.counts(batch))
         with pytest.raises(ValueError, match="rollout_is_weights"):
             PolicyObjective("test_spy", actor=ACTOR, weights_field="rollout_is_weights")
-        with pytest.raises(ValueError, match="returns one number.*off_policy_mask_threshold=null"):
+        with pytest.raises(ValueError, match="returns a single number.*off_policy_mask_threshold=null"):
             PolicyObjective("test_spy", actor=ACTOR, off_policy_mask_threshold=0.5)
     finally:
         del POLICY_LOSSES["test_spy"]
@@ -128,7 +128,7 @@ def test_its_config_is_read_only_and_names_what_is_missing() -> None:
     assert (config.clip_ratio, config["clip_ratio_c"], config.get("nothing", 7)) == (0.2, 3.0, 7)
     with pytest.raises(AttributeError, match="read only"):
         config.clip_ratio = 0.5
-    with pytest.raises(AttributeError, match="no number 'clip_ration'"):
+    with pytest.raises(AttributeError, match="no numeric key 'clip_ration'"):
         _ = config.clip_ration
 
 

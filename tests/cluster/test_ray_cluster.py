@@ -23,5 +23,5 @@ def test_workers_may_share_cores_up_to_some_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_several_machines_are_no_plan_for_one() -> None:
-    with pytest.raises(UserError, match=r"the plan is for 2 machines .* RAY_ADDRESS names no cluster"):
+    with pytest.raises(UserError, match=r"the plan is for 2 machines .* RAY_ADDRESS is not set"):
         check_room(plan(2, num_nodes=2))

@@ -73,7 +73,7 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     assert all(step["reward/errors"] == 0 for step in ours.metrics())
     assert sum(step.get("reward/retried_calls", 0) for step in ours.metrics()) >= 1
     (told,) = [message for message in ours.notes("warning") if "of the reward actors" in message]
-    assert re.match(r"actor [01] of the reward actors has died \(.+\) and is started again", told)
+    assert re.match(r"actor [01] of the reward actors has died \(.+\) and is restarted", told)
 
 
 def test_a_hang_costs_its_own_score_and_no_other(ground: Playground) -> None:

@@ -141,7 +141,7 @@ def test_what_is_refused_before_anything_is_submitted(slurm: Slurm, capsys: pyte
         assert slurm.submit(*overrides) == 2 and not (slurm.tools / "submitted").exists()
         return capsys.readouterr().err
 
-    assert "characters that are not allowed in an option of sbatch" in refused('trainer.slurm.account="a\nrm -r /"')
+    assert "characters not allowed in options of sbatch" in refused('trainer.slurm.account="a\nrm -r /"')
     assert "must resume from its own checkpoints" in refused(f"trainer.resume_mode={slurm.ground.folder}")
     slurm.tool("sbatch", "echo 'invalid partition specified: no' >&2; exit 1")
     assert f"sbatch rejected {slurm.script}: invalid partition specified: no" in refused("trainer.slurm.partition=no")

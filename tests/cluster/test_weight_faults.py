@@ -267,7 +267,9 @@ def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], 
         return write_bucket(tmp_path, version, number, packed, to)
 
     fleet = weights_to(rollout_workers_of(workers), carry, 0.5)
-    with pytest.raises(Stalled, match=r"bucket 0 of the weights of step 2 could not be put .* within 0\.5 s .*hangs"):
+    with pytest.raises(
+        Stalled, match=r"bucket 0 of the weights of step 2 could not be stored .*  within 0\.5 s .*hangs"
+    ):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2
     pipe.read_bytes()  # which lets the thread go

@@ -46,7 +46,7 @@ FAULTS = {
     "critic": (messages({"role": "critic", "content": "a"}), "has the role 'critic'; known: assistant, developer, "),
     "ShareGPT": ({"messages": [{"from": "human", "value": "a"}]}, "message 1 .* has 'from' and 'value': rename them"),
     "no answer": ({"messages": [USER]}, "has no turn of the assistant, so there is nothing to train on"),
-    "a question last": (messages(USER), "ends with a message of the user, which nothing answers"),
+    "a question last": (messages(USER), "ends with a message of the user, which has no answer"),
     "a result last": (messages({"role": "tool", "content": "3"}), "ends with a message of the tool"),
     "an answer first": ({"messages": [ANSWER, USER, ANSWER]}, "begins with the assistant's turn"),
     "an empty answer": ({"messages": [USER, {**ANSWER, "content": ""}]}, "message 2 .* is empty"),

@@ -60,6 +60,6 @@ def test_a_reward_error_stays_whatever_the_models_say() -> None:
 
 
 def test_too_many_errors_end_the_run() -> None:
-    with pytest.raises(TooManyErrors, match=r"no score for 3 of 4 samples .*The first here said: critique: silent"):
+    with pytest.raises(TooManyErrors, match=r"did not score 3 of 4 samples .*The first here said: critique: silent"):
         add("silent", "silent", "mute", 1.0)
     assert add("silent", "silent", "mute", 1.0, keys=("reward.max_error_rate=1",))["valid"].tolist() == [False] * 4

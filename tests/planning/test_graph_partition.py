@@ -224,5 +224,5 @@ def test_a_size_is_a_number_with_a_unit(written: str | float, size: float) -> No
 
 @pytest.mark.parametrize("written", ["", "B", "7 billion", "-1B", "1e9", -1, float("inf"), float("nan")])
 def test_what_is_no_size_is_refused(written: str | float) -> None:
-    with pytest.raises(UserError, match="no (size of a model|number of parameters)"):
+    with pytest.raises(UserError, match="not a (model size|number of parameters)"):
         parse_size(written)

@@ -341,8 +341,8 @@ def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -
             (f"{ROLLOUT}.tensor_model_parallel_size=2 contradicts", "which says 1"),
         ),
         ("embedded:d1|fsdp:d1", {}, ("actor_rollout_ref.actor.strategy=torch contradicts", "which says fsdp")),
-        ("torch:d1", {}, ("names no rollout",)),
-        ("embedded:d1", {}, ("names no actor",)),
+        ("torch:d1", {}, ("lacks the rollout",)),
+        ("embedded:d1", {}, ("lacks the actor",)),
         ("embedded:d1|torch:d1|torch[critic]:d1", {}, ("pipeline 'grpo' has no critic; its engines: actor, ref",)),
         ("embedded:d1t2|torch:d2", {}, ("has no tensor parallelism",)),
         (
@@ -441,7 +441,7 @@ def test_keys_that_somebody_set_stay_and_are_refused() -> None:
     with pytest.raises(UserError, match="name=embedded contradicts"):
         plan_ray(grpo(), found.config, "cpu", {})
     five = follow_allocation(loaded({"trainer.nnodes": "command line"}, trainer__nnodes=5))
-    with pytest.raises(UserError, match="takes 6 devices, and trainer.nnodes=5"):
+    with pytest.raises(UserError, match="takes 6 devices, but trainer.nnodes=5"):
         plan_ray(grpo(), five.config, "cpu", {})
 
 
@@ -463,7 +463,7 @@ def test_a_layout_of_other_ranks_than_those_that_run_it_is_refused() -> None:
     bound_pipeline = two_parts()
     plan = plan_ray(bound_pipeline, devices(3), "cpu", {})
     moved = rank_plan(bound_pipeline, 1, "cpu", plan.ranks[1].rollout_nodes, ["learn_values"])
-    with pytest.raises(UserError, match=r"lays the actor over ranks \(0, 1\), and ranks \(0,\) use it"):
+    with pytest.raises(UserError, match=r"lays the actor over ranks \(0, 1\), but ranks \(0,\) use it"):
         check_plan(replace(plan, ranks=(plan.ranks[0], moved, plan.ranks[2])), bound_pipeline)
 
 

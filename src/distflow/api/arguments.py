@@ -109,7 +109,7 @@ class PythonInputs:
 
         if not callable(self.reward) or isinstance(self.reward, type):
             raise UserError(
-                f"reward is {self.reward!r:.80}: give a function. Rewards with a name are set by reward.functions, "
+                f"reward is {self.reward!r:.80}: pass a function. Named rewards are set by reward.functions, "
                 'e.g. overrides={"reward.functions": {"default": ["math"]}}, and one in a file by '
                 "custom_reward_function.path"
             )

@@ -53,7 +53,7 @@ def test_somebodys_folder_is_refused_and_left_as_it_is(tmp_path: Path, what: str
     folder.chmod(mode)
     before = state_of(folder)
     for attempt in (lambda: RunFolder(folder, 0), lambda: claimed(folder).__enter__()):
-        with pytest.raises(RunFolderError, match="files that are not from a distflow run") as refused:
+        with pytest.raises(RunFolderError, match="files not from a distflow run") as refused:
             attempt()
         assert "trainer.default_local_dir" in str(refused.value) and "\x1b" not in str(refused.value)
     with pytest.raises(UserError):

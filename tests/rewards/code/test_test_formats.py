@@ -75,7 +75,7 @@ def test_assertions():
         ({"inputs": ["[1"], "outputs": ["2"], "fn_name": "f"}, {}, "are not JSON"),
         ({"inputs": ["1"], "outputs": ["[2"], "fn_name": "f"}, {}, "is no JSON"),
         ({"inputs": [[1]], "outputs": [2], "fn_name": "f()"}, {}, "not a function name"),
-        ({"input_output": "[1]"}, {}, "no mapping"),
+        ({"input_output": "[1]"}, {}, "not a mapping"),
         ([{"input": "1"}], {}, "each needs 'input' and 'output'"),
         ([1], {}, "not a list of str"),
         (["assert f(1)"], {"test_setup_code": 3}, "no str"),
