@@ -88,6 +88,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
+        self.config: Any = self.model.config
         self._activity = ActivityLog()
         self._running = set[asyncio.Task[Any]]()
         self._num_busy = 0
@@ -97,7 +98,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._server = 0
         self._silent_server, self._last_lines = -1, ""
         self._paused = False
-        self.max_positions = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
+        self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
 
     # What a subclass knows.
 
@@ -185,7 +186,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
         TrustError for an answer that cannot be true."""
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.config.vocab_size
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
         first = self.version
         with self._busy():
