@@ -124,7 +124,8 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     """Options of a server are those of an engine that has one."""
     rollout = config.actor_rollout_ref.rollout
     given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
-    if not ROLLOUT_ENGINES[rollout.name].in_server:
+    entry = ROLLOUT_ENGINES.get(rollout.name)
+    if entry is None or not entry.in_server:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_server and entry.target)
         for key in given:
             why = f"the engine '{rollout.name}' has no server"
