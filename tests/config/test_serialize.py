@@ -242,6 +242,9 @@ dag: {pipeline: ppo, generates: true, enable_perf: true}
 TWO_DOMAINS = {"a": {"train_files": ["a.jsonl"], "reward": "math"}, "b": {"train_files": ["b.jsonl"], "reward": "math"}}
 # Keys that exclude one of those above.
 ELSEWHERE = {
+    "actor_rollout_ref.rollout.python": "python3",
+    "actor_rollout_ref.rollout.url": "http://localhost:8000",
+    "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"max_model_len": 512}},
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",
     "actor_rollout_ref.actor.prox": "interpolate",
@@ -303,6 +306,8 @@ def test_keys_that_exclude_others_can_be_set_too(name):
         keys["path"] = "model"
     if rest == ["actor"]:
         keys["policy_loss"] = "decoupled"
+    if rest == ["rollout"]:
+        keys["name"] = "vllm"
     for part in rest:
         keys = {part: keys}
     if group == "data":

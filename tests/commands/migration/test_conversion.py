@@ -115,6 +115,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
             f"{ACTOR}.ppo_mini_batch_size": 16,
             f"{ACTOR}.entropy_coef": 0.0,
+            f"{ROLLOUT}.name": "vllm",
             f"{ROLLOUT}.val_kwargs.greedy": False,
             f"{ROLLOUT}.val_kwargs.n": 4,
             "trainer.launcher": "ray",

@@ -12,8 +12,8 @@ import torch
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
 
 DEADLINE_S = 60
-SLEEPER = "import time; time.sleep(60)"
-SERVER = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {SLEEPER!r}])"
+SLEEPS = "import time; time.sleep(60)"
+SERVER = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {SLEEPS!r}])"
 WORKER = f"""
 import sys, time, torch
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess

@@ -219,7 +219,7 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
             "async.max_staleness": staleness,
             "trainer.default_local_dir": str(tmp_path / name),
             "trainer.total_training_steps": 3,
-            "trainer.canary_freq": 1,
+            "trust.canary_freq": 1,
         }
         python = {"actor_rollout_ref.rollout.python": str(PYTHON)} if name == "vllm" else {}
         done = distflow.train("quickstart_grpo", overrides=overrides | python, data=rows, reward=score)

@@ -122,9 +122,10 @@ def weight_sync(config: Config) -> Iterator[Finding]:
 
 def rollout_server(config: Config) -> Iterator[Finding]:
     """Options of a server are those of an engine that has one."""
-    rollout, without = config.actor_rollout_ref.rollout, {"python": None, "url": None, "engine_kwargs": {}}
-    given = [f"{ROLLOUT}.{name}" for name, default in without.items() if getattr(rollout, name) != default]
-    if not ROLLOUT_ENGINES[rollout.name].in_server:
+    rollout = config.actor_rollout_ref.rollout
+    given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
+    entry = ROLLOUT_ENGINES.get(rollout.name)
+    if entry is None or not entry.in_server:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_server and entry.target)
         for key in given:
             why = f"the engine '{rollout.name}' has no server"

@@ -17,7 +17,7 @@ import httpx
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.errors import UserError
+from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import (
     Activity,
     ActivityLog,
@@ -55,7 +55,7 @@ class ServerFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldWeights:
     """The weights of a version, as files, for a server that starts anew."""
 
     version: Version
@@ -88,16 +88,17 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
+        self.config: Any = self.model.config
         self._activity = ActivityLog()
         self._running = set[asyncio.Task[Any]]()
         self._num_busy = 0
         self._tokens_of_earlier = 0  # servers
-        self._held: _Held | None = None
+        self._held: _HeldWeights | None = None
         self._process: ServerProcess | None = None
         self._server = 0
         self._silent_server, self._last_lines = -1, ""
         self._paused = False
-        self.max_positions = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
+        self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
 
     # What a subclass knows.
 
@@ -185,7 +186,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
         TrustError for an answer that cannot be true."""
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.config.vocab_size
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
         first = self.version
         with self._busy():
@@ -203,7 +204,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         async with self._updating:
             await self._call(self.release if release else self.halt)
             self._paused = True
-            await self._count()
+            await self._call(self._count)
         self._activity.stopped()
 
     async def resume(self) -> None:
@@ -225,7 +226,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             if weights is None:
                 await self._call(partial(self.set_label, label_of(version)))
                 if self._held is not None:
-                    self._held = _Held(version, self._held.folder, self._held.hashes)
+                    self._held = _HeldWeights(version, self._held.folder, self._held.hashes)
                 self.version = version
                 return WeightReceipt(version, version_only=True)
             folder = await asyncio.get_running_loop().run_in_executor(None, self._write, weights)
@@ -349,7 +350,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             server, ticks = self._server, self._process.cpu_ticks() if self._process is not None else -1
             try:
                 await asyncio.wait_for(self._count(), SILENT_S if self._process is not None else ATTACH_S)
-            except httpx.TransportError:
+            except (httpx.TransportError, TrustError):
                 pass  # it is gone, as those find out who wait
             except TimeoutError:
                 is_same = server == self._server and not self._changing.locked()
@@ -393,7 +394,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         await self.halt_for_update()
         hashes = await self.take(sorted(folder.iterdir()))
         await self.set_label(label_of(version))
-        self.version, self._held = version, _Held(version, folder, hashes)  # before the first token of it
+        self.version, self._held = version, _HeldWeights(version, folder, hashes)  # before the first token of it
         if not self._paused:
             await self.go_on()
         return hashes

@@ -79,7 +79,7 @@ class VllmEngine(HttpEngine):
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         model = folder / "model"
         if not model.exists():
-            config = copy.copy(self.model.config)
+            config = copy.copy(self.config)
             config.architectures = [type(self.model).__name__]
             config.save_pretrained(model)
             self.tokenizer.save_pretrained(model)
@@ -113,7 +113,7 @@ class VllmEngine(HttpEngine):
 
     async def begin(self) -> None:
         (answer, *_) = await self._rpc("distflow_describe")
-        wanted = {"interface": INTERFACE, "vocab_size": self.model.config.vocab_size}
+        wanted = {"interface": INTERFACE, "vocab_size": self.config.vocab_size}
         wanted["dtype"] = str(next(self.model.parameters()).dtype)
         for name, value in wanted.items():
             if answer.get(name) != value:
