@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow import cli
@@ -29,10 +30,14 @@ RUNS = {
     "checkpointing": ("grpo", f"{MODEL}.enable_gradient_checkpointing=true", "algorithm.recompute_old_log_probs=true"),
     "ppo": ("ppo",),
     "offload": (
-        "grpo",
-        *(f"{ACTOR}.param_offload=true", f"{ACTOR}.optimizer_offload=true"),
+        "ppo",
+        f"{ACTOR}.fsdp_config.optimizer_offload=true",
+        "critic.fsdp_config.param_offload=true",
+        "critic.fsdp_config.optimizer_offload=true",
     ),
 }
+NOT_IN_SFT = (f"{ROLLOUT}.n", "reward.functions", "reward.num_workers", "custom_reward_function.path")
+SFT = (*(f"~{key}" for key in NOT_IN_SFT), "~trust.check_rewards")
 
 
 def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
@@ -41,6 +46,12 @@ def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
     assert cli.main(["sft" if preset == "sft" else "train", *([] if preset == "sft" else [preset]), *keys]) == 0
     config, _ = ground.spec(preset, STEPS, *ALIKE, f"trainer.device={device}", *more, name="read")
     return Run(ground.folder / device, config, None)
+
+
+def passed(run: Run) -> None:
+    """Its three steps and their audits."""
+    assert not run.notes("warning"), run.notes("warning")
+    assert len(run.metrics()) == len(run.notes("audit")) == 3
 
 
 def same_numbers(ours: Run, theirs: Run, steps: int = 3) -> None:
@@ -64,8 +75,49 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_a_run_is_that_of_a_cpu_and_passes_its_audits(tmp_path: Path, name: str) -> None:
     preset, *keys = RUNS[name]
     ground = Playground(tmp_path, num_rows=8)
-    here = run_on("cpu", ground, preset, *keys, "trust.audit_freq=0") if name != "offload" else None
     there = run_on("rehearsal", ground, preset, *keys, "trust.audit_freq=1")
-    assert not there.notes("warning"), there.notes("warning")
-    assert len(there.notes("audit")) == 3
-    same_numbers(here or run_on("cpu", ground, preset, "trust.audit_freq=0"), there)
+    passed(there)
+    same = keys if name != "offload" else ()  # which a CPU refuses
+    same_numbers(run_on("cpu", ground, preset, *same, "trust.audit_freq=0"), there)
+
+
+@on_device
+def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    ground.write_rows([{"prompt": f"{i}+{i}=", "response": f"{2 * i}"} for i in range(8)])
+    keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1")
+    same_numbers(*(run_on(device, ground, "sft", *SFT, *keys) for device in ("cpu", "rehearsal")))
+
+
+@on_device
+def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
+    """Two threads use the device at once."""
+    ground = Playground(tmp_path, num_rows=8)
+    passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.audit_freq=1"))
+
+
+@on_device
+def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_audits(tmp_path: Path) -> None:
+    ground = Playground(tmp_path, num_rows=8)
+    away = (f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true")
+    passed(run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.audit_freq=1"))
+
+
+@on_device
+def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
+    """Also from what a CPU saved."""
+    ground = Playground(tmp_path, num_rows=8)
+    keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1", "trainer.save_freq=1")
+    whole, other = (run_on(device, ground, "grpo", *keys) for device in ("rehearsal", "cpu"))
+    for name, begun in (("resumed", "rehearsal"), ("moved", "cpu")):
+        more = (*ALIKE, *keys, f"trainer.default_local_dir={tmp_path}/{name}")
+        saved = tmp_path / begun / "checkpoints/step-000002"
+        arguments = ground.overrides(name, STEPS, *more, "trainer.device=rehearsal", f"trainer.resume_mode={saved}")
+        assert cli.main(["train", "grpo", *arguments, "--allow-change", "trainer.device"]) == 0
+        weights = Run(tmp_path / name, whole.config, whole.outcome).weights(3)
+        exact = {"resumed": whole, "moved": other}[name].weights(3)
+        if name == "resumed":
+            assert all(torch.equal(weight, exact[key]) for key, weight in weights.items())
+        close(weights, exact)
+    assert cli.main(["export", str(tmp_path / "resumed"), "--to", str(tmp_path / "exported")]) == 0
+    close(load_file(tmp_path / "exported/model.safetensors"), whole.weights(3))

@@ -124,18 +124,23 @@ class Events:
         path.write_text(json.dumps([[*place, n, self.bytes[place]] for place, n in self.counts.items()]))
 
     def _happened(self, kind: str, what: str, size: int) -> None:
-        place = (kind, what, _line_of_src())
+        place = (kind, what, _place_in_src())
         self.counts[place] += 1
         self.bytes[place] += size
 
 
-def _line_of_src() -> str:
-    """The innermost file, line and function of `src` that is running; "" in threads that run none."""
-    frame = sys._getframe(2) if sys._getframe().f_back is not None else None
+_HELPERS = ("send", "read_numbers", "Batch.to")
+
+
+def _place_in_src() -> str:
+    """The innermost file and function of `src` that is running, but for the helpers that copy and read for others; ""
+    in threads that run none."""
+    frame = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/distflow/" in name and "site-packages" not in name:
-            return f"{name.rpartition('/distflow/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+        function = frame.f_code.co_qualname.split(".<locals>")[0]
+        if "/distflow/" in name and "site-packages" not in name and function not in _HELPERS:
+            return f"{name.rpartition('/distflow/')[2]} {function}"
         frame = frame.f_back
     return ""
 

@@ -11,23 +11,6 @@ from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest
 
 
-def device(config: Config) -> Iterator[Finding]:
-    """The device is one that torch can have: an accelerator of its own, or of a package that it loads."""
-    name = config.trainer.device
-    if name in ("auto", "cpu", "cuda"):
-        return
-    import torch  # slow, and few configs name another
-
-    try:
-        torch.device(name)
-    except RuntimeError:
-        yield Finding(
-            ("trainer.device",),
-            f"torch knows no device '{name}'",
-            "choose auto, cpu, cuda, or the name of another accelerator that torch has here",
-        )
-
-
 def validation(config: Config) -> Iterator[Finding]:
     """Validation has data and responses."""
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
@@ -128,7 +111,7 @@ def user_modules(config: Config) -> Iterator[Finding]:
             yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
 
 
-RULES = (device, validation, stop_when, keep_best, resume, run_folder, user_modules)
+RULES = (validation, stop_when, keep_best, resume, run_folder, user_modules)
 
 
 def mini_batches(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
