@@ -640,6 +640,17 @@ at::Scalar local_scalar(const Tensor& self) {
   return views.of(self).item();
 }
 
+// Whether a tensor may become another in place, as a module's weights do that move to the device.
+bool may_become(const Tensor& self, const Tensor& from) {
+  auto is_plain = [](const Tensor& tensor) {
+    const auto keys = tensor.key_set();
+    return (tensor.is_cpu() || tensor.is_privateuseone()) && keys.has(c10::DispatchKey::Dense) &&
+        !keys.has(c10::DispatchKey::Python);
+  };
+  return (is_plain(self) && is_plain(from)) ||
+      self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
+}
+
 // Attention: the CPU's fused kernel, where it would take it.
 
 int64_t choose_attention(
@@ -693,9 +704,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("_has_compatible_shallow_copy_type", &may_become);
   m.impl("_fused_sdp_choice", &choose_attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attend);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attend_backward);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", &may_become);
 }
 
 } // namespace

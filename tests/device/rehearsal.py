@@ -1,6 +1,7 @@
 """Builds the rehearsal's device once for all tests, and runs tests with it in processes of their own: a device that is
 registered in a process stays, and `trainer.device=auto` would find it."""
 
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -43,16 +44,14 @@ def _made(of: list[str], make: Callable[[Path], None]) -> Path:
     """The folder that was made of these, now or earlier."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow-rehearsal"
     made = caches / hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest()
-    if not made.exists():
-        caches.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=caches) as temporary:
+    caches.mkdir(parents=True, exist_ok=True)
+    with (caches / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=caches) as temporary:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, and the others wait
+        if not made.exists():
             folder = Path(temporary) / "made"
             folder.mkdir()
             make(folder)
-            try:
-                folder.rename(made)
-            except OSError:  # another process was first
-                assert made.exists()
+            folder.rename(made)
     return made
 
 

@@ -11,14 +11,13 @@ from tests.device.rehearsal import on_device
 from tests.device.test_runs import ALIKE, ROLLOUT, STEPS, run_on, same_numbers
 from tests.e2e.runs import Playground, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.by_hand, pytest.mark.alone]
 FSDP = "actor_rollout_ref.actor.strategy=fsdp"
 LAYOUTS = {
     "data parallel": (),
     "fsdp": (FSDP,),
     "fsdp offloaded": (FSDP, "actor_rollout_ref.actor.fsdp_config.offload_policy=true"),
     "tensor parallel": ("trainer.allocation='embedded:d2|fsdp:d1t2'", FSDP),
-    "weights to another process": ("trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'",),
 }
 
 

@@ -11,7 +11,7 @@ from distflow import cli
 from tests.device.rehearsal import on_device
 from tests.e2e.runs import Playground, Run
 
-pytestmark = pytest.mark.slow
+pytestmark, BY_HAND = pytest.mark.slow, pytest.mark.by_hand
 ROLLOUT, MODEL, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.actor"
 STEPS = "trainer.total_training_steps=3"
 # Adam divides by the size of a gradient, so that the last bit of a small one would be all that is seen.
@@ -70,7 +70,7 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "embedded" else BY_HAND) for name in RUNS])
 @on_device
 def test_a_run_is_that_of_a_cpu_and_passes_its_audits(tmp_path: Path, name: str) -> None:
     preset, *keys = RUNS[name]
@@ -81,6 +81,7 @@ def test_a_run_is_that_of_a_cpu_and_passes_its_audits(tmp_path: Path, name: str)
     same_numbers(run_on("cpu", ground, preset, *same, "trust.audit_freq=0"), there)
 
 
+@BY_HAND
 @on_device
 def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
     ground = Playground(tmp_path)
@@ -89,6 +90,7 @@ def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
     same_numbers(*(run_on(device, ground, "sft", *SFT, *keys) for device in ("cpu", "rehearsal")))
 
 
+@BY_HAND
 @on_device
 def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
     """Two threads use the device at once."""
@@ -96,6 +98,7 @@ def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
     passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.audit_freq=1"))
 
 
+@BY_HAND
 @on_device
 def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_audits(tmp_path: Path) -> None:
     ground = Playground(tmp_path, num_rows=8)
@@ -103,6 +106,7 @@ def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_t
     passed(run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.audit_freq=1"))
 
 
+@BY_HAND
 @on_device
 def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
     """Also from what a CPU saved."""

@@ -122,7 +122,7 @@ def documented(heading: str) -> dict[str, bool]:
     return {f"{file} {name}: {what.strip()}": when != "once" for file, name, what, when in rows}
 
 
-@pytest.mark.parametrize("rollout", ["embedded", "hf"])
+@pytest.mark.parametrize("rollout", ["embedded", pytest.param("hf", marks=pytest.mark.by_hand)])
 @on_device
 def test_the_docs_name_every_place_that_waits(tmp_path: Path, rollout: str) -> None:
     ground = Playground(tmp_path, num_rows=8)
