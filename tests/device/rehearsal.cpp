@@ -804,6 +804,25 @@ class OverGloo final : public c10d::Backend {
     output.copy_(to);
     return done({output});
   }
+  Done allgather_into_tensor_coalesced(
+      std::vector<Tensor>& outputs, std::vector<Tensor>& inputs, const c10d::AllgatherOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); i++)
+      _allgather_base(outputs[i], inputs[i], options);
+    return done(outputs);
+  }
+  Done reduce_scatter_tensor_coalesced(
+      std::vector<Tensor>& outputs, std::vector<Tensor>& inputs, const c10d::ReduceScatterOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); i++)
+      _reduce_scatter_base(outputs[i], inputs[i], options);
+    return done(outputs);
+  }
+  Done allreduce_coalesced(
+      std::vector<Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    InCollective of("allreduce_coalesced");
+    auto host = to_host(tensors);
+    gloo_->allreduce_coalesced(host, options)->wait();
+    return to_device(host, tensors);
+  }
   Done scatter(
       std::vector<Tensor>& outputs, std::vector<std::vector<Tensor>>& inputs,
       const c10d::ScatterOptions& options) override {

@@ -8,7 +8,7 @@ import pytest
 
 from distflow import cli
 from tests.device.rehearsal import on_device
-from tests.device.test_runs import ALIKE, ROLLOUT, STEPS, run_on, same_numbers
+from tests.device.test_runs import ALIKE, ROLLOUT, STEPS, close, exported, run_on, same_metrics
 from tests.e2e.runs import Playground, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.by_hand, pytest.mark.alone]
@@ -31,4 +31,5 @@ def test_two_ranks_leave_what_one_process_does(tmp_path: Path, name: str) -> Non
     one = run_on("cpu", ground, "grpo", "trust.audit_freq=0")
     two = Run(tmp_path / "two", one.config, one.outcome)
     assert not two.notes("warning"), two.notes("warning")
-    same_numbers(one, two)
+    same_metrics(one, two)
+    close(exported(one), exported(two))

@@ -56,12 +56,23 @@ def passed(run: Run) -> None:
 
 def same_numbers(ours: Run, theirs: Run, steps: int = 3) -> None:
     """Weights and metrics to 1e-6."""
+    same_metrics(ours, theirs, steps)
+    close(ours.weights(steps), theirs.weights(steps))
+
+
+def same_metrics(ours: Run, theirs: Run, steps: int = 3) -> None:
     assert len(ours.metrics()) == len(theirs.metrics()) == steps
     for here, there in zip(ours.metrics(), theirs.metrics(), strict=True):
         for name in here:
             if name.startswith(("actor/", "critic/", "sft/", "reward", "score", "rollout_corr/")):
                 assert here[name] == pytest.approx(there[name], rel=1e-4, abs=1e-6), name
-    close(ours.weights(steps), theirs.weights(steps))
+
+
+def exported(run: Run) -> dict[str, Tensor]:
+    """The policy, also where ranks saved a part of it each."""
+    folder = run.folder.with_name(f"{run.folder.name}-exported")
+    assert cli.main(["export", str(run.folder), "--to", str(folder)]) == 0
+    return load_file(folder / "model.safetensors")
 
 
 def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -123,5 +134,4 @@ def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
         if name == "resumed":
             assert all(torch.equal(weight, exact[key]) for key, weight in weights.items())
         close(weights, exact)
-    assert cli.main(["export", str(tmp_path / "resumed"), "--to", str(tmp_path / "exported")]) == 0
-    close(load_file(tmp_path / "exported/model.safetensors"), whole.weights(3))
+    close(exported(Run(tmp_path / "resumed", whole.config, whole.outcome)), whole.weights(3))
