@@ -16,8 +16,8 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu test-lowest test-newest \
-	vllm test-vllm bench-peers docs clean
+.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu test-device test-lowest \
+	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
 
@@ -99,6 +99,11 @@ test-lowest test-newest: test-%: $(UV)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no CUDA device here, so nothing was tested")'
 	$(BIN)/python -m pytest -m gpu -rs
+
+# On a second device without hardware, which is compiled once: docs/devices.md. The tests for a GPU run on it too.
+test-device: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow -rs tests/device
+	DISTFLOW_TEST_DEVICE=rehearsal $(BIN)/python -m pytest -m "gpu and not slow" -rs tests/gpu
 
 # vLLM for a CPU, in an environment of its own (3 GB): a rollout engine, and what the benchmarks compare with. It wants
 # torchvision of another build of torch than the one that is there, and does without it.

@@ -146,7 +146,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "an optimizer misspelt": ("grpo", [f"{ACTOR}.optim.optimizer=adam"], f"{ACTOR}.optim.optimizer", ("adamw?",)),
     "a dtype misspelt": ("grpo", [f"{MODEL}.dtype=bf16"], f"{MODEL}.dtype", ("bfloat16",)),
     "a tracker misspelt": ("grpo", ["trainer.logger=[console,wandbb]"], "trainer.logger", ("wandb?",)),
-    "a device misspelt": ("grpo", ["trainer.device=gpu"], "trainer.device", ("auto, cpu, cuda",)),
     "a pipeline misspelt": ("grpo", ["dag.pipeline=dappo"], "dag.pipeline", ("dapo?",)),
     "a reward misspelt": ("grpo", ["reward.functions={default: [maths]}"], "reward.functions.default", ("math?",)),
     "a resume mode misspelt": (

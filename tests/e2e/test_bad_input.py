@@ -161,6 +161,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
         ("trainer.imports=[nothing_of_this_name]",),
         ("trainer.imports", "nothing_of_this_name"),
     ),
+    "a device misspelt": (nothing, ("trainer.device=gpu",), ("trainer.device=gpu", "trainer.device=auto")),
     "no CUDA": (nothing, ("trainer.device=cuda",), ("trainer.device=cuda", "trainer.device=auto")),
     "no threads": (nothing, ("trainer.num_threads=0",), ("trainer.num_threads",)),
     "too many threads": (nothing, ("trainer.num_threads=100000",), ("trainer.num_threads=100000", "cores")),

@@ -54,7 +54,7 @@ class Memory:
     def others(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> Hashes:
         """All else."""
         streams = dict(global_generators.states())
-        streams |= {f"cuda:{i}": state for i, state in enumerate(streams.pop("cuda", ()))}
+        streams |= {f"device:{i}": state for i, state in enumerate(streams.pop("device", ()))}
         found: dict[str, Mapping[str, Any]] = {NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}}
         if point is not None:
             elsewhere = ("plan", "restart", "ledger", "secs", "ended")

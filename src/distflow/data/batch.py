@@ -448,8 +448,8 @@ def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; from the host to a CUDA device through pinned memory, without waiting."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    """The tensor on `device`; from the host to an accelerator through pinned memory, without waiting."""
+    if device.type != "cpu" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

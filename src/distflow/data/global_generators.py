@@ -24,6 +24,15 @@ def loaded() -> tuple[str, ...]:
     return tuple(name for name in ("random", "numpy.random", "torch") if name in sys.modules)
 
 
+def device_module() -> Any:
+    """torch's module of its accelerator, `torch.cuda` for instance, where this process uses one; else None."""
+    torch = sys.modules["torch"]
+    if torch.accelerator.current_accelerator() is None:
+        return None
+    module = torch.get_device_module()
+    return module if module.is_initialized() else None
+
+
 def seed(*identity: object) -> None:
     """Seed all that are loaded; the same for equal `repr` of the identity, on every machine."""
     digest = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -33,8 +42,8 @@ def seed(*identity: object) -> None:
         numpy.random.seed(number % 2**32)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(number)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(number)
+        if device := device_module():
+            device.manual_seed_all(number)
 
 
 def states() -> States:
@@ -44,8 +53,8 @@ def states() -> States:
         found["numpy"] = numpy.random.get_state()
     if torch := sys.modules.get("torch"):
         found["torch"] = torch.default_generator.get_state()
-        if torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state_all()
+        if device := device_module():
+            found["device"] = device.get_rng_state_all()
     return found
 
 
@@ -56,8 +65,8 @@ def put_back(found: States) -> None:
         sys.modules["numpy"].random.set_state(found["numpy"])
     if "torch" in found:
         sys.modules["torch"].default_generator.set_state(found["torch"])
-    if "cuda" in found:
-        sys.modules["torch"].cuda.set_rng_state_all(found["cuda"])
+    if "device" in found and (device := device_module()):
+        device.set_rng_state_all(found["device"])
 
 
 @contextmanager

@@ -25,24 +25,25 @@ from distflow.runtime.spec import Spec
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config with the device of the workers, where they are several or on machines of a cluster: `auto` is cuda
-    where each worker can have a GPU. Raises UserError for cuda where not."""
+    """The config with the device of the workers, where they are several or on machines of a cluster: `auto` is torch's
+    accelerator (cuda over Ray) where each worker can have one. Raises UserError for a device that they cannot have."""
     trainer = loaded.config.trainer
     is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
     if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":
         return loaded
-    counted = [torch.cuda.device_count()] if is_local else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+    counted = [torch.accelerator.device_count()] if is_local else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
     gpus = Counter(counted)
     has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
     has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
     who = "torch" if is_local else "Ray"
     why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), but {who} has {has or 'no GPU'}"
     if trainer.device == "auto":
-        return with_changes(loaded, [("trainer.device", "cuda" if has_enough else "cpu", why)])
+        found = accelerator() if is_local else "cuda"
+        return with_changes(loaded, [("trainer.device", found if found and has_enough else "cpu", why)])
     if not has_enough:
         raise UserError(
-            f"trainer.device=cuda: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or trainer.allocation, add "
-            "machines, or set trainer.device=auto or cpu"
+            f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or "
+            "trainer.allocation, add machines, or set trainer.device=auto or cpu"
         )
     return loaded
 
@@ -53,9 +54,19 @@ def choose_device(config: Config) -> torch.device:
     wanted = config.trainer.device
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")
-    if wanted == "cuda" and config.trainer.launcher == "local" and not torch.cuda.is_available():
-        raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+    found = accelerator()
+    if wanted not in ("auto", "cpu", found) and (wanted != "cuda" or config.trainer.launcher == "local"):
+        raise UserError(
+            f"trainer.device={wanted}, but torch finds {f'{found}, and' if found else ''} no {wanted} device here: set "
+            f"trainer.device=auto or {found or 'cpu'}"
+        )
+    return torch.device(found or "cpu" if wanted == "auto" else wanted)
+
+
+def accelerator() -> str | None:
+    """The type of device that torch computes on here beside the CPU, such as cuda; None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
 
 
 def choose_dtype(config: Config) -> str:
@@ -163,7 +174,8 @@ def describe_hardware() -> list[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     native = outcome()
     by_native = f"no, and torch is several times slower: {native}" if isinstance(native, NotNative) else "yes"
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = torch.get_device_module()
+    devices = [names.get_device_name(i) for i in range(torch.accelerator.device_count())]
     return [
         f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
         f"threads if training and generation take turns (async.max_staleness=0): {turns}",

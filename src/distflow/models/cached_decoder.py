@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from distflow.data.batch import send
 from distflow.errors import UserError
 from distflow.models.attention import attend_in_blocks
 from distflow.models.cpu_kernels.build import NotNative
@@ -99,9 +100,9 @@ class DecoderView:
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
         """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        lengths = send(torch.tensor([len(prompt) for prompt in prompts]), self.device)
         longest = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=self.device)
+        ids = send(torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts]), self.device)
         hidden = self._body.embed_tokens(ids)
         cos, sin = self._rotary_rows(longest, hidden)
         cos, sin = cos[:longest, None], sin[:longest, None]

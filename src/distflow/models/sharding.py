@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, par
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from distflow.data.batch import send
 from distflow.errors import UserError
 from distflow.models.lora import unwrapped
 
@@ -195,7 +196,7 @@ def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
 def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """The elements at flat places `(n,)` of the whole that this rank holds: indices into `places`, and values."""
     if not isinstance(tensor, DTensor):
-        return torch.arange(len(places)), tensor.detach().reshape(-1)[places.to(tensor.device)]
+        return torch.arange(len(places)), tensor.detach().reshape(-1)[send(places, tensor.device)]
     start, shape = _place(tensor)
     inside = torch.ones(len(places), dtype=torch.bool)
     own = torch.zeros_like(places)

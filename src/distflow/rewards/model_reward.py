@@ -95,7 +95,7 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from distflow.data.batch import send
 from distflow.rollout.engine import WeightReceipt
 from distflow.scheduling.groups import Version
 
@@ -30,7 +31,7 @@ def stripe_hash(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
     """
     dtype = dtype or tensor.dtype
     flat = tensor.detach().reshape(-1)
-    sampled = flat[striped_places(flat.numel()).to(flat.device)]
+    sampled = flat[send(striped_places(flat.numel()), flat.device)]
     stripe = torch.empty(sampled.shape, dtype=dtype).copy_(sampled)
     digest = hashlib.blake2b(f"{tuple(tensor.shape)} {dtype}".encode(), digest_size=16)
     digest.update(stripe.view(torch.uint8).numpy().tobytes())

@@ -107,11 +107,12 @@ class MissingDevice(UserError):
 
 def own_device(planned: str) -> str:
     """The name of what this process computes on. Raises MissingDevice."""
-    if not planned.startswith("cuda"):
+    wanted, found = torch.device(planned).type, torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "cpu":
         return "CPU"
-    if not torch.cuda.is_available():
+    if found is None or found.type != wanted:
         raise MissingDevice(
-            f"the plan has a GPU for this process, but torch {torch.__version__} finds none on {platform.node()}: "
-            "install a CUDA driver and a CUDA build of torch there, or set trainer.device=cpu"
+            f"the plan has a GPU ({wanted}) for this process, but torch {torch.__version__} finds none on "
+            f"{platform.node()}: install a driver and a torch for {wanted} there, or set trainer.device=cpu"
         )
-    return torch.cuda.get_device_name()
+    return torch.get_device_module(wanted).get_device_name()

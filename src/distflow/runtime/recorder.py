@@ -17,6 +17,7 @@ import torch
 
 from distflow.config import to_dict
 from distflow.data.batch import Batch
+from distflow.data.global_generators import device_module
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
@@ -85,7 +86,7 @@ def read_gpu() -> dict[str, float]:
     or cannot ask for it (without the package nvidia-ml-py)."""
     with suppress(ImportError, RuntimeError):
         if torch.cuda.is_initialized():
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.accelerator.get_memory_info()
             return {"utilization": torch.cuda.utilization() / 100, "memory_used": float(total - free)}
     return {}
 
@@ -110,9 +111,9 @@ class MemoryPeaks:
         if self._by_phase:
             self._seen("process", phase, float(_peak_rss()))
             _forget_peak()
-        if torch.cuda.is_initialized():
-            self._seen("cuda", phase, float(torch.cuda.max_memory_allocated()))
-            torch.cuda.reset_peak_memory_stats()
+        if (device := torch.accelerator.current_accelerator()) and device_module():
+            self._seen(device.type, phase, float(torch.accelerator.max_memory_allocated()))
+            torch.accelerator.reset_peak_memory_stats()
         self._phases |= {f"gpu/{name}/{phase}": value for name, value in read_gpu().items()}
 
     def finish_step(self) -> dict[str, float]:

@@ -116,8 +116,8 @@ class FrozenWeights:
     def offload(self, weights: bool = True, moments: bool = False) -> None:
         self._home = next(self.model.parameters()).device
         self.model.to("cpu")
-        if self._home.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._home.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def onload(self) -> None:
         self.model.to(self._home)
@@ -385,8 +385,8 @@ class TorchTrainEngine(TorchScorer):
             self.model.to(host)
         if moments:
             move_optimizer_state(self.optimizer, host)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def onload(self) -> None:
         if not self._is_on_host:

@@ -143,7 +143,8 @@ class TrainerConfig:
     )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0)
     device: str = key(
-        "auto", "device of each worker; auto is cuda if all can have a GPU", choices=("auto", "cpu", "cuda")
+        "auto",
+        "device of each worker: auto, cpu, cuda or another accelerator of torch; auto is one if all can have it",
     )
     num_threads: int | None = key(
         None, "torch's threads; null: all cores, or the rest after rollout.num_threads", minimum=1

@@ -63,7 +63,7 @@ class EmbeddedEngine:
     engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `host_steps.py`.
     max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is
     work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode
-    steps asynchronously on the device (`cuda/`); None: if it is a CUDA device, and the engine is not `batch_invariant`.
+    steps asynchronously on the device (`cuda/`); None: if that is no CPU, and the engine is not `batch_invariant`.
     Raises UserError for a model that `DecoderView` cannot run.
     """
 
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         self._weights = EngineWeights(self.model, self.shares_weights)
         self._num_loads = 0  # identifies the weights: they may get another version without a load
         device = self.on_device
-        if device is None and self._decoder.device.type == "cuda" and not self.batch_invariant:
+        if device is None and self._decoder.device.type != "cpu" and not self.batch_invariant:
             device = DeviceOptions(graphs=not self.enforce_eager)
         self._steps: AsyncSteps | None = None
         if device is not None:

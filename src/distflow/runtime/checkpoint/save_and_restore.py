@@ -151,19 +151,19 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
         name, keys, *rest = states["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-        for i, device_state in zip(devices, states["cuda"], strict=False):
-            torch.cuda.set_rng_state(torch.tensor(device_state, dtype=torch.uint8), i)
+        device, saved = global_generators.device_module(), states["device"]
+        for i, state in enumerate(saved[: device.device_count()] if device else ()):
+            device.set_rng_state(torch.tensor(state, dtype=torch.uint8), i)
 
 
 def _generator_states() -> dict[str, object]:
     name, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    device = global_generators.device_module()
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
-        "cuda": [device_state.tolist() for device_state in cuda],
+        "device": [state.tolist() for state in device.get_rng_state_all()] if device else [],
     }
 
 

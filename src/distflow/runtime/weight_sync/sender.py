@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, send
 from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
 from distflow.models.sharding import at_places, whole
@@ -286,7 +286,7 @@ def _is_own(name: str, tensor: Tensor, causal: nn.Module, own: dict[str, nn.Para
     stripe = striped_places(tensor.numel())
     held, own_values = at_places(parameter, stripe)
     places, expected = stripe[held], own_values.cpu()
-    sent = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
+    sent = tensor.detach().reshape(-1)[send(places, tensor.device)].cpu()
     if base is None or leaf != "weight":
         return torch.equal(sent, expected.to(sent.dtype))
     delta = _delta(causal.get_submodule(owner), places)

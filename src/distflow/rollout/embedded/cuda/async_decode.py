@@ -22,7 +22,7 @@ class _LaunchedStep:
     sequences: list[Sequence]
     leases: list[Lease]
     copied: Tensor
-    done: torch.cuda.Event | None
+    done: torch.Event | None
 
 
 @dataclass(eq=False)
@@ -112,9 +112,9 @@ class CudaRequestLane:
         for lease in leases:
             lease.num_drawn += 1
         done = None
-        if drawn.is_cuda:
+        if drawn.device.type != "cpu":
             copied = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.Event(drawn.device)
             done.record()
         else:
             copied = drawn

@@ -13,6 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from distflow.data.batch import send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.decode_state import (
@@ -24,7 +25,6 @@ from distflow.rollout.embedded.cuda.decode_state import (
     PageMemory,
     PagePool,
     pages_for,
-    upload,
 )
 from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
@@ -190,7 +190,7 @@ class AsyncSteps:
         for forward, parts in fills:
             memory.fill(forward, parts)
         self._state.begin(sequences, leases)
-        slots = upload(torch.tensor([lease.slot for lease in leases]), self._decoder.device)
+        slots = send(torch.tensor([lease.slot for lease in leases]), self._decoder.device)
         return self._state.draw(self._decoder.logits(hidden), slots, self._laws_of(sequences, len(sequences)))
 
     def decode(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> Tensor:
@@ -220,7 +220,7 @@ class AsyncSteps:
         if tensor is None:
             tensor = torch.zeros(size, dtype=torch.int64, device=self._decoder.device)
         if has != wanted:
-            tensor.copy_(upload(torch.tensor(wanted), self._decoder.device))
+            tensor.copy_(send(torch.tensor(wanted), self._decoder.device))
             self._rows[size] = (wanted, tensor)
         return tensor
 
@@ -228,9 +228,7 @@ class AsyncSteps:
         """Rows without a sequence have the sampling parameters of the first."""
         laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
         if self._laws[0] != laws:
-            groups = [
-                (law, upload(torch.tensor(rows), self._decoder.device)) for law, rows in rows_by_law(laws).items()
-            ]
+            groups = [(law, send(torch.tensor(rows), self._decoder.device)) for law, rows in rows_by_law(laws).items()]
             self._laws = (laws, groups)
         return self._laws[1]
 
@@ -247,9 +245,9 @@ class AsyncSteps:
             if num_pages is None:
                 # As many as all slots could need, or as fit into their share of the free memory; and `TRASH`.
                 num_pages = self._num_slots * self._most_pages
-                if decoder.device.type == "cuda":
-                    free, _ = torch.cuda.mem_get_info(decoder.device)
-                    free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
+                if (device := decoder.device).type != "cpu":
+                    free, _ = torch.accelerator.get_memory_info(device)
+                    free += torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
                     numbers = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * options.page_tokens
                     num_pages = min(num_pages, int(MEMORY_SHARE * free) // (numbers * decoder.dtype.itemsize))
                 num_pages += 1

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.batch import send
 from distflow.models.cached_decoder import DecoderView, PromptKV, attend
 from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
@@ -88,15 +89,10 @@ class PageMemory:
             positions.append(position)
             pages.append(np.asarray(own, dtype=np.int64)[position // self.page_tokens])
         stacked = torch.from_numpy(np.stack([np.concatenate(each) for each in (rows, positions, pages)]))
-        row, position, page = upload(stacked, self.keys.device)
+        row, position, page = send(stacked, self.keys.device)
         offset = position % self.page_tokens
         self.keys[:, page, :, offset] = prompts.keys[:, row, :, position]
         self.values[:, page, :, offset] = prompts.values[:, row, :, position]
-
-
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device, after the work launched before, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class PagedAttention:
@@ -180,7 +176,7 @@ class DecodeState:
             state = state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids))
             pages = [*lease.pages, *[TRASH] * (width - len(lease.pages))]
             rows.append([lease.slot, sequence.position, state, *pages])
-        written = upload(torch.tensor(rows), self.token.device)
+        written = send(torch.tensor(rows), self.token.device)
         slots = written[:, 0]
         self.position[slots], self.random[slots] = written[:, 1], written[:, 2]
         self.tables[slots, :width] = written[:, 3:]
@@ -193,7 +189,7 @@ class DecodeState:
             for sequence, lease in zip(sequences, leases, strict=True)
             for token in set(sequence.context)
         ]
-        slot, token = upload(torch.tensor(occurred), self.token.device).unbind(-1)
+        slot, token = send(torch.tensor(occurred), self.token.device).unbind(-1)
         self._seen[slots] = False
         self._seen[slot, token] = True
 

@@ -1,0 +1,137 @@
+"""Runs on the rehearsal's device through the command: they leave what they leave on a CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from distflow import cli
+from tests.device.rehearsal import on_device
+from tests.e2e.runs import Playground, Run
+
+pytestmark, BY_HAND = pytest.mark.slow, pytest.mark.by_hand
+ROLLOUT, MODEL, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.actor"
+STEPS = "trainer.total_training_steps=3"
+# Adam divides by the size of a gradient, so that the last bit of a small one would be all that is seen.
+ALIKE = (
+    f"{ACTOR}.optim.optimizer=sgd",
+    f"{ACTOR}.optim.lr=0.1",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=4096",
+    "trainer.save_freq=3",
+    "trust.check_rewards=false",
+)
+RUNS = {
+    "hf": ("grpo", f"{ROLLOUT}.name=hf"),
+    "embedded": ("grpo", f"{ROLLOUT}.name=embedded"),
+    "batch invariant": ("grpo", f"{ROLLOUT}.batch_invariant=true"),
+    "lora": ("grpo", f"{MODEL}.lora_rank=2", f"{ACTOR}.use_kl_loss=true"),
+    "checkpointing": ("grpo", f"{MODEL}.enable_gradient_checkpointing=true", "algorithm.recompute_old_log_probs=true"),
+    "ppo": ("ppo",),
+    "offload": (
+        "ppo",
+        f"{ACTOR}.fsdp_config.optimizer_offload=true",
+        "critic.fsdp_config.param_offload=true",
+        "critic.fsdp_config.optimizer_offload=true",
+    ),
+}
+NOT_IN_SFT = (f"{ROLLOUT}.n", "reward.functions", "reward.num_workers", "custom_reward_function.path")
+SFT = (*(f"~{key}" for key in NOT_IN_SFT), "~trust.check_rewards")
+
+
+def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
+    """By the command, which must succeed; without an audit on the CPU, of which only the numbers matter."""
+    keys = ground.overrides(device, STEPS, *ALIKE, f"trainer.device={device}", *more)
+    assert cli.main(["sft" if preset == "sft" else "train", *([] if preset == "sft" else [preset]), *keys]) == 0
+    config, _ = ground.spec(preset, STEPS, *ALIKE, f"trainer.device={device}", *more, name="read")
+    return Run(ground.folder / device, config, None)
+
+
+def passed(run: Run) -> None:
+    """Its three steps and their audits."""
+    assert not run.notes("warning"), run.notes("warning")
+    assert len(run.metrics()) == len(run.notes("audit")) == 3
+
+
+def same_numbers(ours: Run, theirs: Run, steps: int = 3) -> None:
+    """Weights and metrics to 1e-6."""
+    same_metrics(ours, theirs, steps)
+    close(ours.weights(steps), theirs.weights(steps))
+
+
+def same_metrics(ours: Run, theirs: Run, steps: int = 3) -> None:
+    assert len(ours.metrics()) == len(theirs.metrics()) == steps
+    for here, there in zip(ours.metrics(), theirs.metrics(), strict=True):
+        for name in here:
+            if name.startswith(("actor/", "critic/", "sft/", "reward", "score", "rollout_corr/")):
+                assert here[name] == pytest.approx(there[name], rel=1e-4, abs=1e-6), name
+
+
+def exported(run: Run) -> dict[str, Tensor]:
+    """The policy, also where ranks saved a part of it each."""
+    folder = run.folder.with_name(f"{run.folder.name}-exported")
+    assert cli.main(["export", str(run.folder), "--to", str(folder)]) == 0
+    return load_file(folder / "model.safetensors")
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "embedded" else BY_HAND) for name in RUNS])
+@on_device
+def test_a_run_is_that_of_a_cpu_and_passes_its_audits(tmp_path: Path, name: str) -> None:
+    preset, *keys = RUNS[name]
+    ground = Playground(tmp_path, num_rows=8)
+    there = run_on("rehearsal", ground, preset, *keys, "trust.audit_freq=1")
+    passed(there)
+    same = keys if name != "offload" else ()  # which a CPU refuses
+    same_numbers(run_on("cpu", ground, preset, *same, "trust.audit_freq=0"), there)
+
+
+@BY_HAND
+@on_device
+def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    ground.write_rows([{"prompt": f"{i}+{i}=", "response": f"{2 * i}"} for i in range(8)])
+    keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1")
+    same_numbers(*(run_on(device, ground, "sft", *SFT, *keys) for device in ("cpu", "rehearsal")))
+
+
+@BY_HAND
+@on_device
+def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
+    """Two threads use the device at once."""
+    ground = Playground(tmp_path, num_rows=8)
+    passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.audit_freq=1"))
+
+
+@BY_HAND
+@on_device
+def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_audits(tmp_path: Path) -> None:
+    ground = Playground(tmp_path, num_rows=8)
+    away = (f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true")
+    passed(run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.audit_freq=1"))
+
+
+@BY_HAND
+@on_device
+def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
+    """Also from what a CPU saved."""
+    ground = Playground(tmp_path, num_rows=8)
+    keys = (f"data.val_files={tmp_path}/rows.jsonl", "trainer.test_freq=1", "trainer.save_freq=1")
+    whole, other = (run_on(device, ground, "grpo", *keys) for device in ("rehearsal", "cpu"))
+    for name, begun in (("resumed", "rehearsal"), ("moved", "cpu")):
+        more = (*ALIKE, *keys, f"trainer.default_local_dir={tmp_path}/{name}")
+        saved = tmp_path / begun / "checkpoints/step-000002"
+        arguments = ground.overrides(name, STEPS, *more, "trainer.device=rehearsal", f"trainer.resume_mode={saved}")
+        assert cli.main(["train", "grpo", *arguments, "--allow-change", "trainer.device"]) == 0
+        weights = Run(tmp_path / name, whole.config, whole.outcome).weights(3)
+        exact = {"resumed": whole, "moved": other}[name].weights(3)
+        if name == "resumed":
+            assert all(torch.equal(weight, exact[key]) for key, weight in weights.items())
+        close(weights, exact)
+    close(exported(Run(tmp_path / "resumed", whole.config, whole.outcome)), whole.weights(3))

@@ -1,0 +1,133 @@
+"""Where the host waits for the device: in no micro-batch, once in a decode step, else where docs/devices.md says."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.algorithms import PolicyObjective
+from distflow.models.cached_decoder import DecoderView
+from distflow.models.loading import load_model
+from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.device.rehearsal import on_device
+from tests.e2e.runs import Playground
+from tests.rollout.drive import make_engine, make_model, prompt_of, request_of, with_engine
+from tests.tiny_models import write_tiny_model
+from tests.training.batches import ragged_batch
+
+pytestmark = pytest.mark.slow
+DOCS = Path(__file__).parents[2] / "docs/devices.md"
+
+
+def waits_of_response(num_tokens: int) -> Counter:
+    """While the engine generates three of that length, after others."""
+    from torch_rehearsal import Events
+
+    engine, found = make_engine(make_model().to("rehearsal"), max_num_seqs=9), Counter()
+
+    async def story(engine) -> None:
+        request = request_of(prompt_of(5), (0, 1, 2), max_tokens=num_tokens)
+        await engine.generate(request)  # allocates
+        with Events() as events:
+            await engine.generate(request)
+        found.update(events.of("wait"))
+
+    with_engine(engine, story)
+    return found
+
+
+def waits_of_step(folder: Path, max_tokens: int, loss) -> Counter:
+    """While the train engine takes its second step, in micro-batches of so many tokens."""
+    from torch_rehearsal import Events
+
+    model = load_model(write_tiny_model(folder), device="rehearsal")
+    engine = TorchTrainEngine(
+        model,
+        optimizer=make_optimizer("adamw", model.parameters(), lr=1e-3),
+        schedule=make_schedule("constant", total_steps=10),
+        max_tokens_per_micro_batch=max_tokens,
+    )
+    batch = ragged_batch()
+    batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape, generator=torch.Generator().manual_seed(1))
+    engine.train_step(batch, loss)
+    with Events() as events:
+        engine.train_step(batch, loss)
+    return events.of("wait")
+
+
+@on_device
+def test_a_decode_step_waits_once() -> None:
+    short, long = waits_of_response(20), waits_of_response(60)
+    assert (long - short).keys() == {("wait", "event", "rollout/embedded/cuda/async_decode.py CudaRequestLane.read")}
+    assert (long - short).total() == 40
+
+
+@on_device
+def test_a_number_that_each_decode_step_reads_is_found() -> None:
+    logits = DecoderView.logits
+
+    def reads(self, hidden):
+        found = logits(self, hidden)
+        assert found.max().item() < 1e9
+        return found
+
+    DecoderView.logits = reads
+    short, long = waits_of_response(20), waits_of_response(60)
+    assert (long - short).total() == 80
+    assert "a number read" in {what for _, what, _ in long - short}
+
+
+OBJECTIVES = {
+    "grpo": PolicyObjective(entropy_coef=0.01),
+    "sequences": PolicyObjective("gspo", derives_old=True, loss_agg_mode="seq-mean-token-mean"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@on_device
+def test_no_micro_batch_waits(tmp_path: Path, name: str) -> None:
+    few, many = (waits_of_step(tmp_path, tokens, OBJECTIVES[name]) for tokens in (1000, 20))
+    assert few == many == {("wait", "copy to the host", "training/torch_engine.py TorchTrainEngine.train_step"): 1}
+
+
+@on_device
+def test_a_number_that_a_loss_reads_is_found(tmp_path: Path) -> None:
+    class Reads(PolicyObjective):
+        def __call__(self, outputs, micro, counts):
+            assert float(outputs["log_probs"].detach().sum()) < 0
+            return super().__call__(outputs, micro, counts)
+
+    few, many = (waits_of_step(tmp_path, tokens, Reads()) for tokens in (1000, 20))
+    assert (many - few).total() >= 3 and {what for _, what, _ in many - few} == {"a number read"}
+
+
+def waits_of_run(ground: Playground, rollout: str, num_steps: int) -> Counter:
+    from torch_rehearsal import Events
+
+    keys = (f"actor_rollout_ref.rollout.name={rollout}", f"trainer.total_training_steps={num_steps}")
+    files = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.save_freq=1", "trainer.test_freq=1")
+    proofs = ("trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
+    with Events() as events:
+        ground.run("grpo", *keys, *files, *proofs, name=f"{rollout}-{num_steps}")
+    return Counter({f"{where}: {what}": n for (_, what, where), n in events.of("wait").items()})
+
+
+def documented(heading: str) -> dict[str, bool]:
+    """Whether each place of a table waits in every step, and not only once."""
+    table = DOCS.read_text().split(heading)[1].split("\n#")[0]
+    rows = re.findall(r"^\| `(\S+)` · `(\S+)` \| ([^|]+) \| (once|step|token) \|", table, re.MULTILINE)
+    return {f"{file} {name}: {what.strip()}": when != "once" for file, name, what, when in rows}
+
+
+@pytest.mark.parametrize("rollout", ["embedded", pytest.param("hf", marks=pytest.mark.by_hand)])
+@on_device
+def test_the_docs_name_every_place_that_waits(tmp_path: Path, rollout: str) -> None:
+    ground = Playground(tmp_path, num_rows=8)
+    two, four = (waits_of_run(ground, rollout, steps) for steps in (2, 4))
+    measured = {place: four[place] > two[place] for place in four}
+    listed = documented("## Where the host waits") | (documented("### With the engine `hf`") if rollout == "hf" else {})
+    unused = {place for place in listed if "rollout/embedded" in place or "models/cached" in place}
+    assert measured == {place: each for place, each in listed.items() if rollout != "hf" or place not in unused}
