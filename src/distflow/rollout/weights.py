@@ -2,7 +2,8 @@
 has a hash of a stripe of each tensor, computed alike by sender and receiver."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -140,6 +141,23 @@ def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Ten
     if problems:
         more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"weights not taken, nothing changed: {'; '.join(problems[:8])}{more}")
+
+
+def checked(own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come. Raises ValueError at the first that does not fit, and at the end for missing ones.
+
+    Only those of parameters that have several names are kept meanwhile.
+    """
+    num_names = Counter(map(id, own.values()))
+    sent: Sent = {}
+    for name, tensor in weights:
+        if problem := _problem(own, sent, name, tensor):
+            raise ValueError(f"weights not taken, nothing changed: {problem}")
+        kept = tensor if num_names[id(own[name])] > 1 else tensor.new_empty(0)
+        sent.setdefault(id(own[name]), {})[name] = kept
+        yield name, tensor
+    if missing := _missing(own, sent):
+        raise ValueError(f"weights not taken, nothing changed: {'; '.join(missing[:8])}")
 
 
 def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:

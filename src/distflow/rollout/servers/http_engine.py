@@ -1,0 +1,417 @@
+"""What engines behind an HTTP server of tokens in, tokens out have in common: requests that are sent again to a new
+server when one dies or falls silent, answers that are checked before they are believed, and weights by files.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import httpx
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.errors import UserError
+from distflow.rollout.engine import (
+    Activity,
+    ActivityLog,
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    WeightReceipt,
+)
+from distflow.rollout.servers.answers import Answer, AnswerCheck, label_of, lie
+from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
+from distflow.rollout.stops_and_draws import check_request
+from distflow.rollout.weights import checked
+from distflow.scheduling.groups import TRAIN, Version
+
+T = TypeVar("T")
+
+LOG: Final = "server.log"
+ATTACH_S: Final = 30.0
+START_S: Final = 900.0  # a large model is read and its graphs are captured
+CALL_S: Final = 600.0  # of one that moves weights
+SILENT_S: Final = 10.0
+LOOKS_EVERY_S: Final = 1.0
+MOST_SERVERS: Final = 3  # at one request
+RETRIES: Final = 4  # after an answer of the server that it failed
+FILE_BYTES: Final = 2**28
+_CONNECT_S: Final = 10.0
+_START_LOOKS_EVERY_S: Final = 0.2
+_NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+
+_log = logging.getLogger(__name__)
+
+
+class ServerFailed(RuntimeError):
+    """A server does not start, or does not do what it is asked."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The weights of a version, as files, for a server that starts anew."""
+
+    version: Version
+    folder: Path
+    hashes: Mapping[str, str]
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.iterdir())
+
+
+@dataclass(eq=False)
+class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
+    """A `RolloutEngine`, of which a subclass knows the server.
+
+    model: its config and the names and shapes of its weights matter, not their values. url: of a server that somebody
+    else started; None starts one. A server that dies is started again with the current weights; requests that it had
+    are sent again.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    version: Version
+    shares_weights: bool = False
+    url: str | None = None
+    num_generated_tokens: int = field(default=0, init=False)
+
+    NAME = "server"
+
+    def __post_init__(self) -> None:
+        assert not self.shares_weights, "a server has memory of its own"
+        self._activity = ActivityLog()
+        self._running = set[asyncio.Task[Any]]()
+        self._num_busy = 0
+        self._tokens_of_earlier = 0  # servers
+        self._held: _Held | None = None
+        self._process: ServerProcess | None = None
+        self._server = 0
+        self._lost = self._last_lines = ""
+        self._paused = False
+        self.max_positions = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
+
+    # What a subclass knows.
+
+    @abstractmethod
+    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """What starts a server, and its environment; it listens at `self.socket`."""
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Ask a server what it runs. Raises UserError for one that is not usable, httpx.TransportError while there is
+        none."""
+
+    @abstractmethod
+    async def ask(self, request: GenerateRequest) -> list[Answer]:
+        """Have the samples of a request generated, in their order. A cancelled one is aborted there."""
+
+    @abstractmethod
+    async def halt(self) -> None:
+        """Stop between two decode steps; requests stay open. Again it does nothing."""
+
+    @abstractmethod
+    async def halt_for_update(self) -> None:
+        """The same, for new weights: what is begun is to continue with them as `kv_on_update` says."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """The same, and free memory."""
+
+    @abstractmethod
+    async def go_on(self) -> None: ...
+
+    @abstractmethod
+    async def take(self, files: Sequence[Path]) -> dict[str, str]:
+        """Load weights while halted; returns the hash of each tensor that the server has then."""
+
+    @abstractmethod
+    async def held_hashes(self) -> dict[str, str]: ...
+
+    @abstractmethod
+    async def set_label(self, label: str) -> None:
+        """The weights that are loaded are of this version."""
+
+    @abstractmethod
+    async def count_tokens(self) -> int:
+        """That this server has generated; asks the part of it that computes."""
+
+    # The protocol of engines.
+
+    async def __aenter__(self) -> "HttpEngine":
+        self._folder = PrivateFolder("distflow-")
+        self.socket = self._folder.path / "socket"
+        self._changing, self._updating = asyncio.Lock(), asyncio.Lock()
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if self.url is None else None
+        self.client = httpx.AsyncClient(
+            base_url=self.url or "http://server",
+            transport=transport,
+            limits=_NO_LIMITS,
+            timeout=httpx.Timeout(CALL_S, connect=_CONNECT_S),
+            trust_env=False,
+        )
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if (watching := getattr(self, "_watching", None)) is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        for task in list(self._running):
+            task.cancel()
+        if self._process is not None:
+            self._process.kill()
+        await self.client.aclose()
+        self._folder.remove()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
+        TrustError for an answer that cannot be true."""
+        vocab_size = self.model.config.vocab_size
+        check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
+        first = self.version
+        with self._busy():
+            answers = await self._call(partial(self._answers, request))
+            if len(answers) != len(request.samples):
+                raise lie(self.who, f"{len(answers)} responses where {len(request.samples)} were asked for")
+            check = AnswerCheck(self.who, self.tokenizer, vocab_size, first, self.version)
+            given = zip(request.samples, answers, strict=True)
+            generations = tuple(check.generation(sample, request.params, answer) for sample, answer in given)
+            self._note_activity(request, generations)
+        return GenerateResult(generations)
+
+    async def pause(self, release: bool = False) -> None:
+        """See `RolloutEngine`. release: drops cached keys and values; what else, the server's class says."""
+        async with self._updating:
+            await self._call(self.release if release else self.halt)
+            self._paused = True
+            await self._count()
+        self._activity.stopped()
+
+    async def resume(self) -> None:
+        async with self._updating:
+            self._paused = False
+            await self._call(self.go_on)
+
+    async def hashes(self) -> dict[str, str]:
+        return await self._call(self.held_hashes)
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+        """See `RolloutEngine`. What runs is halted only while the server reads files that are complete. Raises
+        ValueError, with nothing changed, where weights do not fit."""
+        if version < self.version:
+            raise ValueError(
+                f"weights of {version} offered to an engine that serves {self.version}: versions never go back"
+            )
+        async with self._updating:
+            if weights is None:
+                await self._call(partial(self.set_label, label_of(version)))
+                if self._held is not None:
+                    self._held = _Held(version, self._held.folder, self._held.hashes)
+                self.version = version
+                return WeightReceipt(version, version_only=True)
+            folder = await asyncio.get_running_loop().run_in_executor(None, self._write, weights)
+            before, hashes = self._held, await self._call(partial(self._update, version, folder))
+            if before is not None:
+                self._folder.drop(before.folder)
+            return WeightReceipt(version, hashes)
+
+    def take_activity(self) -> list[Activity]:
+        """Its activity since the last call; from any thread."""
+        return self._activity.take()
+
+    # Requests.
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, **params: str) -> Any:
+        """What the server answers. Tried again where it says that it failed. Raises ServerFailed, TrustError for an
+        answer that is no JSON, httpx.TransportError."""
+        for number in range(RETRIES):
+            answer = await self.client.post(path, json=body, params=params)
+            if answer.status_code < 500:
+                break
+            await asyncio.sleep(0.25 * 2**number)
+        if answer.status_code >= 500 and (await self.client.get("/health")).status_code != httpx.codes.OK:
+            raise httpx.RemoteProtocolError(f"it answered {path} with {answer.status_code}, and is not well")
+        if answer.status_code != httpx.codes.OK:
+            raise ServerFailed(f"{self.who} answered {path} with {answer.status_code}: {answer.text[:500]}")
+        return self.read(answer)
+
+    def read(self, answer: httpx.Response) -> Any:
+        try:
+            return answer.json()
+        except ValueError:
+            raise lie(self.who, f"no JSON, but {answer.text[:80]!r}") from None
+
+    @property
+    def who(self) -> str:
+        return f"the {self.NAME}" + (f" at {self.url}" if self.url else "")
+
+    async def _answers(self, request: GenerateRequest) -> list[Answer]:
+        try:
+            return await self.ask(request)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as err:
+            if isinstance(err, UserError):
+                raise
+            raise lie(self.who, f"in another form than its interface has ({type(err).__name__}: {err})") from err
+
+    async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do it, again with the next server if this one is lost. Raises ServerFailed where none can be had."""
+        for number in range(1, MOST_SERVERS + 1):
+            server, task = self._server, asyncio.create_task(work())
+            self._running.add(task)
+            try:
+                return await task
+            except httpx.TransportError as err:
+                why = f"{type(err).__name__} {err}".strip()
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                if not self._lost or (caller is not None and caller.cancelling()):
+                    raise
+                why = self._lost
+            finally:
+                self._running.discard(task)
+            async with self._changing:
+                if server == self._server:
+                    self._last_lines = self._log_end()
+                    if number < MOST_SERVERS:
+                        await self._replace(why)
+        raise ServerFailed(f"{self.who} was lost {number} times at the same request: {why}{self._last_lines}")
+
+    # The server.
+
+    async def _replace(self, why: str) -> None:
+        self._server, self._lost = self._server + 1, ""
+        self._tokens_of_earlier = self.num_generated_tokens
+        if self._process is not None:
+            self._process.kill()
+        _log.warning("%s is lost (%s): its requests go to the next", self.who, why)
+        await self._start()
+
+    async def _start(self) -> None:
+        """Start a server, or find one that is there, and give it what its predecessor had."""
+        if self.url is None:
+            self.socket.unlink(missing_ok=True)
+            command, env = self.command(self._folder.path)
+            self._process = ServerProcess(command, env, self._folder.path / LOG)
+        due = time.monotonic() + (START_S if self._process is not None else ATTACH_S)
+        while True:
+            try:
+                await self.begin()
+                break
+            except httpx.TransportError as err:
+                self._check_starting(err, due)
+            await asyncio.sleep(_START_LOOKS_EVERY_S)
+        if self._held is not None:
+            await self.halt_for_update()
+            if await self.take(self._held.files) != self._held.hashes:
+                raise lie(self.who, "with hashes of other weights than those that it was given again")
+            await self.set_label(label_of(self._held.version))
+            if not self._paused:
+                await self.go_on()
+        elif self._paused:
+            await self.halt()
+
+    def _check_starting(self, err: httpx.TransportError, due: float) -> None:
+        if self._process is not None and not self._process.is_running():
+            raise ServerFailed(f"{self.who} ended before it was ready{self._log_end()}") from err
+        if time.monotonic() > due:
+            if self.url is not None:
+                raise UserError(f"actor_rollout_ref.rollout.url={self.url}: no server answers there ({err})") from err
+            raise ServerFailed(f"{self.who} was not ready within {START_S:g} s{self._log_end()}") from err
+
+    def _log_end(self) -> str:
+        return f". The end of its log:\n{self._process.last_lines()}" if self._process is not None else ""
+
+    async def _watch(self) -> None:
+        """A server that neither answers nor computes is lost, and what it was asked is cancelled."""
+        while True:
+            await asyncio.sleep(LOOKS_EVERY_S)
+            if not self._running or self._changing.locked():
+                continue
+            server, ticks = self._server, self._process.cpu_ticks() if self._process is not None else -1
+            try:
+                await asyncio.wait_for(self._count(), SILENT_S if self._process is not None else ATTACH_S)
+            except httpx.TransportError:
+                pass  # it is gone, as those find out who wait
+            except TimeoutError:
+                is_same = server == self._server and not self._changing.locked()
+                if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
+                    self._lost = f"no answer for {SILENT_S:g} s"
+                    for task in list(self._running):
+                        task.cancel()
+
+    async def _count(self) -> None:
+        earlier = self._tokens_of_earlier
+        self.num_generated_tokens = earlier + await self.count_tokens()
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if self._num_busy == 0:
+            self._since = time.time()
+        self._num_busy += 1
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
+            if self._num_busy == 0:
+                self._activity.stopped()
+
+    def _note_activity(self, request: GenerateRequest, generations: Sequence[Generation]) -> None:
+        """When tokens were drawn is not known, only when a response has come."""
+        lane, now = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval", time.time()
+        tokens = sum(len(each.token_ids) for each in generations)
+        step = max((max(each.versions, default=0) for each in generations), default=0)
+        self._activity.decoded(self._since, now, step, lane, tokens)
+        self._since = now
+
+    # Weights.
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
+        """Into a folder of files of about `FILE_BYTES`. Raises ValueError where they do not fit the model."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        folder = self._folder.room_for(sum(each.nbytes for each in own.values()))
+        try:
+            for number, tensors in enumerate(_files(checked(own, weights))):
+                save_file(tensors, folder / f"{number:05}.safetensors")
+        except BaseException:
+            self._folder.drop(folder)
+            raise
+        return folder
+
+    async def _update(self, version: Version, folder: Path) -> dict[str, str]:
+        await self.halt_for_update()
+        hashes = await self.take(sorted(folder.iterdir()))
+        await self.set_label(label_of(version))
+        self.version, self._held = version, _Held(version, folder, hashes)  # before the first token of it
+        if not self._paused:
+            await self.go_on()
+        return hashes
+
+
+def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, with storage of their own, as the format wants it."""
+    file, num_bytes = dict[str, Tensor](), 0
+    for name, tensor in weights:
+        if file and num_bytes + tensor.nbytes > FILE_BYTES:
+            yield file
+            file, num_bytes = {}, 0
+        here = tensor.detach().cpu().contiguous()
+        is_shared = any(here.data_ptr() == other.data_ptr() for other in file.values())
+        file[name] = here.clone() if is_shared else here
+        num_bytes += tensor.nbytes
+    yield file

