@@ -18,9 +18,12 @@ from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda.async_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, RolloutEngine, SamplingParams
 from distflow.rollout.hf import HFEngine
+from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.rollout.weights import stripe_hashes
 from distflow.scheduling.groups import Version
 from tests.rollout.drive import FIRST, make_model
+from tests.rollout.servers.sglang_server import Running
 
 Make = Callable[[Any, PreTrainedTokenizerFast], RolloutEngine]
 
@@ -48,6 +51,27 @@ def hf(model: Any, tokenizer: PreTrainedTokenizerFast) -> RolloutEngine:
     return HFEngine(model, tokenizer, version=FIRST)
 
 
+class BehindServer(SGLangEngine):
+    """With the server that it asks."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> None:
+        served = make_model("llama", seed=9, vocab_size=259)  # other weights, until it has those of the engine
+        self.server = Running(served, tokenizer, enable_deterministic_inference=True, enable_memory_saver=True)
+        super().__init__(model, tokenizer, version=FIRST, url=self.server.url, free_cache_engine=True, **options)
+
+    async def __aenter__(self) -> HttpEngine:
+        self.server.__enter__()
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
+        self.server.__exit__()
+
+
+def sglang(**options: Any) -> Make:
+    return lambda model, tokenizer: BehindServer(model, tokenizer, **options)
+
+
 PAGES = DeviceOptions(page_tokens=8, num_pages=400)
 ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "embedded": (embedded(), "llama", {}),
@@ -56,8 +80,11 @@ ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "embedded, step by step": (embedded(enforce_eager=True), "qwen2", {}),
     "embedded, as on a device": (embedded(on_device=PAGES), "qwen3", {}),
     "hf": (hf, "qwen3", {}),
+    "sglang": (sglang(), "llama", {}),
 }
-UNSUPPORTED = {"hf": {"weights in flight"}}
+TOP_K_ALONE = {"top_p", "min_p", "repetition_penalty"}
+UNSUPPORTED = {"hf": {"weights in flight"}, "sglang": TOP_K_ALONE}
+IN_FLIGHT = {"embedded, recompute": "recompute", "sglang": "recompute", "hf": "new weights wait"}
 
 
 def check(make: Make, model: Any, names: Iterable[str] = PROPERTIES, num_prompts: int = 10) -> dict[str, Finding]:
@@ -82,10 +109,15 @@ def test_it_does_what_every_engine_must(name: str) -> None:
     assert set(others) == UNSUPPORTED.get(name, set()), others
     assert all(found.outcome == "not supported" for found in others.values())
     assert set(findings) == set(PROPERTIES)
-    kept = name.partition(", ")[2]
-    assert name == "hf" or findings["weights in flight"].text.startswith(
-        kept if kept in ("recompute", "abort") else "keep"
-    )
+    met = IN_FLIGHT.get(name, "abort" if name.endswith("abort") else "keep")
+    assert findings["weights in flight"].text.startswith(met)
+
+
+@pytest.mark.slow
+def test_sglang_aborts_what_new_weights_meet_where_it_is_to() -> None:
+    found = check(sglang(kv_on_update="abort"), tiny("llama"), [FIRST_WEIGHTS, "weights in flight", "pause", "cancel"])
+    assert {each.outcome for each in found.values()} == {"held"}
+    assert found["weights in flight"].text.startswith("abort;")
 
 
 # Engines that are wrong in one thing each.

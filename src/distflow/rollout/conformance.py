@@ -138,12 +138,12 @@ class Bench:
             raise Fails(f"log-probs differ by {largest:.2g}, the limit is {self.limit:g}")
         return f"largest |Δ| {largest:.1e}"
 
-    async def ask_long(self) -> list["asyncio.Task[tuple[Generation, ...]]"]:
-        """Requests for all tokens that there is room for, some of which the engine has begun to generate."""
+    async def ask_long(self, patience: int = 8) -> list["asyncio.Task[tuple[Generation, ...]]"]:
+        """Requests for all tokens that there is room for. patience: milliseconds in which the first is to be there."""
         before, most = self.counted, self.longest - 2
         asked = (self.ask(self.prompt(2, row), (0, 1), row, max_tokens=most) for row in range(4))
         tasks = [asyncio.create_task(each) for each in asked]
-        for _ in range(500):
+        for _ in range(patience):
             if self.counted == before:
                 await asyncio.sleep(0.001)
         return tasks
@@ -364,8 +364,8 @@ async def half_updates(bench: Bench) -> str:
 
 async def in_flight(bench: Bench) -> str:
     """Each token of a response that new weights meet is of its version's, over old keys and values or over new."""
-    for _ in range(8):
-        tasks, met, gaps = await bench.ask_long(), set[str](), [0.0]
+    for attempt in range(8):
+        tasks, met, gaps = await bench.ask_long(2 ** (attempt + 3)), set[str](), [0.0]
         await bench.load(bench.changed())
         for row, found in enumerate(await asyncio.gather(*tasks)):
             for each in (each for each in found if each.token_ids):
