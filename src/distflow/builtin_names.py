@@ -85,10 +85,11 @@ class TrainEngineEntry(Entry):
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
     """A rollout engine. in_flight: it takes new weights below responses that are being generated. sizes: as of a train
-    engine."""
+    engine. in_server: it computes in a server, to which weights are sent."""
 
     in_flight: bool = False
     sizes: str = "d"
+    in_server: bool = False
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,13 @@ ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
         "continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine", in_flight=True
     ),
     "hf": RolloutEngineEntry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
-    "vllm": RolloutEngineEntry("vLLM (not there yet)", in_flight=True, sizes="dtp"),
+    "vllm": RolloutEngineEntry(
+        "vLLM's server, in an environment of its own",
+        "distflow.rollout.servers.vllm_engine:VllmEngine",
+        in_flight=True,
+        sizes="dtp",
+        in_server=True,
+    ),
     "sglang": RolloutEngineEntry("SGLang (not there yet)", in_flight=True, sizes="dtp"),
 }
 

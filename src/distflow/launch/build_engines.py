@@ -8,14 +8,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch.model_sources import Adapt, Source, blaming, load_adapted
 from distflow.models.loading import ModelSource, context_length, load_model
 from distflow.models.reward_model import check_config, longest_text
-from distflow.models.sharding import Sharding
+from distflow.models.sharding import Sharding, empty_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
@@ -185,3 +185,13 @@ def build_rollout(
         model = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
         _cast(model, dtype)
     return _make_engine(engine, model, get("tokenizer"), shares, options)
+
+
+def build_rollout_of_server(
+    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Source, options: Options
+) -> RolloutEngine:
+    """The weights are in the server; here they have names and shapes."""
+    with blaming("actor_rollout_ref.model.path"):
+        model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
+    _cast(model, dtype)
+    return _make_engine(engine, model, get("tokenizer"), shares=False, options=options)

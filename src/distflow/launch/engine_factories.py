@@ -29,6 +29,7 @@ from distflow.models.cpu_kernels import build as native
 from distflow.rewards.judge_text import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
+from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.runtime.spec import Factory
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import ScorerOptions
@@ -130,6 +131,8 @@ def _engine_casts(config: Config) -> bool:
 def shares_weights(config: Config) -> bool:
     """Whether the rollout engine may compute on the trainer's own storage: whole weights, both in the stored dtype, and
     nothing is generated while the trainer updates it."""
+    if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
+        return False
     if compute_dtype(config) is not torch.float32 or is_sharded(config):
         return False
     return not is_rl(config) or config.async_.max_staleness == 0
@@ -185,11 +188,18 @@ def _rollout_factory(config: Config) -> Factory:
         options["num_threads"] = threads_of(config)[1]
     if _engine_casts(config):
         options["compute_dtype"] = compute_dtype(config)
+    dtype, source = engine_dtype(config), policy_source(config)
+    if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
+        if config.trainer.launcher == "local":
+            cast(type[HttpEngine], load(target)).check(options)
+        return partial(
+            build_engines.build_rollout_of_server, engine=target, dtype=dtype, source=source, options=options
+        )
     return partial(
         build_engines.build_rollout,
         engine=target,
-        dtype=engine_dtype(config),
-        source=policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
+        dtype=dtype,
+        source=source if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
         shares=shares_weights(config),
         options=options,
     )
@@ -203,4 +213,7 @@ def _engine_options(config: Config) -> tuple[str, build_engines.Options]:
     taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}
     if config.async_.max_staleness == 0:
         taken -= _AT_ONCE
-    return target, {name: getattr(settings, name) for name in sorted(taken)}
+    options = {name: getattr(settings, name) for name in sorted(taken)}
+    if "engine_kwargs" in options:
+        options["engine_kwargs"] = settings.engine_kwargs.get(settings.name, {})
+    return target, options

@@ -214,4 +214,7 @@ class RolloutConfig:
         "stop the run if the engine returns nothing and samples no token for so many seconds; null is never",
         above=0,
     )
+    python: str | None = key(None, "Python of the environment that has the engine's server; null is this one")
+    url: str | None = key(None, "address of a server that is there already; null starts one beside each rollout worker")
+    engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

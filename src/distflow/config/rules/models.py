@@ -7,6 +7,7 @@ from pathlib import Path
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
 from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, may_have_critic, reads_pairs
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig
+from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 
@@ -119,6 +120,32 @@ def weight_sync(config: Config) -> Iterator[Finding]:
         )
 
 
+def rollout_server(config: Config) -> Iterator[Finding]:
+    """Options of a server are those of an engine that has one."""
+    rollout, without = config.actor_rollout_ref.rollout, {"python": None, "url": None, "engine_kwargs": {}}
+    given = [f"{ROLLOUT}.{name}" for name, default in without.items() if getattr(rollout, name) != default]
+    if not ROLLOUT_ENGINES[rollout.name].in_server:
+        able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_server and entry.target)
+        for key in given:
+            why = f"the engine '{rollout.name}' has no server"
+            yield Finding((key, f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name={able}, or remove it")
+        return
+    if rollout.url is not None and len(given) > 1:
+        yield Finding(
+            tuple(given), "the server at that address was started with options of its own", "remove the others"
+        )
+    for name, options in rollout.engine_kwargs.items():
+        if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
+            example = f"{ROLLOUT}.engine_kwargs.{rollout.name}.max_model_len=4096"
+            yield Finding((f"{ROLLOUT}.engine_kwargs",), "options belong to an engine", f"write {example}, say")
+    if rollout.batch_invariant:
+        yield Finding((f"{ROLLOUT}.batch_invariant",), "servers round as the batch has it", "remove it")
+    for name, model in scoring_models(config.reward_model).items():
+        if model.judge:
+            why = f"a judge has the engine of the rollout, and '{rollout.name}' is the server of one model"
+            yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name=embedded")
+
+
 def no_secrets(config: Config) -> Iterator[Finding]:
     """The config has no secrets: the run's folder and Ray's tables show it."""
     roles = config.trainer.worker_roles.values()
@@ -162,4 +189,4 @@ def sharding(config: Config) -> Iterator[Finding]:
                 )
 
 
-RULES = (model_source, remote_code, lora, optimizers, sampling, weight_sync, sharding, no_secrets)
+RULES = (model_source, remote_code, lora, optimizers, sampling, weight_sync, rollout_server, sharding, no_secrets)

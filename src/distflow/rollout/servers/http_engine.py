@@ -105,6 +105,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     # What a subclass knows.
 
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raises UserError for options of this class that cannot work on this machine."""
+
     @abstractmethod
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         """What starts a server, and its environment; it listens at `self.socket`."""

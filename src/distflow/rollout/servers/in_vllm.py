@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
@@ -68,6 +70,9 @@ class Extension:
             self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         finally:
             del model.load_weights
+        if current_platform.is_cpu():  # its head has a packed copy, which stays that of old weights if it is tied
+            for head in (module for module in model.modules() if isinstance(module, ParallelLMHead)):
+                head.quant_method.process_weights_after_loading(head)
         missing = {name for name, _ in model.named_parameters()} - loaded
         if missing:
             raise RuntimeError(f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all")
@@ -113,7 +118,8 @@ class DrawingSampler(Sampler):
             output = sampling_metadata.output_token_ids
             drawn_from = self.apply_penalties(logits.clone(), sampling_metadata, output) / temperature
         drawn_from = _truncated(drawn_from, laws)
-        drawn = _draw(drawn_from, laws, [_uniform(law, state) for law, state in zip(laws, states, strict=True)])
+        uniforms = [_uniform(law, state) for law, state in zip(laws, states, strict=True)]
+        drawn = _draw(drawn_from, laws, uniforms)
         sampling = drawn_from if drawn_from is policy else drawn_from.log_softmax(dim=-1)
         log_probs = torch.cat([policy.gather(-1, drawn), sampling.gather(-1, drawn)], dim=-1)
         names = torch.cat([drawn, (drawn + 1) % logits.shape[-1]], dim=-1).int()
@@ -121,9 +127,10 @@ class DrawingSampler(Sampler):
 
 
 def _uniform(law: dict[str, Any], state: Any) -> float:
-    """In [0, 1), of a sample's key and the number of tokens drawn before. vLLM counts the samples of a request up in
-    their seeds."""
-    key, position = int(law["keys"][state.sampling_params.seed]), law["num_drawn"] + len(state.output_token_ids)
+    """In [0, 1), of a sample's key and the number of tokens drawn before. vLLM writes the number of a sample before the
+    name of its request, where that has several."""
+    number = int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0
+    key, position = int(law["keys"][number]), law["num_drawn"] + len(state.output_token_ids)
     bits = (key + (position + 1) * _WEYL) & _64_BITS
     bits = ((bits ^ (bits >> 30)) * _MIX_1) & _64_BITS
     bits = ((bits ^ (bits >> 27)) * _MIX_2) & _64_BITS

