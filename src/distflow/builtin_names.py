@@ -361,7 +361,12 @@ ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
         sizes="dtp",
         in_server=True,
     ),
-    "sglang": RolloutEngineEntry("SGLang (not there yet)", in_flight=True, sizes="dtp"),
+    "sglang": RolloutEngineEntry(
+        "SGLang's server, in an environment of its own",
+        "distflow.rollout.servers.sglang_engine:SGLangEngine",
+        in_flight=True,
+        in_server=True,
+    ),
 }
 
 KV_ON_UPDATE = ("keep", "recompute", "abort")

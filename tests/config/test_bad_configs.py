@@ -228,7 +228,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("keep, recompute, abort",),
     ),
     "vllm": ("grpo", [f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.name", ("not implemented yet", "embedded, hf")),
-    "sglang": ("grpo", [f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name", ("not implemented yet",)),
+    "sglang": ("grpo", [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ("remove", "top_k can")),
     "tensor parallel": (
         "grpo",
         [f"{ROLLOUT}.tensor_model_parallel_size=2"],

@@ -5,7 +5,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.commands.shared import add_preset_arguments, importing
@@ -59,7 +59,8 @@ async def _check(config: "Config") -> int:
     make_process_ready(config)
     factories = make_factories(config, ("rollout",), (), steps=1)
     factories["policy"] = partial(factories["policy"], adapt=None, spread=None)
-    factories["rollout"] = partial(factories["rollout"], shares=False)
+    rollout = cast("partial[object]", factories["rollout"])
+    factories["rollout"] = partial(rollout, **{"shares": False} if "shares" in rollout.keywords else {})
     get = Get(factories, RankPlan(0, str(choose_device(config)), (), (), ("rollout",), ()), {})
     dtype, room = engine_dtype(config), config.data.max_prompt_length + config.data.max_response_length
     limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold

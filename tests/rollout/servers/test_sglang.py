@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.cli import main
 from distflow.errors import TrustError, UserError
+from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.rollout.servers import http_engine, sglang_engine
@@ -59,7 +61,7 @@ async def update(engine: SGLangEngine) -> None:
         ("other tokens", generate, TrustError, "token 1000000, which the model does not have"),
         ("too short", generate, TrustError, "a response ends by 'length' after 1 of 12 tokens"),
         ("no log-probs", generate, TrustError, "another form"),
-        ("one log-prob", generate, TrustError, "another form"),
+        ("one log-prob", generate, TrustError, "a token None, which the model does not have"),
         ("NaN", generate, TrustError, "another form"),
         ("above 0", generate, TrustError, "log-probs that are none"),
         ("older label", generate, TrustError, "weights 'default', when it was to have '0.1'"),
@@ -192,3 +194,16 @@ def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(tm
 
     with pytest.raises(ServerFailed, match="was lost 3 times at the same request"):
         started(tmp_path, story, SGLANG_LIE="dies")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_trains_through_it(staleness: int, tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    keys = [f"{rollout}.name=sglang", f"{rollout}.python={launcher(tmp_path)}", "trainer.total_training_steps=3"]
+    keys += [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"] if staleness else []
+    keys += [f"trainer.default_local_dir={tmp_path}/run", "trust.canary_freq=1", "trainer.logger=[jsonl]"]
+    assert main(["train", "examples/tiny.yaml", *keys]) == 0
+    rows = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
+    assert len(rows) == 3 and all(row["mismatch/max_abs"] < 1e-4 for row in rows if staleness == 0)
+    assert all(row["mismatch/same_version/max_abs"] < 1e-4 for row in rows if "mismatch/same_version/max_abs" in row)

@@ -49,6 +49,7 @@ class SGLangEngine(HttpEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check({"kv_on_update": self.kv_on_update})
         self.repeats_draws = self._is_released = False
         self._num_tokens = self._num_halts = 0
         self._hashes = dict[str, str]()
@@ -186,7 +187,9 @@ class SGLangEngine(HttpEngine):
         return self._num_tokens
 
     async def _get(self, path: str) -> Any:
-        if (answer := await self.client.get(path)).status_code != httpx.codes.OK:
+        if (answer := await self.client.get(path)).status_code >= 500:
+            raise httpx.RemoteProtocolError(f"{path} is answered with {answer.status_code}")
+        if answer.status_code != httpx.codes.OK:
             raise UserError(f"{self.who} answered {path} with {answer.status_code}: is it SGLang, 0.5.5 or newer?")
         return self.read(answer)
 
