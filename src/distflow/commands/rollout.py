@@ -5,7 +5,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.shared import add_preset_arguments, importing
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from distflow.config import Config
 
 MODEL = "actor_rollout_ref.model.path"
-NUM_PROMPTS = 200
-EXACT = 1e-4
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,34 +39,12 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    """The engine as a run builds it, on weights of its own. A model that is to get an adapter is checked without."""
-    import torch
-
-    from distflow.algorithms.mismatch_check import Tolerance
-    from distflow.launch.check_extensions import check_extensions
-    from distflow.launch.engine_factories import engine_dtype, make_factories
-    from distflow.launch.hardware import choose_device, make_process_ready
-    from distflow.launch.model_sources import policy_context
-    from distflow.planning.plan import RankPlan
-    from distflow.rollout.conformance import Bench, check_engine
-    from distflow.runtime.spec import Get
+    from distflow.launch.check_rollout import check_rollout
 
     settings, failed = config.actor_rollout_ref, 0
     print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)
-    check_extensions(config)
-    make_process_ready(config)
-    factories = make_factories(config, ("rollout",), (), steps=1)
-    factories["policy"] = partial(factories["policy"], adapt=None, spread=None)
-    rollout = cast("partial[object]", factories["rollout"])
-    factories["rollout"] = partial(rollout, **{"shares": False} if "shares" in rollout.keywords else {})
-    get = Get(factories, RankPlan(0, str(choose_device(config)), (), (), ("rollout",), ()), {})
-    dtype, room = engine_dtype(config), config.data.max_prompt_length + config.data.max_response_length
-    limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
-    longest = min(room, policy_context(config) or room)
-    async with get("rollout") as engine:
-        bench = Bench(engine, get("policy").eval(), get("tokenizer"), longest, limit, dtype, NUM_PROMPTS)
-        async for found in check_engine(bench):
-            failed += found.outcome == "failed"
-            print(f"{found.name:<20} {found.outcome:<14} {escape_control(found.text, one_line=True)}", flush=True)
+    async for found in check_rollout(config):
+        failed += found.outcome == "failed"
+        print(f"{found.name:<20} {found.outcome:<14} {escape_control(found.text, one_line=True)}", flush=True)
     print(f"{failed} properties failed: do not train with this engine" if failed else "no property failed")
     return int(failed > 0)

@@ -157,7 +157,7 @@ class Bench:
                 weight.add_(0.1 * noise * weight.abs().mean()).copy_(weight.to(self.dtype))
         return other
 
-    def sent(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+    def as_sent(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Its weights as a trainer sends them."""
         return [(name, weight.detach().to(self.dtype)) for name, weight in model.named_parameters()]
 
@@ -166,7 +166,7 @@ class Bench:
 
     async def load(self, model: Any) -> str:
         """Have the engine serve it. Raises Fails where receipt or engine have the hashes of other weights."""
-        version, weights = self.next_version(), self.sent(model)
+        version, weights = self.next_version(), self.as_sent(model)
         self.served[version.step] = model
         receipt, truth = await self.engine.load_weights(version, weights), stripe_hashes(weights)
         for hashes in (receipt.hashes, await self.engine.hashes()):
@@ -349,7 +349,7 @@ async def new_weights(bench: Bench) -> str:
 async def half_updates(bench: Bench) -> str:
     """They are refused. The engine then serves what it had, or nothing until it has a whole one."""
     prompt, before, then = bench.prompt(5), bench.engine.version, []
-    weights = bench.sent(bench.changed())
+    weights = bench.as_sent(bench.changed())
     for half in (weights[:-1], iter(weights[: len(weights) // 2])):
         (refused,) = await asyncio.gather(bench.engine.load_weights(bench.next_version(), half), return_exceptions=True)
         if not isinstance(refused, ValueError | RuntimeError) or bench.engine.version != before:
