@@ -188,8 +188,8 @@ class SGLang:
 
     health_generate = health
 
-    async def flush_cache(self, body: Json) -> Json:
-        return {}
+    async def flush_cache(self, body: Json) -> str:
+        return "Cache flushed.\nPlease check backend logs for more details."
 
     async def release_memory_occupation(self, body: Json) -> Json:
         if not self.args.get("enable_memory_saver"):
@@ -235,7 +235,8 @@ class Handler(BaseHTTPRequestHandler):
                 answer = asyncio.run_coroutine_threadsafe(work(body), state.loop).result()
             except Refused as refused:
                 status, answer = refused.args
-        text = b"<html>Bad Gateway" if state.lie == "garbage" else json.dumps(answer).encode()
+        text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        text = b"<html>Bad Gateway" if state.lie == "garbage" else text
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

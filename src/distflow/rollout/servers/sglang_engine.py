@@ -152,7 +152,8 @@ class SGLangEngine(HttpEngine):
 
     async def release(self) -> None:
         await self.halt()
-        await self.post("/flush_cache")
+        if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # which is no JSON
+            raise ServerFailed(f"{self.who} did not flush its cache: {answer.text[:500]}")
         if self.free_cache_engine:
             await self.post("/release_memory_occupation", {})
             self._is_released = True
