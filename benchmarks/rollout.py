@@ -78,7 +78,7 @@ from distflow.observe.reading.run_reader import read_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "benchmarks/peers"
-VLLM = ROOT / ".peers/vllm/bin/python"
+VLLM = ROOT / ".venv-vllm/bin/python"
 
 Request = tuple[list[int], int]
 """Prompt ids, tokens wanted."""

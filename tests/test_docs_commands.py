@@ -15,6 +15,7 @@ from tests.test_docs import OF_QUICKSTART, ROOT, Block, blocks, save_if_file
 NEEDS = {
     "# needs the Hugging Face hub": "the hub cannot be reached",
     "# needs a package of PyPI": "is not installed here",
+    "# needs vLLM": "has no vLLM",
 }
 """First lines of blocks that want more than this machine may have, and what the command then says: it got as far."""
 

@@ -1,4 +1,4 @@
-"""vLLM on the CPU over given lengths: `.peers/vllm/bin/python vllm_rollout.py FOLDER`; files as in `hf_rollout.py`.
+"""vLLM on the CPU over given lengths: `.venv-vllm/bin/python vllm_rollout.py FOLDER`; files as in `hf_rollout.py`.
 
 Each request ends at its own length, and answers give the log-prob of each sampled token, as a rollout must.
 """

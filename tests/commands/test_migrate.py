@@ -16,7 +16,7 @@ def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(caps
     out, err = capsys.readouterr()
     config = yaml.safe_load(out)
     assert config["defaults"] == ["verl_grpo", "_self_"] and "launcher" not in config.get("trainer", {})
-    assert "rollout.name=vllm: is 'vllm', which is not implemented yet" in err
+    assert config["actor_rollout_ref"]["rollout"]["name"] == "vllm" and "made_up=3" in err
 
 
 @pytest.mark.slow

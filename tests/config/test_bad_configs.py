@@ -227,8 +227,31 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.kv_on_update",
         ("keep, recompute, abort",),
     ),
-    "vllm": ("grpo", [f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.name", ("not implemented yet", "embedded, hf")),
     "sglang": ("grpo", [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ("remove", "top_k can")),
+    "a server of an engine without one": (
+        "grpo",
+        [f"{ROLLOUT}.url=http://localhost:8000"],
+        f"{ROLLOUT}.url",
+        ("'embedded' has no server", "name=vllm"),
+    ),
+    "options of a server that is there": (
+        "grpo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.url=http://localhost:8000", f"{ROLLOUT}.python=/usr/bin/python3"],
+        f"{ROLLOUT}.python",
+        ("started with options of its own",),
+    ),
+    "options of no engine": (
+        "grpo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.max_model_len=512"],
+        f"{ROLLOUT}.engine_kwargs",
+        ("engine_kwargs.vllm.max_model_len=",),
+    ),
+    "the same bits from a server": (
+        "grpo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.batch_invariant=true"],
+        f"{ROLLOUT}.batch_invariant",
+        ("servers round as the batch has it",),
+    ),
     "tensor parallel": (
         "grpo",
         [f"{ROLLOUT}.tensor_model_parallel_size=2"],

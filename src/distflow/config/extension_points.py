@@ -50,8 +50,8 @@ def _algorithm(kind: str, folder: str, ending: str, decorator: str, table: str, 
 
 
 def _classes(ending: str) -> str:
-    """The pattern of classes with that ending of their names, protocols left out."""
-    return rf"^class (?P<attribute>(?P<name>\w+){ending})\b(?![^\n]*\bProtocol\b)"
+    """The pattern of classes with that ending of their names, protocols and abstract ones left out."""
+    return rf"^class (?P<attribute>(?P<name>\w+){ending})\b(?![^\n]*\b(?:Protocol|ABC)\b)"
 
 
 _REWARDS = r"^(?:async )?def (?P<attribute>compute_score)\(|^CASES\b"

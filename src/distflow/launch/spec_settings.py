@@ -36,6 +36,12 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
     key."""
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data, plan = data_plan(config, num_rows), make_plan(config, pipeline)
+    url, num_rollout = config.actor_rollout_ref.rollout.url, sum("rollout" in rank.engines for rank in plan.ranks)
+    if url is not None and num_rollout > 1:
+        raise UserError(
+            f"actor_rollout_ref.rollout.url={url}: each of {num_rollout} rollout workers would load weights into that "
+            "server: let one worker generate (trainer.allocation), or remove the key, so that each starts its own"
+        )
     return partial(
         Spec,
         config=config,

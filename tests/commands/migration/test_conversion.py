@@ -270,7 +270,6 @@ MISSING = {
         "gpus=16; 4 is taken",
         "trainer.experiment_name: it is the output of a command",
         "made_up=3",
-        "rollout.name=vllm",
     ),
     "openrlhf_ppo.sh": (),
     "roll_rlvr.yaml": (),

@@ -120,7 +120,7 @@ TRL = {
     "reward_weights=[1.0,0.5]": "reward.functions",
     "reward_funcs=accuracy": "reward.functions",
     "multi_objective_aggregation=normalize_then_sum": "write algorithm.adv_estimator=gdpo",
-    "use_vllm=True": "vLLM is not implemented yet",
+    "use_vllm=True": f"write {ROLLOUT}.name=vllm",
     "vllm_importance_sampling_mode=token_truncate": f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0",
     "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.rollout_is_threshold=2.0",
     "sync_ref_model=True": "stays the model before the first step",

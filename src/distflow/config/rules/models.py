@@ -122,8 +122,8 @@ def weight_sync(config: Config) -> Iterator[Finding]:
 
 def rollout_server(config: Config) -> Iterator[Finding]:
     """Options of a server are those of an engine that has one."""
-    rollout, without = config.actor_rollout_ref.rollout, {"python": None, "url": None, "engine_kwargs": {}}
-    given = [f"{ROLLOUT}.{name}" for name, default in without.items() if getattr(rollout, name) != default]
+    rollout = config.actor_rollout_ref.rollout
+    given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
     if not ROLLOUT_ENGINES[rollout.name].in_server:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_server and entry.target)
         for key in given:

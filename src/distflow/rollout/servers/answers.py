@@ -48,12 +48,13 @@ class AnswerCheck:
 
     def generation(self, sample: int, params: SamplingParams, answer: Answer) -> Generation:
         """Raises TrustError for an answer that cannot be true."""
+        said = (answer.token_ids, answer.rollout_log_probs, answer.sampling_log_probs, answer.versions)
+        if len({len(each) for each in said}) > 1:
+            counts = f"{len(said[1])} and {len(said[2])} log-probs, and {len(said[3])} versions"
+            raise lie(self.who, f"{len(said[0])} tokens with {counts}")
         end, reason = self._end(list(answer.token_ids), params, answer.finish_reason)
         ids, labels = list(answer.token_ids)[:end], list(answer.versions)[:end]
-        log_probs = [list(each)[:end] for each in (answer.rollout_log_probs, answer.sampling_log_probs)]
-        if {len(ids)} != {len(each) for each in (*log_probs, labels)}:
-            counts = f"{len(log_probs[0])} and {len(log_probs[1])} log-probs, and {len(labels)} versions"
-            raise lie(self.who, f"{len(ids)} tokens with {counts}")
+        log_probs = [list(each)[:end] for each in said[1:3]]
         if not all(math.isfinite(p) and _LEAST_LOG_PROB < p <= _ROUNDING for each in log_probs for p in each):
             raise lie(self.who, "with log-probs that are none: NaN, or above 0")
         first, last = self.first, self.last
@@ -62,8 +63,8 @@ class AnswerCheck:
         if wrong := sorted(set(labels) - steps.keys()):
             raise lie(self.who, f"with tokens of weights '{wrong[0]}', when it was to have '{label_of(last)}'")
         if reason is None:
-            said = f"that a response ends by '{answer.finish_reason}' after {end} of {params.max_tokens} tokens"
-            raise lie(self.who, said)
+            ends = f"that a response ends by '{answer.finish_reason}' after {end} of {params.max_tokens} tokens"
+            raise lie(self.who, ends)
         rollout, sampling = ([min(p, 0.0) for p in each] for each in log_probs)
         return Generation(sample, ids, rollout, sampling, [steps[label] for label in labels], reason)
 

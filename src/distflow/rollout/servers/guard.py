@@ -1,7 +1,10 @@
 """Runs a server in this process's own group, and kills all of the group when the server ends, or standard input does:
-then the worker that asked for it is gone, in whatever way. Started with `start_new_session`; imports no distflow."""
+then the worker that asked for it is gone, in whatever way, and its private folders go, too. Started with
+`start_new_session`; imports no distflow."""
 
+import glob
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,9 +12,12 @@ import threading
 
 
 def main() -> None:
-    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    folder, *command = sys.argv[1:]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_wait, args=(server,), daemon=True).start()
     sys.stdin.buffer.read()
+    for path in (folder, *glob.glob(f"/dev/shm/{os.path.basename(folder)}-*")):
+        shutil.rmtree(path, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

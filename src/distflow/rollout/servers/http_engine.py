@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import httpx
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -43,8 +42,8 @@ CALL_S: Final = 600.0  # of one that moves weights
 SILENT_S: Final = 10.0
 LOOKS_EVERY_S: Final = 1.0
 MOST_SERVERS: Final = 3  # at one request
-RETRIES: Final = 4  # after an answer of the server that it failed
-FILE_BYTES: Final = 2**28
+RETRIES: Final = 4  # after an answer that the server failed
+BACK_OFF_S: Final = 0.25  # doubled each time
 _CONNECT_S: Final = 10.0
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
@@ -91,6 +90,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
+        self.config: Any = self.model.config
         self._activity = ActivityLog()
         self._running = set[asyncio.Task[Any]]()
         self._num_busy = 0
@@ -98,10 +98,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._held: _Held | None = None
         self._process: ServerProcess | None = None
         self._server = 0
-        self._lost = self._last_lines = ""
+        self._silent_server, self._last_lines = -1, ""
         self._paused = False
         self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # of a server of ours; another url: not at the socket
-        self.max_positions = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
+        self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
 
     # What a subclass knows.
 
@@ -191,7 +191,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
         TrustError for an answer that cannot be true."""
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.config.vocab_size
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
         first = self.version
         with self._busy():
@@ -253,7 +253,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             answer = await self.client.post(path, json=body, params=params)
             if answer.status_code < 500:
                 break
-            await asyncio.sleep(0.25 * 2**number)
+            await asyncio.sleep(BACK_OFF_S * 2**number)
         if answer.status_code >= 500 and (await self.client.get("/health")).status_code != httpx.codes.OK:
             raise httpx.RemoteProtocolError(f"it answered {path} with {answer.status_code}, and is not well")
         if answer.status_code != httpx.codes.OK:
@@ -289,9 +289,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 why = f"{type(err).__name__} {err}".strip()
             except asyncio.CancelledError:
                 caller = asyncio.current_task()
-                if not self._lost or (caller is not None and caller.cancelling()):
+                if server != self._silent_server or (caller is not None and caller.cancelling()):
                     raise
-                why = self._lost
+                why = "it gave no sign of life"
             finally:
                 self._running.discard(task)
             async with self._changing:
@@ -304,7 +304,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # The server.
 
     async def _replace(self, why: str) -> None:
-        self._server, self._lost = self._server + 1, ""
+        self._server += 1
         self._tokens_of_earlier = self.num_generated_tokens
         if self._process is not None:
             self._process.kill()
@@ -360,7 +360,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             except TimeoutError:
                 is_same = server == self._server and not self._changing.locked()
                 if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
-                    self._lost = f"no answer for {SILENT_S:g} s"
+                    self._silent_server = server
                     for task in list(self._running):
                         task.cancel()
 
@@ -391,16 +391,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # Weights.
 
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Into a folder of files of about `FILE_BYTES`. Raises ValueError where they do not fit the model."""
+        """Into a folder of files. Raises ValueError where they do not fit the model."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
-        folder = self._folder.room_for(sum(each.nbytes for each in own.values()))
-        try:
-            for number, tensors in enumerate(_files(checked(own, weights))):
-                save_file(tensors, folder / f"{number:05}.safetensors")
-        except BaseException:
-            self._folder.drop(folder)
-            raise
-        return folder
+        return self._folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
     async def _update(self, version: Version, folder: Path) -> dict[str, str]:
         await self.halt_for_update()
@@ -421,17 +414,3 @@ def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
         config.save_pretrained(target)
         tokenizer.save_pretrained(target)
     return target
-
-
-def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file, with storage of their own, as the format wants it."""
-    file, num_bytes = dict[str, Tensor](), 0
-    for name, tensor in weights:
-        if file and num_bytes + tensor.nbytes > FILE_BYTES:
-            yield file
-            file, num_bytes = {}, 0
-        here = tensor.detach().cpu().contiguous()
-        is_shared = any(here.data_ptr() == other.data_ptr() for other in file.values())
-        file[name] = here.clone() if is_shared else here
-        num_bytes += tensor.nbytes
-    yield file

@@ -107,7 +107,7 @@ class DrawingSampler(Sampler):
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> SamplerOutput:
         states = [self.runner.requests[name] for name in self.runner.input_batch.req_ids[: len(logits)]]
-        laws = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
+        laws: list[Any] = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
         if None in laws:  # somebody else's requests
             return super().forward(logits, sampling_metadata, *args, **options)
         logits = logits.float()

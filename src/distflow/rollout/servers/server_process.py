@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_FILE_BYTES: Final = 2**28
 _SHOWN_LINES: Final = 12
 _ERROR: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _TIME_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/PID/stat, after the name
@@ -26,18 +30,21 @@ class PrivateFolder:
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._others: list[Path] = []
 
-    def room_for(self, num_bytes: int) -> Path:
-        """A new folder for so many bytes: in shared memory if they fit twice, else on disk."""
-        try:
-            fits = shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
-        except OSError:
-            fits = False
+    def save(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> Path:
+        """Into a new folder of safetensors files, which `drop` removes: in shared memory if so many bytes fit twice,
+        else on disk. Nothing is left of weights that fail to come."""
+        fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
         folder = Path(tempfile.mkdtemp(prefix=f"{self.path.name}-", dir=_SHARED_MEMORY if fits else self.path))
         self._others.append(folder)
+        try:
+            for number, tensors in enumerate(_files(weights)):
+                save_file(tensors, folder / f"{number:05}.safetensors")
+        except BaseException:
+            self.drop(folder)
+            raise
         return folder
 
     def drop(self, folder: Path) -> None:
-        """One that was made room in."""
         shutil.rmtree(folder)
         self._others.remove(folder)
 
@@ -53,7 +60,7 @@ class ServerProcess:
         self._log = log
         with log.open("wb") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), *command],
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(log.parent), *command],
                 stdin=subprocess.PIPE,  # the guard kills the server when it is closed
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -83,9 +90,22 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill all of its processes, and wait for the end of the first."""
-        if self._guard.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # the others may live without the first
         self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()
+
+
+def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, with storage of their own, as the format wants it."""
+    file, num_bytes = dict[str, Tensor](), 0
+    for name, tensor in weights:
+        if file and num_bytes + tensor.nbytes > _FILE_BYTES:
+            yield file
+            file, num_bytes = {}, 0
+        here = tensor.detach().cpu().contiguous()
+        is_shared = any(here.data_ptr() == other.data_ptr() for other in file.values())
+        file[name] = here.clone() if is_shared else here
+        num_bytes += tensor.nbytes
+    yield file

@@ -98,7 +98,7 @@ class VllmEngine(HttpEngine):
             "HF_HUB_OFFLINE": "1",
         }
         if self._is_cpu:
-            threads = self.num_threads or len(os.sched_getaffinity(0))
+            threads = self.num_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores in between
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -106,7 +106,7 @@ class VllmEngine(HttpEngine):
 
     async def begin(self) -> None:
         (answer, *_) = await self._rpc("distflow_describe")
-        wanted = {"interface": INTERFACE, "vocab_size": self.model.config.vocab_size}
+        wanted = {"interface": INTERFACE, "vocab_size": self.config.vocab_size}
         wanted["dtype"] = str(next(self.model.parameters()).dtype)
         for name, value in wanted.items():
             if answer.get(name) != value:
@@ -174,7 +174,7 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            found += [f"--{flag}"] if value else []
+            found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             found += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
     return found
@@ -201,6 +201,8 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
 
 def _answer_of(choice: Mapping[str, Any]) -> Answer:
     tokens = choice["logprobs"]["content"]
+    if [token["token_id"] for token in tokens] != choice["token_ids"][: len(tokens)]:
+        raise ValueError("its log-probs are of other tokens")
     return Answer(
         choice["token_ids"],
         [token["logprob"] for token in tokens],

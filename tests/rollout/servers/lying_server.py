@@ -1,0 +1,102 @@
+"""A small server with vLLM's routes, which lies where it is told to: what a client must not believe."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from safetensors.torch import load_file
+
+from distflow.rollout.weights import stripe_hashes
+
+VOCAB_SIZE = 99
+Lie = Callable[[str, dict[str, Any], Any], Any]
+"""(path, what was asked, true answer) → what is answered: an object, bytes, or a status."""
+
+
+def honest(path: str, asked: dict[str, Any], answer: Any) -> Any:
+    return answer
+
+
+class Server(ThreadingHTTPServer):
+    """lie: may be changed while it runs. label, hashes: of the weights that it says it has."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lie: Lie = honest
+        self.label, self.hashes = "default", dict[str, str]()
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.released = threading.Event()  # what stalls ends then
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, path: str, asked: dict[str, Any]) -> Any:
+        """The truth."""
+        if path == "/collective_rpc" and asked["method"] == "distflow_describe":
+            described = {"interface": 1, "dtype": "torch.float32", "vocab_size": VOCAB_SIZE, "max_model_len": 256}
+            return {"results": [described]}
+        if path == "/collective_rpc" and asked["method"] == "distflow_load":
+            self.hashes = {}
+            for file in asked["args"][0]:
+                self.hashes |= stripe_hashes(load_file(file).items())
+        if path == "/collective_rpc":
+            return {"results": [self.hashes]}
+        if path == "/update_weight_version":
+            self.label = asked["new_version"]
+        if path == "/inference/v1/generate":
+            length, params = asked["sampling_params"]["max_tokens"], asked["sampling_params"]
+            choices = [self._choice(index, length) for index in range(params["n"])]
+            return {"choices": choices, "prompt_token_ids": asked["token_ids"]}
+        return {}
+
+    def _choice(self, index: int, length: int) -> dict[str, Any]:
+        entry = {"token_id": 7, "logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -0.5}]}
+        return {
+            "index": index,
+            "token_ids": [7] * length,
+            "logprobs": {"content": [json.loads(json.dumps(entry)) for _ in range(length)]},
+            "weight_versions": [{"version": self.label, "start": 0, "end": length}],
+            "finish_reason": "length",
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0]
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        self.server.asked.append((path, asked))
+        answer = self.server.lie(path, asked, self.server.answer(path, asked))
+        status = answer if isinstance(answer, int) else 200
+        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.released.set()
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,266 @@
+"""No answer of a server is believed that cannot be true, and what is wrong is said in one sentence."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from distflow.errors import TrustError, UserError
+from distflow.rollout.engine import GenerateRequest
+from distflow.rollout.servers import http_engine
+from distflow.rollout.servers.http_engine import ServerFailed
+from distflow.rollout.servers.vllm_engine import VllmEngine
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime.weight_sync.protocol import check_receipt
+from distflow.scheduling.groups import Version
+from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
+from tests.rollout.servers.lying_server import Server, serving
+from tests.tiny_models import tiny_tokenizer
+
+GENERATE = "/inference/v1/generate"
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as found:
+        yield found
+
+
+def make(url: str, **options: Any) -> VllmEngine:
+    return VllmEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url, **options)
+
+
+def run(engine: VllmEngine, story: Callable[[VllmEngine], Awaitable[Any]]) -> Any:
+    async def with_engine() -> Any:
+        async with engine:
+            await engine.load_weights(FIRST, list(engine.model.named_parameters()))
+            return await asyncio.wait_for(story(engine), DEADLINE_S)
+
+    return asyncio.run(with_engine())
+
+
+def request(**params: Any) -> GenerateRequest:
+    return request_of((5, 6), (0, 1), **{"max_tokens": 4, **params})
+
+
+def lie_about_first(change: Change) -> Callable[[str, dict[str, Any], Any], Any]:
+    """Of the samples that are generated."""
+
+    def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
+        if path == GENERATE:
+            change(answer["choices"][0])
+        return answer
+
+    return lie
+
+
+def log_prob_of(value: float) -> Change:
+    return lambda choice: choice["logprobs"]["content"][1].update(logprob=value)
+
+
+def set_tokens(choice: dict[str, Any], token: object) -> None:
+    for number, entry in enumerate(choice["logprobs"]["content"]):
+        choice["token_ids"][number] = entry["token_id"] = token
+
+
+LIES: dict[str, tuple[Change, str]] = {
+    "NaN": (log_prob_of(float("nan")), "log-probs that are none"),
+    "NaN as vLLM writes it": (log_prob_of(-9999.0), "log-probs that are none"),
+    "above 0": (log_prob_of(0.3), "log-probs that are none"),
+    "no log-probs": (lambda choice: choice.update(logprobs=None), "another form"),
+    "too few log-probs": (lambda choice: choice["logprobs"]["content"].pop(), "4 tokens with 3 and 3 log-probs"),
+    "one log-prob a token": (lambda choice: choice["logprobs"]["content"][0]["top_logprobs"].pop(), "another form"),
+    "a token too many": (lambda choice: choice["token_ids"].append(7), "5 tokens with 4 and 4 log-probs"),
+    "no such token": (lambda choice: set_tokens(choice, 99), "a token 99"),
+    "a token as text": (lambda choice: set_tokens(choice, "7"), "a token '7'"),
+    "log-probs of other tokens": (lambda choice: choice["token_ids"].__setitem__(0, 8), "of other tokens"),
+    "older weights": (lambda choice: choice["weight_versions"][0].update(version="0.2"), "weights '0.2'"),
+    "weights of no version": (lambda choice: choice.update(weight_versions=None), "and 0 versions"),
+    "versions for a part": (lambda choice: choice["weight_versions"][0].update(end=3), "and 3 versions"),
+    "too few tokens": (lambda choice: choice.update(token_ids=[7, 7]), "of other tokens"),
+    "no end": (lambda choice: choice.clear(), "another form"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
+    change, said = LIES[name]
+
+    async def story(engine: VllmEngine) -> None:
+        await engine.load_weights(Version(0, 3), list(engine.model.named_parameters()))
+        (honest, _) = (await engine.generate(request())).generations
+        assert (honest.token_ids, honest.versions, honest.finish_reason) == ([7] * 4, [3] * 4, "length")
+        assert (honest.rollout_log_probs, honest.sampling_log_probs) == ([-1.0] * 4, [-0.5] * 4)
+        server.lie = lie_about_first(change)
+        with pytest.raises(TrustError) as error:
+            await engine.generate(request())
+        assert said in str(error.value) and server.url in str(error.value)
+
+    run(make(server.url), story)
+
+
+def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
+    """A server that sees a stop late has drawn too much; one that ends by nothing has lost something."""
+
+    async def story(engine: VllmEngine) -> None:
+        (cut, _) = (await engine.generate(request(stop_token_ids=(7,)))).generations
+        assert (cut.token_ids, len(cut.rollout_log_probs), cut.versions, cut.finish_reason) == ([7], 1, [0], "stop")
+
+        def shorten(choice: dict[str, Any]) -> None:
+            for values in (choice["token_ids"], choice["logprobs"]["content"]):
+                del values[2:]
+            choice["weight_versions"][0]["end"] = 2
+
+        server.lie = lie_about_first(shorten)
+        with pytest.raises(TrustError, match="ends by 'length' after 2 of 4 tokens"):
+            await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (500, ServerFailed, "with 500"),
+        (404, ServerFailed, "with 404"),
+        (b"<html>", TrustError, "no JSON, but '<html>'"),
+        ([], TrustError, "another form"),
+        ({"choices": [], "prompt_token_ids": [5, 6]}, TrustError, "0 responses where 2"),
+        ({"choices": [], "prompt_token_ids": [5]}, TrustError, "another prompt"),
+    ],
+)
+def test_what_is_no_answer(
+    server: Server, answer: Any, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+
+    async def story(engine: VllmEngine) -> None:
+        server.lie = lambda path, asked, true: answer if path == GENERATE else true
+        with pytest.raises(error, match=said):
+            await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+def test_a_failure_that_passes_is_no_failure(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+    failures = iter((500, 503))
+
+    async def story(engine: VllmEngine) -> None:
+        server.lie = lambda path, asked, true: next(failures, true) if path == GENERATE else true
+        assert len((await engine.generate(request())).generations) == 2
+
+    run(make(server.url), story)
+
+
+def test_there_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "ATTACH_S", 0.3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"rollout.url={url}: no server answers there"):
+            run(make(url), lambda engine: asyncio.sleep(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vocab_size": 50}, "vocab_size 50"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"interface": 0}, "interface 0"),
+    ],
+)
+def test_a_server_of_something_else(server: Server, change: dict[str, Any], said: str) -> None:
+    def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
+        if asked.get("method") == "distflow_describe":
+            answer["results"][0].update(change)
+        return answer
+
+    server.lie = lie
+    with pytest.raises(UserError, match=said):
+        run(make(server.url), lambda engine: asyncio.sleep(0))
+
+
+def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server) -> None:
+    """What the engine says that it holds is what the server read: the run compares it with what was sent."""
+
+    async def story(engine: VllmEngine) -> None:
+        weights = dict(engine.model.named_parameters())
+        receipt = await engine.load_weights(Version(0, 1), list(weights.items()))
+        check_receipt(receipt, Version(0, 1), stripe_hashes(weights.items()))
+        name = next(iter(weights))
+
+        def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
+            return {"results": [{**server.hashes, name: "0"}]} if path == "/collective_rpc" else answer
+
+        server.lie = lie
+        receipt = await engine.load_weights(Version(0, 2), list(weights.items()))
+        with pytest.raises(TrustError, match="did not arrive whole"):
+            check_receipt(receipt, Version(0, 2), stripe_hashes(weights.items()))
+
+    run(make(server.url), story)
+
+
+def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
+    async def story(engine: VllmEngine) -> None:
+        weights, asked = list(engine.model.named_parameters()), len(server.asked)
+        with pytest.raises(ValueError, match="missing"):
+            await engine.load_weights(Version(0, 1), weights[1:])
+        with pytest.raises(ValueError, match="shape"):
+            await engine.load_weights(Version(0, 1), [(weights[0][0], weights[1][1]), *weights[1:]])
+        with pytest.raises(ValueError, match="never go back"):
+            await engine.load_weights(Version(-1, 0), weights)
+        assert len(server.asked) == asked and engine.version == FIRST
+
+    run(make(server.url), story)
+
+
+def test_a_server_that_stalls_is_found(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
+    monkeypatch.setattr(http_engine, "CALL_S", 0.5)
+
+    async def story(engine: VllmEngine) -> None:
+        server.lie = lambda path, asked, true: server.released.wait(DEADLINE_S) and true
+        with pytest.raises(UserError, match="no server answers there"):
+            await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+def test_one_that_comes_back_is_given_the_weights_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost its weights with its process: the request that was open is answered by the new one, with them."""
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+
+    async def story(engine: VllmEngine) -> None:
+        await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
+        held, server.hashes, server.label = server.hashes, {}, "default"
+
+        def is_gone(path: str, asked: dict[str, Any], true: Any) -> Any:
+            return 500 if path in (GENERATE, "/health") and not server.hashes else true
+
+        server.lie = is_gone
+        (response, _) = (await engine.generate(request())).generations
+        assert response.versions == [1] * 4 and server.hashes == held
+
+    run(make(server.url), story)
+
+
+def test_a_cancelled_request_is_closed(server: Server) -> None:
+    """Which is how vLLM learns that nobody wants it."""
+
+    async def story(engine: VllmEngine) -> None:
+        server.lie = lambda path, asked, true: server.released.wait(DEADLINE_S) if path == GENERATE else true
+        task = asyncio.create_task(engine.generate(request()))
+        while not any(path == GENERATE for path, _ in server.asked):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        server.released.set()
+        await engine.hashes()
+
+    run(make(server.url), story)

@@ -1,0 +1,89 @@
+"""A server ends with whoever started it, however that ends, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
+
+DEADLINE_S = 60
+SERVER = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+WORKER = f"""
+import sys, time, torch
+from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
+folder = PrivateFolder("distflow-test-")
+saved = folder.save([("a", torch.zeros(4))], 16)
+process = ServerProcess([sys.executable, "-c", {SERVER!r}], {{}}, folder.path / "log")
+print(folder.path, saved, process.pid, flush=True)
+time.sleep({DEADLINE_S})
+"""
+
+
+def wait_until(holds: object) -> None:
+    due = time.monotonic() + DEADLINE_S
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < due
+        time.sleep(0.02)
+
+
+def is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        folder, saved, group = worker.stdout.readline().split()
+        wait_until(lambda: "begun" in (Path(folder) / "log").read_text())
+        assert Path(saved).is_dir() and not is_gone(int(group))
+        worker.send_signal(signal.SIGKILL)
+    wait_until(lambda: is_gone(int(group)))
+    assert not Path(saved).exists() and not Path(folder).exists()
+
+
+def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path: Path) -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '60']); raise ValueError('no such model')"
+    process = ServerProcess([sys.executable, "-c", code], {}, tmp_path / "log")
+    wait_until(lambda: not process.is_running())
+    assert "ValueError: no such model" in process.last_lines() and "ended with status 1" in process.last_lines()
+    process.kill()
+    wait_until(lambda: is_gone(process.pid))
+
+
+def test_processor_time_is_that_of_all_processes(tmp_path: Path) -> None:
+    busy = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    process = ServerProcess([sys.executable, "-c", busy], {}, tmp_path / "log")
+    first = process.cpu_ticks()
+    wait_until(lambda: process.cpu_ticks() > first + 20)
+    os.killpg(process.pid, signal.SIGSTOP)
+    wait_until(lambda: process.cpu_ticks() == process.cpu_ticks())
+    process.kill()
+    wait_until(lambda: is_gone(process.pid))
+    assert process.cpu_ticks() == 0
+
+
+def test_files_are_gone_with_their_folder_or_with_weights_that_do_not_come() -> None:
+    folder = PrivateFolder("distflow-test-")
+    tied = torch.arange(6.0)
+    saved = folder.save([("a", tied), ("b", tied), ("c", torch.zeros(2, 3).T)], 48)
+
+    def broken() -> object:
+        yield "a", tied
+        raise ValueError("no more")
+
+    before = set(Path(saved).parent.glob(f"{folder.path.name}-*"))
+    try:
+        folder.save(broken(), 48)  # type: ignore[arg-type]
+    except ValueError:
+        assert set(Path(saved).parent.glob(f"{folder.path.name}-*")) == before
+    folder.remove()
+    assert not folder.path.exists() and not saved.exists()

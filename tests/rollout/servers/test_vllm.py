@@ -1,0 +1,244 @@
+"""A real vLLM server as rollout engine; `make vllm` installs it beside, `make test-vllm` runs this."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+import distflow
+from distflow.rollout.engine import GenerateRequest, Generation
+from distflow.rollout.servers import http_engine
+from distflow.rollout.servers.vllm_engine import VllmEngine
+from distflow.rollout.weights import stripe_hashes
+from distflow.scheduling.groups import Version
+from tests.rollout.drive import FIRST, forward_log_probs, generate_all, make_model, prompt_of, request_of, run_all
+from tests.rollout.test_hf import OPTIONS, make_hf
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
+
+PYTHON = Path(__file__).parents[3] / ".venv-vllm/bin/python"
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.by_hand,
+    pytest.mark.alone,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-vllm: `make vllm` installs vLLM into it"),
+]
+SIZES = {"head_dim": 32, "max_position_embeddings": 2048}
+"""vLLM's attention on a CPU has no smaller heads."""
+
+
+def model_of(seed: int, family: str = "qwen3", **changes: Any) -> Any:
+    return make_model(family, seed=seed, **SIZES, **changes)
+
+
+class Do(Protocol):
+    def __call__(self, work: Coroutine[Any, Any, Any]) -> Any: ...
+
+
+@pytest.fixture(scope="module")
+def do() -> Iterator[Do]:
+    """Runs on the one loop on which the engine is."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(600)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def entered(do: Do) -> Iterator[VllmEngine]:
+    engine = VllmEngine(model_of(0), tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1)
+    do(engine.__aenter__())
+    yield engine
+    process = engine._process
+    do(engine.__aexit__())
+    assert process is not None and not process.is_running()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.fixture
+def engine(entered: VllmEngine, do: Do) -> VllmEngine:
+    """With the weights of model 0, as the next version."""
+    load(do, entered, 0)
+    entered.kv_on_update = "recompute"
+    return entered
+
+
+def load(do: Do, engine: VllmEngine, seed: int) -> None:
+    weights = list(model_of(seed).named_parameters())
+    version = Version(0, engine.version.step + 1)
+    receipt = do(engine.load_weights(version, weights))
+    assert receipt.version == engine.version == version
+    assert receipt.hashes == stripe_hashes(weights) == do(engine.hashes())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
+def test_the_tokens_are_those_of_the_reference_engine(engine: VllmEngine, do: Do, options: dict[str, Any]) -> None:
+    """Which draws by the same counters, and whose forward, penalties and truncations are transformers' own."""
+    lengths = (1, 9, 300)
+    requests = [request_of(prompt_of(n), (0, 5, 2), row=n, **{"max_tokens": 40, **options}) for n in lengths]
+    requests.append(GenerateRequest(requests[1].prompt_ids, (1,), requests[1].params, requests[1].stream, num_drawn=7))
+    pairs = zip(do(generate_all(engine, requests)), run_all(make_hf(model_of(0)), requests), strict=True)
+    for ours, theirs in pairs:
+        for one, other in zip(ours.generations, theirs.generations, strict=True):
+            assert (one.sample, one.token_ids, one.finish_reason) == (
+                other.sample,
+                other.token_ids,
+                other.finish_reason,
+            )
+            assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
+            assert one.sampling_log_probs == pytest.approx(other.sampling_log_probs, abs=1e-4)
+            assert set(one.versions) == {engine.version.step}
+
+
+async def below(engine: VllmEngine, request: GenerateRequest, change: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Change something while some of the tokens are there, and not all."""
+    first = engine.num_generated_tokens
+    task = asyncio.create_task(engine.generate(request))
+    while engine.num_generated_tokens < first + 5:
+        await engine.resume()
+        await asyncio.sleep(0.01)
+        await engine.pause()
+    assert not task.done()
+    await change()
+    await engine.resume()
+    return (await task).generations
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
+def test_new_weights_below_a_response(engine: VllmEngine, do: Do, kv_on_update: str) -> None:
+    engine.kv_on_update = kv_on_update
+    old, request = engine.version.step, request_of(prompt_of(9), max_tokens=1500)
+    weights = list(model_of(1).named_parameters())
+    (response,) = do(below(engine, request, lambda: engine.load_weights(Version(0, old + 1), weights)))
+    before = response.versions.count(old)
+    assert before >= 5 and response.versions == [old] * before + [old + 1] * (len(response.versions) - before)
+
+    def part(model: Any, first: int, last: int | None) -> list[float]:
+        return forward_log_probs(model, request.prompt_ids, response)[first:last]
+
+    assert response.rollout_log_probs[:before] == pytest.approx(part(model_of(0), 0, before), abs=1e-4)
+    if kv_on_update == "abort":
+        assert response.finish_reason == "abort" and before == len(response.token_ids) < 1500
+        return
+    assert response.finish_reason == "length" and len(response.token_ids) == 1500
+    later, is_close = response.rollout_log_probs[before:], pytest.approx(part(model_of(1), before, None), abs=1e-4)
+    assert (later == is_close) == (kv_on_update == "recompute")
+
+
+def test_a_prompt_after_new_weights_has_no_keys_of_old_ones(engine: VllmEngine, do: Do) -> None:
+    engine.kv_on_update = "keep"
+    request = request_of(prompt_of(600), max_tokens=3)
+    do(engine.generate(request))
+    load(do, engine, 1)
+    (response,) = do(engine.generate(request)).generations
+    assert response.rollout_log_probs == pytest.approx(
+        forward_log_probs(model_of(1), request.prompt_ids, response), abs=1e-4
+    )
+
+
+def test_a_number_without_weights_changes_nothing_else(engine: VllmEngine, do: Do) -> None:
+    request = request_of(prompt_of(4), (0, 1))
+    before = do(engine.generate(request)).generations
+    version = Version(0, engine.version.step + 1)
+    receipt = do(engine.load_weights(version, None))
+    after = do(engine.generate(request)).generations
+    assert receipt.version_only and [each.token_ids for each in after] == [each.token_ids for each in before]
+    assert {step for each in after for step in each.versions} == {version.step}
+
+
+def answered(engine: VllmEngine, do: Do, strike: Callable[[], None]) -> tuple[Generation, Generation]:
+    """A response, and the same with a server that is struck below it."""
+    request = request_of(prompt_of(5), max_tokens=1500)
+    (calm,) = do(engine.generate(request)).generations
+
+    async def struck() -> None:
+        strike()
+
+    (other,) = do(below(engine, request, struck))
+    return calm, other
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_falls_silent_is_replaced(
+    engine: VllmEngine, do: Do, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next has the current weights, and answers as it would have: draws are counted."""
+    monkeypatch.setattr(http_engine, "SILENT_S", 2.0)
+    load(do, engine, 1)
+    assert engine._process is not None
+    pid = engine._process.pid
+    calm, other = answered(engine, do, lambda: os.killpg(pid, number))
+    assert engine._process.pid != pid and (other.token_ids, other.versions) == (calm.token_ids, calm.versions)
+
+
+@pytest.mark.faults
+def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
+    engine: VllmEngine, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_label, struck = engine.set_label, list[str]()
+
+    async def strike_first(label: str) -> None:
+        if not struck:
+            struck.append(label)
+            assert engine._process is not None
+            os.killpg(engine._process.pid, signal.SIGKILL)
+        await set_label(label)
+
+    monkeypatch.setattr(engine, "set_label", strike_first)
+    load(do, engine, 1)
+    request = request_of(prompt_of(4))
+    (response,) = do(engine.generate(request)).generations
+    assert struck and set(response.versions) == {engine.version.step}
+    assert response.rollout_log_probs == pytest.approx(
+        forward_log_probs(model_of(1), request.prompt_ids, response), abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int) -> None:
+    """Tied embeddings, of which a CPU build of vLLM keeps a packed copy. In step the tokens, and so all numbers, are
+    those of the other engine; ahead of training only the checks of the run are the same."""
+    write_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=True, head_dim=32)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+
+    def run(name: str, *more: str) -> list[dict[str, float]]:
+        overrides = {
+            "actor_rollout_ref.model.path": str(tmp_path / "model"),
+            "actor_rollout_ref.rollout.name": name,
+            "async.max_staleness": staleness,
+            "trainer.default_local_dir": str(tmp_path / name),
+            "trainer.total_training_steps": 3,
+            "trust.canary_freq": 1,
+        }
+        python = {"actor_rollout_ref.rollout.python": str(PYTHON)} if name == "vllm" else {}
+        done = distflow.train("quickstart_grpo", overrides=overrides | python, data=rows, reward=score)
+        return done.metrics("train")
+
+    of_vllm = run("vllm")
+    assert max(row["mismatch/max_abs"] for row in of_vllm) < 1e-4
+    if staleness == 0:
+        names = ("reward/mean_score", "response_length/mean", "actor/grad_norm")
+        for one, other in zip(of_vllm, run("embedded"), strict=True):
+            assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+
+
+def score(solution_str: str, ground_truth: str) -> float:
+    return sum(character in solution_str for character in ground_truth) / len(ground_truth)
+
+
+def test_this_is_a_decoder_with_logits_that_matter() -> None:
+    """Else everything above would hold for any two models."""
+    prompt = torch.tensor([prompt_of(9)])
+    logits = [model_of(seed)(prompt).logits for seed in (0, 1)]
+    assert not torch.allclose(*logits, atol=0.5)
