@@ -25,8 +25,8 @@ async def check_rollout(config: Config) -> AsyncIterator[Finding]:
     check_extensions(config)
     make_process_ready(config)
     factories = make_factories(config, ("rollout",), (), steps=1)
-    factories["policy"] = partial(factories["policy"], adapt=None, spread=None)
-    rollout = cast("partial[object]", factories["rollout"])
+    policy, rollout = (cast("partial[object]", factories[name]) for name in ("policy", "rollout"))
+    factories["policy"] = partial(policy, adapt=None, spread=None)
     factories["rollout"] = partial(rollout, **{"shares": False} if "shares" in rollout.keywords else {})
     get = Get(factories, RankPlan(0, str(choose_device(config)), (), (), ("rollout",), ()), {})
     dtype, room = engine_dtype(config), config.data.max_prompt_length + config.data.max_response_length

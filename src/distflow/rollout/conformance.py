@@ -26,7 +26,7 @@ LEAST_CHANCE: Final = 1e-6
 _MOST_TOKENS: Final = 24
 _QUIET_S: Final = 0.2
 _DEADLINE_S: Final = 300.0
-_HOT: Final = {"temperature": 1.5}
+_HOT: Final[dict[str, Any]] = {"temperature": 1.5}
 
 
 class Fails(Exception):
