@@ -111,8 +111,8 @@ vllm:
 test-vllm: $(INSTALLED) vllm
 	$(BIN)/python -m pytest -m vllm -rs -n 0
 
-# What the benchmarks compare with, in environments of their own (5 GB). vLLM wants torchvision of another build of torch
-# than the one that is there, and does without it. TRL is tried over tcmalloc as well, where Debian's package can be had.
+# What the benchmarks compare with, in environments of their own (5 GB). TRL is tried over tcmalloc as well, where Debian's
+# package can be had.
 bench-peers: $(INSTALLED) vllm
 	$(PYTHON) -m venv .peers/trl
 	.peers/trl/bin/pip install --quiet $(TORCH) "trl==1.16.*"

@@ -12,7 +12,8 @@ import torch
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
 
 DEADLINE_S = 60
-SERVER = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+SLEEPS = "import time; time.sleep(60)"
+SERVER = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {SLEEPS!r}])"
 WORKER = f"""
 import sys, time, torch
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess

@@ -18,7 +18,7 @@ import httpx
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.errors import UserError
+from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import (
     Activity,
     ActivityLog,
@@ -57,7 +57,7 @@ class ServerFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldWeights:
     """The weights of a version, as files, for a server that starts anew."""
 
     version: Version
@@ -95,7 +95,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._running = set[asyncio.Task[Any]]()
         self._num_busy = 0
         self._tokens_of_earlier = 0  # servers
-        self._held: _Held | None = None
+        self._held: _HeldWeights | None = None
         self._process: ServerProcess | None = None
         self._server = 0
         self._silent_server, self._last_lines = -1, ""
@@ -209,7 +209,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         async with self._updating:
             await self._call(self.release if release else self.halt)
             self._paused = True
-            await self._count()
+            await self._call(self._count)
         self._activity.stopped()
 
     async def resume(self) -> None:
@@ -231,7 +231,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             if weights is None:
                 await self._call(partial(self.set_label, label_of(version)))
                 if self._held is not None:
-                    self._held = _Held(version, self._held.folder, self._held.hashes)
+                    self._held = _HeldWeights(version, self._held.folder, self._held.hashes)
                 self.version = version
                 return WeightReceipt(version, version_only=True)
             folder = await asyncio.get_running_loop().run_in_executor(None, self._write, weights)
@@ -355,7 +355,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             server, ticks = self._server, self._process.cpu_ticks() if self._process is not None else -1
             try:
                 await asyncio.wait_for(self._count(), SILENT_S if self._process is not None else ATTACH_S)
-            except httpx.TransportError:
+            except (httpx.TransportError, TrustError):
                 pass  # it is gone, as those find out who wait
             except TimeoutError:
                 is_same = server == self._server and not self._changing.locked()
@@ -399,7 +399,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         await self.halt_for_update()
         hashes = await self.take(sorted(folder.iterdir()))
         await self.set_label(label_of(version))
-        self.version, self._held = version, _Held(version, folder, hashes)  # before the first token of it
+        self.version, self._held = version, _HeldWeights(version, folder, hashes)  # before the first token of it
         if not self._paused:
             await self.go_on()
         return hashes
