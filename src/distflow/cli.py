@@ -54,6 +54,9 @@ COMMANDS: dict[str, Command] = {
     "reward": Command(
         "test a reward function on right and wrong responses", "distflow.commands.reward", runs_code=True
     ),
+    "rollout": Command(
+        "test the rollout engine on all that a run expects of it", "distflow.commands.rollout", runs_code=True
+    ),
     "sandbox": Command(
         "run a Python file in the sandbox, or serve the sandbox to other machines", "distflow.commands.sandbox"
     ),
@@ -68,7 +71,7 @@ COMMANDS: dict[str, Command] = {
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "export"),
-    "before a run": ("config", "data", "reward", "sandbox"),
+    "before a run": ("config", "data", "reward", "rollout", "sandbox"),
     "look at a run": ("list", "report", "why", "trace", "replay"),
     "this machine": ("doctor", "selftest"),
 }

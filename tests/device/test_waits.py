@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.algorithms import PolicyObjective
+from distflow.algorithms.objective import PolicyObjective
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.loading import load_model
 from distflow.training.optimizer import make_optimizer, make_schedule

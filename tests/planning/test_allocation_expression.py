@@ -101,9 +101,9 @@ def test_a_caret_is_under_what_is_wrong(text: str, at: int, said: str) -> None:
 
 def test_an_engine_that_is_not_there_yet_is_refused_by_its_name() -> None:
     require_engines(parse_allocation("embedded:d2+torch:d2"))
-    with pytest.raises(UserError, match="'sglang' is not implemented yet; choose from embedded, hf, vllm\n") as caught:
-        require_engines(parse_allocation("torch:d4+sglang:d2"))
-    assert str(caught.value).endswith("\n  " + " " * 9 + "^")
+    with pytest.raises(UserError, match="'megatron' is not implemented yet; choose from torch, fsdp\n") as caught:
+        require_engines(parse_allocation("embedded:d4+megatron:d2"))
+    assert str(caught.value).endswith("\n  " + " " * 12 + "^")
     with pytest.raises(UserError, match="a rollout engine on several devices is not implemented yet"):
         require_engines(parse_allocation("vllm:d2t2+torch:d2"))
 

@@ -19,7 +19,6 @@ from tests.rollout.drive import (
     run_all,
     tokens_of,
 )
-from tests.tiny_models import tiny_tokenizer
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -43,20 +42,6 @@ def mixed_requests(samples: tuple[int, ...] = (0, 1, 2)) -> list[GenerateRequest
         request_of(prompt_of(length, seed=row), samples, row=row, **MIXED[row % len(MIXED)])
         for row, length in enumerate(lengths)
     ]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
-    name, changes = FAMILIES[family]
-    model = make_model(name, **changes)
-    requests = [
-        request_of(prompt_of(length), max_tokens=40, greedy=True, stop_token_ids=(2,)) for length in (1, 4, 9, 33)
-    ]
-    results = run_all(make_engine(model, max_num_seqs=3), requests)
-    for request, result in zip(requests, results, strict=True):
-        prompt = torch.tensor([request.prompt_ids])
-        expected = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=2, pad_token_id=0)
-        assert result.generations[0].token_ids == expected[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,48 +78,6 @@ def test_a_group_equals_its_samples_asked_for_one_by_one() -> None:
     assert len({tuple(generation.token_ids) for generation in group.generations}) == 3
     singles = [request_of(request.prompt_ids, (sample,), max_tokens=20) for sample in (4, 0, 9)]
     assert tokens_of(run_all(make_engine(model, max_num_seqs=2), singles)) == tokens_of([group])
-
-
-def test_the_stream_decides_what_is_drawn() -> None:
-    model, prompt = make_model(), prompt_of(6)
-    requests = [request_of(prompt, row=row, seed=seed, max_tokens=20) for row, seed in ((0, 1), (1, 1), (0, 2), (0, 1))]
-    first, other_row, other_seed, same = tokens_of(run_all(make_engine(model), requests))
-    assert first == same and len({tuple(first), tuple(other_row), tuple(other_seed)}) == 3
-
-
-def test_sampled_first_tokens_follow_the_softmax() -> None:
-    """The whole path, prefill to draw, at a temperature: chi-square over the tokens that are likely enough."""
-    model, prompt, count = make_model(seed=3), prompt_of(5), 4000
-    result = run_all(make_engine(model), [request_of(prompt, tuple(range(count)), max_tokens=1, temperature=1.3)])[0]
-    with torch.no_grad():
-        probs = (model(torch.tensor([prompt])).logits[0, -1].double() / 1.3).softmax(-1)
-    counts = torch.bincount(torch.tensor(tokens_of([result])).flatten(), minlength=len(probs)).double()
-    likely = probs * count >= 5
-    expected = torch.cat((probs[likely], probs[~likely].sum()[None])) * count
-    observed = torch.cat((counts[likely], counts[~likely].sum()[None]))
-    freedom = len(expected) - 1
-    assert freedom > 20
-    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def test_stop_tokens_end_a_generation_and_stay_in_it() -> None:
-    model, prompt = make_model(), prompt_of(7)
-    free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0].generations[0]
-    stop = free.token_ids[9]
-    end = free.token_ids.index(stop) + 1
-    stopped = run_all(make_engine(model), [request_of(prompt, max_tokens=30, stop_token_ids=(stop,))])[0].generations[0]
-    assert stopped.token_ids == free.token_ids[:end] and stopped.finish_reason == "stop"
-    assert free.finish_reason == "length" and len(free.token_ids) == 30
-
-
-def test_stop_strings_end_a_generation_where_they_are_complete() -> None:
-    model, prompt, tokenizer = make_model(), prompt_of(7), tiny_tokenizer()
-    free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0].generations[0]
-    stop = tokenizer.decode(free.token_ids)[7:10]
-    end = next(end for end in range(30) if stop in tokenizer.decode(free.token_ids[:end]))
-    (result,) = run_all(make_engine(model), [request_of(prompt, max_tokens=30, stop=("nowhere at all", stop))])
-    assert result.generations[0].token_ids == free.token_ids[:end] and end < 30
-    assert result.generations[0].finish_reason == "stop"
 
 
 def test_equal_prompts_are_prefilled_once() -> None:

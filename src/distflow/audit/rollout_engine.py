@@ -20,6 +20,7 @@ from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Sample, Wron
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond, policy_scores
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.recorded_calls import OpenEngine
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
@@ -226,6 +227,9 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     if not recorded.is_written("rollout_log_probs"):
         return NOT_APPLICABLE
     _no_twins(recorded)
+    engine = recorded.config.actor_rollout_ref.rollout.name
+    if not ROLLOUT_ENGINES[engine].draws_by_stream:
+        return f"the engine '{engine}' draws by random numbers of its own"
     found: list[_Draw] = []
     for sample in recorded.samples:
         prompt_group = recorded.prompt_group(sample)

@@ -147,7 +147,7 @@ class RolloutEngine(Protocol):
 
     An engine that counts its tokens in `num_generated_tokens` shows that a long request makes progress; without it an
     engine must complete some request within `actor_rollout_ref.rollout.timeout_s`. An engine with an activity log has
-    `take_activity`.
+    `take_activity`, one whose draws do not follow from the request alone `repeats_draws = False`.
     """
 
     @property

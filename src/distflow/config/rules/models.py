@@ -147,6 +147,17 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name=embedded")
 
 
+def sampling_of_server(config: Config) -> Iterator[Finding]:
+    """SGLang reports exact log-probs for temperature and top-k alone."""
+    rollout = config.actor_rollout_ref.rollout
+    given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
+    given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p
+    for key, value in given.items():
+        if rollout.name == "sglang" and value != (0.0 if key.endswith("min_p") else 1.0):
+            why = "SGLang does not report the log-probs of what its draws are then made from"
+            yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k can be had")
+
+
 def no_secrets(config: Config) -> Iterator[Finding]:
     """The config has no secrets: the run's folder and Ray's tables show it."""
     roles = config.trainer.worker_roles.values()
@@ -190,4 +201,15 @@ def sharding(config: Config) -> Iterator[Finding]:
                 )
 
 
-RULES = (model_source, remote_code, lora, optimizers, sampling, weight_sync, rollout_server, sharding, no_secrets)
+RULES = (
+    model_source,
+    remote_code,
+    lora,
+    optimizers,
+    sampling,
+    weight_sync,
+    rollout_server,
+    sampling_of_server,
+    sharding,
+    no_secrets,
+)

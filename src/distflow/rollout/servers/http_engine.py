@@ -3,6 +3,7 @@ server when one dies or falls silent, answers that are checked before they are b
 """
 
 import asyncio
+import copy
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -45,6 +46,7 @@ RETRIES: Final = 4  # after an answer that the server failed
 BACK_OFF_S: Final = 0.25  # doubled each time
 _CONNECT_S: Final = 10.0
 _START_LOOKS_EVERY_S: Final = 0.2
+_AT_SOCKET: Final = "http://server"
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
 _log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._server = 0
         self._silent_server, self._last_lines = -1, ""
         self._paused = False
+        self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # of a server of ours; another url: not at the socket
         self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
 
     # What a subclass knows.
@@ -155,9 +158,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._folder = PrivateFolder("distflow-")
         self.socket = self._folder.path / "socket"
         self._changing, self._updating = asyncio.Lock(), asyncio.Lock()
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if self.url is None else None
+        at_socket = (self.url or self.own_url) == _AT_SOCKET
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if at_socket else None
         self.client = httpx.AsyncClient(
-            base_url=self.url or "http://server",
+            base_url=self.url or self.own_url,
+            headers=self.headers,
             transport=transport,
             limits=_NO_LIMITS,
             timeout=httpx.Timeout(CALL_S, connect=_CONNECT_S),
@@ -398,3 +403,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if not self._paused:
             await self.go_on()
         return hashes
+
+
+def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """Config and tokenizer, without weights, for a server to start with."""
+    target = folder / "model"
+    if not target.exists():
+        config: Any = copy.copy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    return target

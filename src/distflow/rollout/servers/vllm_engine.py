@@ -1,6 +1,5 @@
 """vLLM as a rollout engine: its own server over HTTP, with `in_vllm.py` in its workers."""
 
-import copy
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any, Final
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answers import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.http_engine import HttpEngine, write_model
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
@@ -77,18 +76,12 @@ class VllmEngine(HttpEngine):
             raise UserError(f"{_KEY}.free_cache_engine: vLLM frees no memory on a CPU: leave it out")
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        model = folder / "model"
-        if not model.exists():
-            config = copy.copy(self.config)
-            config.architectures = [type(self.model).__name__]
-            config.save_pretrained(model)
-            self.tokenizer.save_pretrained(model)
         options: dict[str, Any] = {
             "max_num_seqs": self.max_num_seqs,
             "enforce_eager": self.enforce_eager or self._is_cpu,
             "enable_sleep_mode": self.free_cache_engine,
             **self.engine_kwargs,
-            "model": str(model),
+            "model": str(write_model(self.model, self.tokenizer, folder)),
             "load_format": "dummy",  # the weights come as they do at every update
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "uds": str(self.socket),

@@ -1,0 +1,439 @@
+"""What every engine must do as `rollout/engine.py` says, asked of a running one. The truth is a plain forward of
+transformers, and truncations computed here in float64."""
+
+import asyncio
+import copy
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.errors import UserError
+from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams, Stream
+from distflow.rollout.weights import stripe_hashes
+from distflow.scheduling.groups import Version
+
+NUM_DRAWS: Final = 1000
+LEAST_CHANCE: Final = 1e-6
+"""One faithful engine in a million has draws whose frequencies are further off."""
+_MOST_TOKENS: Final = 24
+_QUIET_S: Final = 0.2
+_DEADLINE_S: Final = 300.0
+_HOT: Final[dict[str, Any]] = {"temperature": 1.5}
+
+
+class Fails(Exception):
+    """The engine does not do it; the message has the figures."""
+
+
+class NotTested(Exception):
+    """It could not be asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of one property. outcome: "held", "failed", "not supported", "not tested". text: its figures, or why."""
+
+    name: str
+    outcome: str
+    text: str
+
+
+@dataclass(eq=False)
+class Bench:
+    """An entered engine and the model that it serves. longest: tokens of a prompt and its response. limit: of
+    |Δ log-prob|. dtype: of weights as they are sent. num_prompts: of greedy responses. served: models by the step of
+    their version."""
+
+    engine: RolloutEngine
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    longest: int
+    limit: float
+    dtype: torch.dtype
+    num_prompts: int
+    served: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config, special = self.model.config.get_text_config(), set(self.tokenizer.all_special_ids)
+        self._ids = [token for token in range(min(config.vocab_size, len(self.tokenizer))) if token not in special]
+        self.max_positions: int = config.max_position_embeddings
+        self.num_tokens = min(_MOST_TOKENS, self.longest // 2)
+
+    @property
+    def counted(self) -> int:
+        """Tokens that the engine has generated, where it counts them."""
+        return getattr(self.engine, "num_generated_tokens", 0)
+
+    def prompt(self, length: int, number: int = 0) -> tuple[int, ...]:
+        return tuple(random.Random(f"{length} {number}").choices(self._ids, k=length))
+
+    def text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def ask(
+        self, prompt: tuple[int, ...], samples: tuple[int, ...] = (0,), row: int = 0, seed: int = 1, **params: Any
+    ) -> tuple[Generation, ...]:
+        """Generations of the right form: lists of one length, known versions, an end where one is due."""
+        wanted = SamplingParams(**{"max_tokens": self.num_tokens, **params})
+        request = GenerateRequest(prompt, samples, wanted, Stream(seed, "check", 0, row))
+        generations = (await self.engine.generate(request)).generations
+        if [generation.sample for generation in generations] != [*samples]:
+            raise Fails(f"samples {samples} were asked for, {[each.sample for each in generations]} came")
+        for each in generations:
+            ids, log_probs = each.token_ids, (each.rollout_log_probs, each.sampling_log_probs)
+            if {len(ids)} != {len(one) for one in (*log_probs, each.versions)}:
+                raise Fails("log-probs or versions are not one a token")
+            if not all(math.isfinite(number) and number < 1e-4 for one in log_probs for number in one):
+                raise Fails("a log-prob is not finite, or above 0")
+            if not set(each.versions) <= set(self.served) or each.versions != sorted(each.versions):
+                raise Fails(f"tokens are of the versions {each.versions}, and {[*self.served]} were served")
+            ends = (end for end in range(1, len(ids) + 1) if self._stops(ids[:end], wanted))
+            due = next(ends, 0)
+            reason, length = ("stop", due) if due else ("length", wanted.max_tokens)
+            if each.finish_reason != "abort" and (each.finish_reason, len(ids)) != (reason, length):
+                ended = f"ended by '{each.finish_reason}' after {len(ids)} tokens"
+                raise Fails(f"a response {ended}, and had to by '{reason}' after {length}")
+        return generations
+
+    def _stops(self, ids: list[int], wanted: SamplingParams) -> bool:
+        return ids[-1] in wanted.stop_token_ids or any(text in self.text(ids) for text in wanted.stop)
+
+    @torch.no_grad()
+    def logits(self, prompt: tuple[int, ...], generation: Generation, keeps_kv: bool = True) -> Tensor:
+        """`(tokens, vocabulary)`, of each token under the weights of its version; keeps_kv: over the keys and values
+        that those of the versions before have left, else over their own."""
+        ids, start, cache, rows = [*prompt, *generation.token_ids], len(prompt), None, []
+        for version, run in groupby(generation.versions):
+            count, model = len([*run]), self.served[version]
+            fed = torch.tensor([ids[start - 1 if cache else 0 : start + count - 1]], device=model.device)
+            out = model(input_ids=fed, use_cache=True, **({"past_key_values": cache} if cache else {}))
+            rows.append(out.logits[0, -count:].double().cpu())
+            cache, start = out.past_key_values if keeps_kv else None, start + count
+        return torch.cat(rows)
+
+    def gap(self, prompt: tuple[int, ...], generation: Generation, logits: Tensor, **params: Any) -> float:
+        """The largest |Δ| of its log-probs, both kinds."""
+        wanted, ids = SamplingParams(1, **params), torch.tensor(generation.token_ids)[:, None]
+        seen = ([*prompt, *generation.token_ids[:index]] for index in range(len(logits)))
+        drawn = torch.stack([distribution(row, ids, wanted) for row, ids in zip(logits, seen, strict=True)])
+        truth = torch.cat((logits.div(wanted.temperature).log_softmax(-1).gather(-1, ids), drawn.gather(-1, ids).log()))
+        found = torch.tensor([*generation.rollout_log_probs, *generation.sampling_log_probs]).double()
+        return float((found - truth[:, 0]).abs().max())
+
+    def compare(self, prompt: tuple[int, ...], generations: Iterable[Generation], **params: Any) -> str:
+        return self.within(self.gap(prompt, each, self.logits(prompt, each), **params) for each in generations)
+
+    def within(self, gaps: Iterable[float]) -> str:
+        """The largest, as a text. Raises Fails beyond the limit."""
+        largest = max(gaps)
+        if not largest <= self.limit:
+            raise Fails(f"log-probs differ by {largest:.2g}, the limit is {self.limit:g}")
+        return f"largest |Δ| {largest:.1e}"
+
+    async def ask_long(self, patience: int = 8) -> list["asyncio.Task[tuple[Generation, ...]]"]:
+        """Requests for all tokens that there is room for. patience: milliseconds in which the first is to be there."""
+        before, most = self.counted, self.longest - 2
+        asked = (self.ask(self.prompt(2, row), (0, 1), row, max_tokens=most) for row in range(4))
+        tasks = [asyncio.create_task(each) for each in asked]
+        for _ in range(patience):
+            if self.counted == before:
+                await asyncio.sleep(0.001)
+        return tasks
+
+    def changed(self) -> Any:
+        """A model of other weights."""
+        other, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(len(self.served))
+        with torch.no_grad():
+            for weight in other.parameters():
+                noise = torch.randn(weight.shape, generator=generator).to(weight)
+                weight.add_(0.1 * noise * weight.abs().mean()).copy_(weight.to(self.dtype))
+        return other
+
+    def as_sent(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """Its weights as a trainer sends them."""
+        return [(name, weight.detach().to(self.dtype)) for name, weight in model.named_parameters()]
+
+    def next_version(self) -> Version:
+        return Version(self.engine.version.restart, self.engine.version.step + 1)
+
+    async def load(self, model: Any) -> str:
+        """Have the engine serve it. Raises Fails where receipt or engine have the hashes of other weights."""
+        version, weights = self.next_version(), self.as_sent(model)
+        self.served[version.step] = model
+        receipt, truth = await self.engine.load_weights(version, weights), stripe_hashes(weights)
+        for hashes in (receipt.hashes, await self.engine.hashes()):
+            if wrong := [name for name in truth if hashes.get(name) != truth[name]]:
+                raise Fails(f"{len(wrong)} of {len(truth)} hashes are not of the weights sent, e.g. of {wrong[0]}")
+        if not receipt.version == self.engine.version == version:
+            raise Fails(f"{version} was sent, {receipt.version} received, {self.engine.version} is served")
+        return f"{len(truth)} hashes agree"
+
+
+def distribution(logits: Tensor, seen: Iterable[int], wanted: SamplingParams) -> Tensor:
+    """What the next token is drawn from; seen: prompt and response so far."""
+    ids, penalty = torch.tensor(sorted(set(seen))), wanted.repetition_penalty
+    punished = torch.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
+    probs = (logits.scatter(0, ids, punished) / wanted.temperature).softmax(-1)
+    ordered, order = probs.sort(descending=True, stable=True)
+    ordered[wanted.top_k if wanted.top_k > 0 else len(probs) :] = 0
+    ordered /= ordered.sum()
+    ordered[(ordered.cumsum(0) - ordered >= wanted.top_p) | (ordered < wanted.min_p * ordered[0])] = 0
+    return torch.zeros_like(probs).scatter(0, order, ordered / ordered.sum())
+
+
+def chance(counts: Tensor, probs: Tensor) -> float:
+    """Of frequencies that are further from the probabilities, by chi-square; rare tokens count as one."""
+    expected = probs * counts.sum()
+    likely = expected >= 5
+    observed, expected = (torch.cat((each[likely], each[~likely].sum()[None])) for each in (counts, expected))
+    observed, expected = observed[expected >= 5], expected[expected >= 5]
+    square, freedom = ((observed - expected) ** 2 / expected).sum(), torch.tensor(len(expected) - 1.0).double()
+    return float(torch.special.gammaincc(freedom / 2, square / 2)) if len(expected) > 1 else 1.0
+
+
+async def log_probs(bench: Bench) -> str:
+    """After prompts of all lengths, the last as long as can be."""
+    lengths = sorted({1, 2, 3, bench.longest // 4 or 1, bench.longest // 2, bench.longest - bench.num_tokens})
+    gaps = []
+    for heat in (1.0, 0.7, 1.5):
+        asked = [bench.ask(bench.prompt(length), (0, 1), temperature=heat) for length in lengths]
+        for length, found in zip(lengths, await asyncio.gather(*asked), strict=True):
+            prompt = bench.prompt(length)
+            gaps += [bench.gap(prompt, each, bench.logits(prompt, each), temperature=heat) for each in found]
+    return f"{bench.within(gaps)}, prompts of {', '.join(map(str, lengths))} tokens"
+
+
+async def greedy(bench: Bench) -> str:
+    """A response each of whose tokens is the likeliest is that of `hf`, up to the first near tie."""
+    prompts, ties = [bench.prompt(2 + row % 7, row) for row in range(bench.num_prompts)], 0
+    asked = (bench.ask(prompt, greedy=True, max_tokens=min(8, bench.num_tokens)) for prompt in prompts)
+    for prompt, (generation,) in zip(prompts, await asyncio.gather(*asked), strict=True):
+        logits = bench.logits(prompt, generation)
+        bench.within([bench.gap(prompt, generation, logits)])
+        behind = logits.amax(-1) - logits.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        if float(behind.max()) > 2 * bench.limit:
+            raise Fails(f"a token is {float(behind.max()):.2g} nats less likely than the likeliest")
+        ties += int((behind > 0).sum())
+    return f"{len(prompts)} prompts, {ties} near ties"
+
+
+async def draws(bench: Bench, **params: Any) -> str:
+    """They have the frequencies and the log-probs of the distribution that the parameters make."""
+    prompt, samples = bench.prompt(3), tuple(range(50))
+    asked = (bench.ask(prompt, samples, row, max_tokens=1, **params) for row in range(NUM_DRAWS // len(samples)))
+    drawn = [each for group in await asyncio.gather(*asked) for each in group]
+    logits = bench.logits(prompt, drawn[0])
+    by_token = {each.token_ids[0]: each for each in drawn}.values()
+    bench.within(bench.gap(prompt, each, logits, **params) for each in by_token)
+    probs = distribution(logits[0], prompt, SamplingParams(1, **params))
+    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in drawn]), minlength=len(probs)).double()
+    if (found := chance(counts, probs)) < LEAST_CHANCE:
+        raise Fails(f"the frequencies of {NUM_DRAWS} draws are not those of the distribution (p = {found:.1e})")
+    longer = await bench.ask(prompt, (0, 1, 2, 3), row=NUM_DRAWS, **params)
+    return f"{NUM_DRAWS} draws, p = {found:.2g}; {bench.compare(prompt, longer, **params)}"
+
+
+def _middle_token(bench: Bench, ids: list[int]) -> dict[str, Any]:
+    return {"stop_token_ids": (ids[len(ids) // 2],)}
+
+
+def _middle_text(bench: Bench, ids: list[int]) -> dict[str, Any]:
+    text = bench.text(ids)
+    return {"stop": ("nowhere at all", text[len(text) // 2 :][:3])}
+
+
+def _long_character(bench: Bench, ids: list[int]) -> dict[str, Any]:
+    """One that took several tokens: up to the last of them it was none."""
+    texts = [bench.text(ids[:end]) for end in range(1, len(ids) + 1)]
+    none = "\N{REPLACEMENT CHARACTER}"
+    found = [text[-1] for before, text in pairwise(texts) if before.endswith(none) and not text.endswith(none)]
+    return {"stop": (found[0],)} if found and not found[0].isascii() else {}
+
+
+async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any]]) -> str:
+    """A response ends with the token that completes what it is to stop at. choose: that, from a response without."""
+    for row in range(64):
+        prompt = bench.prompt(5, row)
+        (free,) = await bench.ask(prompt, greedy=True)
+        if stop := choose(bench, free.token_ids):
+            found = await bench.ask(prompt, greedy=True, **stop)
+            if found[0].finish_reason != "stop":
+                raise Fails(f"a response went on where another had met {stop}")
+            return f"after {len(found[0].token_ids)} tokens; {bench.compare(prompt, found)}"
+    raise NotTested("the model's greedy responses have nothing of the kind")
+
+
+async def seeds(bench: Bench) -> str:
+    """The request decides what is drawn: a sample is the same alone and in its group, and no other."""
+    prompt = bench.prompt(4)
+    group = await bench.ask(prompt, (4, 0, 9), **_HOT)
+    same = [await bench.ask(prompt, (sample,), **_HOT) for sample in (4, 0, 9)]
+    others = [await bench.ask(prompt, (4,), row=1, **_HOT), await bench.ask(prompt, (4,), seed=2, **_HOT)]
+    found = [tuple(each.token_ids) for each in group]
+    if len({*found, *(tuple(other[0].token_ids) for other in others)}) < 5:
+        raise Fails("two samples, rows or seeds have the same draws")
+    if not getattr(bench.engine, "repeats_draws", True):
+        raise UserError("samples differ, but the same request draws others the next time")
+    if [tuple(each[0].token_ids) for each in same] != found:
+        raise Fails("the same request has other draws the next time")
+    return "the same for a request again, others for another sample, row or seed"
+
+
+async def limits(bench: Bench) -> str:
+    """A response has as many tokens as asked for at most; what cannot be done is refused, and harms nothing."""
+    prompt, counts = bench.prompt(3), (1, 2, bench.longest - 3)
+    wrong: list[tuple[tuple[int, ...], dict[str, Any]]]
+    wrong = [((), {}), ((10**9,), {}), (prompt, {"max_tokens": bench.max_positions}), (prompt, {"top_p": 0.0})]
+    for ids, params in wrong:
+        (refused,) = await asyncio.gather(bench.ask(ids, **params), return_exceptions=True)
+        if not isinstance(refused, UserError):
+            raise Fails(f"no UserError for {len(ids)} tokens of prompt, {params}: {refused!r}")
+    found = [each for count in counts for each in await bench.ask(prompt, max_tokens=count)]
+    return f"{len(wrong)} requests refused; cut off after {counts} tokens, {bench.compare(prompt, found)}"
+
+
+async def pauses(bench: Bench) -> str:
+    """Nothing is generated in a pause, and all continues after it."""
+    tasks = await bench.ask_long()
+    await bench.engine.pause()
+    before, late = bench.counted, asyncio.create_task(bench.ask(bench.prompt(2)))
+    await asyncio.sleep(_QUIET_S)
+    if bench.counted != before or late.done():
+        raise Fails(f"{bench.counted - before} tokens were generated in a pause")
+    await bench.engine.resume()
+    results = await asyncio.gather(*tasks, late)
+    return max(bench.compare(bench.prompt(2, row % 4), found) for row, found in enumerate(results))
+
+
+async def cancels(bench: Bench) -> str:
+    """What is cancelled is not generated, and the rest is."""
+    tasks, prompt = await bench.ask_long(), bench.prompt(4)
+    for task in tasks:
+        task.cancel()
+    gone = await asyncio.gather(*tasks, return_exceptions=True)
+    bench.compare(prompt, await bench.ask(prompt))
+    before = bench.counted
+    await asyncio.sleep(_QUIET_S)
+    if bench.counted != before:
+        raise Fails(f"{bench.counted - before} tokens were generated for nobody")
+    if not (count := sum(isinstance(each, asyncio.CancelledError) for each in gone)):
+        raise NotTested("all requests had ended before")
+    return f"{count} of {len(gone)} requests were under way"
+
+
+async def new_weights(bench: Bench) -> str:
+    """They are those that were sent; tokens are of them and say so. None older are taken."""
+    prompt, other = bench.prompt(5), bench.changed()
+    hashes = await bench.load(other)
+    found = bench.compare(prompt, await bench.ask(prompt, (0, 1)))
+    version, older = bench.next_version(), bench.engine.version
+    bench.served[version.step] = other
+    await bench.engine.load_weights(version, None)
+    (renamed,) = await bench.ask(prompt)
+    if {*renamed.versions} != {version.step}:
+        raise Fails(f"{older.step} was renamed to {version.step}, but tokens are of {renamed.versions}")
+    (refused,) = await asyncio.gather(bench.engine.load_weights(older, None), return_exceptions=True)
+    if not isinstance(refused, ValueError):
+        raise Fails(f"the older version {older.step} was taken")
+    return f"{hashes}; {found}"
+
+
+async def half_updates(bench: Bench) -> str:
+    """They are refused. The engine then serves what it had, or nothing until it has a whole one."""
+    prompt, before, then = bench.prompt(5), bench.engine.version, []
+    weights = bench.as_sent(bench.changed())
+    for half in (weights[:-1], iter(weights[: len(weights) // 2])):
+        (refused,) = await asyncio.gather(bench.engine.load_weights(bench.next_version(), half), return_exceptions=True)
+        if not isinstance(refused, ValueError | RuntimeError) or bench.engine.version != before:
+            raise Fails(f"half of an update was taken: {refused!r}, and {bench.engine.version} is served")
+        (found,) = await asyncio.gather(bench.ask(prompt), return_exceptions=True)
+        if isinstance(found, BaseException) and not isinstance(found, RuntimeError):
+            raise found
+        then.append("nothing" if isinstance(found, RuntimeError) else bench.compare(prompt, found) and "the old")
+    await bench.load(bench.model)
+    return f"served then: {then[0]}, {then[1]}; after a whole one: {bench.compare(prompt, await bench.ask(prompt))}"
+
+
+async def in_flight(bench: Bench) -> str:
+    """Each token of a response that new weights meet is of its version's, over old keys and values or over new."""
+    for attempt in range(8):
+        tasks, met, gaps = await bench.ask_long(2 ** (attempt + 3)), set[str](), [0.0]
+        await bench.load(bench.changed())
+        for row, found in enumerate(await asyncio.gather(*tasks)):
+            for each in (each for each in found if each.token_ids):
+                prompt = bench.prompt(2, row)
+                kept, new = (bench.gap(prompt, each, bench.logits(prompt, each, keeps)) for keeps in (True, False))
+                gaps.append(min(kept, new))
+                met |= {"abort"} if each.finish_reason == "abort" else set()
+                met |= {"keep" if kept < new else "recompute"} if len({*each.versions}) > 1 else set()
+        figures = bench.within(gaps)
+        if met:
+            return f"{' and '.join(sorted(met))}; {figures}"
+    raise UserError("new weights wait until responses have ended")
+
+
+async def release(bench: Bench) -> str:
+    """Freed memory comes back with the next weights."""
+    await bench.engine.pause(release=True)
+    hashes = await bench.load(bench.model)
+    await bench.engine.resume()
+    return f"{hashes}; {bench.compare(bench.prompt(5), await bench.ask(bench.prompt(5)))}"
+
+
+async def first_weights(bench: Bench) -> str:
+    return await bench.load(bench.model)
+
+
+FIRST: Final = "first weights"
+PROPERTIES: dict[str, Callable[[Bench], Awaitable[str]]] = {
+    FIRST: first_weights,
+    "log-probs": log_probs,
+    "greedy tokens": greedy,
+    "draws": draws,
+    "temperature": partial(draws, temperature=1.4),
+    "top_k": partial(draws, top_k=5),
+    "top_p": partial(draws, top_p=0.8),
+    "min_p": partial(draws, min_p=0.2),
+    "repetition_penalty": partial(draws, repetition_penalty=1.5),
+    "stop token ids": partial(stops, choose=_middle_token),
+    "stop strings": partial(stops, choose=_middle_text),
+    "stop at a character": partial(stops, choose=_long_character),
+    "seeds": seeds,
+    "limits": limits,
+    "pause": pauses,
+    "cancel": cancels,
+    "new weights": new_weights,
+    "half an update": half_updates,
+    "weights in flight": in_flight,
+    "released memory": release,
+}
+MAY_REFUSE: Final = ("top_k", "top_p", "min_p", "repetition_penalty", "seeds", "weights in flight")
+"""What an engine may answer with UserError: a run that asks for it gets that message at its start."""
+
+
+async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> AsyncIterator[Finding]:
+    """A finding as soon as it is there. The last property leaves the engine with the weights of the first."""
+    for name in names:
+        work = asyncio.wait_for(PROPERTIES[name](bench), _DEADLINE_S)
+        (found,) = await asyncio.gather(work, return_exceptions=True)
+        if isinstance(found, BaseException) and not isinstance(found, Exception):
+            raise found  # somebody ends the process
+        outcome, text = "held", str(found)
+        if isinstance(found, NotTested):
+            outcome = "not tested"
+        elif isinstance(found, UserError) and name in MAY_REFUSE:
+            outcome = "not supported"
+        elif isinstance(found, Exception):
+            outcome = "failed"
+            text = text if isinstance(found, Fails) else f"{type(found).__name__}: {text}"
+        yield Finding(name, outcome, text)
+        if (name, outcome) == (FIRST, "failed"):
+            return  # nothing else means anything

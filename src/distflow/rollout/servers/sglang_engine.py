@@ -1,0 +1,236 @@
+"""SGLang as a rollout engine, over its own HTTP interface. Its routes that take pickles are not used."""
+
+import asyncio
+import json
+import math
+import secrets
+import socket
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from safetensors.torch import load_file
+
+from distflow.errors import UserError
+from distflow.rollout.engine import GenerateRequest, SamplingParams
+from distflow.rollout.servers.answers import Answer, lie
+from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed, write_model
+from distflow.rollout.stops_and_draws import sample_key
+from distflow.rollout.weights import stripe_hashes
+
+_KEY: Final = "actor_rollout_ref.rollout"
+_SEEDS: Final = 2**31
+HEALTH_S: Final = 10.0
+
+
+@dataclass(eq=False)
+class SGLangEngine(HttpEngine):
+    """An answer of SGLang names one version of the weights, so what is under way is aborted at a pause, and asked for
+    again with the tokens that it had: each part is of one version, and keys and values are always computed again.
+
+    python: the interpreter of the environment that has SGLang; None is this one. engine_kwargs: further options of its,
+    by their names there. kv_on_update, max_num_seqs: as the keys. free_cache_engine: `pause(release=True)` frees the
+    weights as well. repeats_draws: whether the server draws by the seeds that it is given.
+    """
+
+    _: KW_ONLY
+    python: str | None = None
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kv_on_update: str = "recompute"
+    max_num_seqs: int = 256
+    free_cache_engine: bool = False
+
+    NAME = "SGLang server"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check({"kv_on_update": self.kv_on_update})
+        self.repeats_draws = self._is_released = False
+        self._num_tokens = self._num_halts = 0
+        self._hashes = dict[str, str]()
+        if self.url is None:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.own_url = f"http://127.0.0.1:{free.getsockname()[1]}"
+            self.headers = {"Authorization": f"Bearer {secrets.token_hex()}"}
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raises UserError for options that cannot be had exactly."""
+        if options.get("kv_on_update") == "keep":
+            raise UserError(
+                f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of a response: set "
+                "recompute or abort"
+            )
+
+    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        options = {
+            "max_running_requests": self.max_num_seqs,
+            **self.engine_kwargs,
+            "model_path": str(write_model(self.model, self.tokenizer, folder)),
+            "load_format": "dummy",  # the weights come as they do at every update
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "host": "127.0.0.1",
+            "port": int(self.own_url.rpartition(":")[2]),
+            "api_key": self.headers["Authorization"].partition(" ")[2],
+            "enable_memory_saver": self.free_cache_engine,
+        }
+        file = folder / "sglang.yaml"  # a command line would show the key to other users
+        file.write_text(json.dumps({name.replace("_", "-"): value for name, value in options.items()}))
+        env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "HF_HUB_OFFLINE": "1"}
+        return [self.python or sys.executable, "-m", "sglang.launch_server", "--config", str(file)], env
+
+    async def begin(self) -> None:
+        if (health := await self.client.get("/health", timeout=HEALTH_S)).status_code != httpx.codes.OK:
+            raise httpx.RemoteProtocolError(f"/health is answered with {health.status_code}")
+        info, model = await self._get("/server_info"), await self._get("/get_model_info")
+        self.repeats_draws = bool(info.get("enable_deterministic_inference"))
+        self.max_positions = min(self.max_positions, info.get("context_length") or self.max_positions)
+        if (found := model.get("architectures")) and type(self.model).__name__ not in found:
+            raise UserError(f"{self.who} has a model {found[0]}, and this run trains a {type(self.model).__name__}")
+        if self.free_cache_engine and not info.get("enable_memory_saver"):
+            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-memory-saver, or leave it out")
+
+    async def ask(self, request: GenerateRequest) -> list[Answer]:
+        check_params(request.params)
+        tasks = [asyncio.create_task(self._respond(request, sample)) for sample in request.samples]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _respond(self, request: GenerateRequest, sample: int) -> Answer:
+        ids, rollout, sampling, versions = list[int](), list[float](), list[float](), list[str]()
+        while True:
+            num_halts, left = self._num_halts, request.params.max_tokens - len(ids)
+            body = {
+                "input_ids": [*request.prompt_ids, *ids],
+                "sampling_params": _sampling_params(request, sample, left),
+                "return_logprob": True,
+                "top_logprobs_num": _num_likeliest(request.params),
+            }
+            meta = (await self._generate(body))["meta_info"]
+            reason, tokens = meta["finish_reason"]["type"], meta.get("output_token_logprobs")
+            if tokens is None and reason == "abort":  # it had not begun
+                tokens = []
+            ids += [token for _, token, *_ in tokens]
+            rollout += [float(log_prob) for log_prob, *_ in tokens]
+            sampling += _of_draws(meta, request.params) if tokens else []
+            versions += [meta["weight_version"]] * len(tokens)
+            self._num_tokens += len(tokens)
+            if reason != "abort" or self.kv_on_update == "abort" or len(tokens) >= left:
+                return Answer(ids, rollout, sampling, versions, reason)
+            if num_halts == self._num_halts:
+                raise ServerFailed(f"{self.who} aborted a request by itself: {meta['finish_reason'].get('message')}")
+
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        """Aborted there if it is cancelled here."""
+        name = uuid.uuid4().hex
+        try:
+            return await self.post("/generate", {**body, "rid": name})
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._abort(name))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            raise
+
+    async def _abort(self, name: str) -> None:
+        with suppress(httpx.HTTPError):
+            await self.client.post("/abort_request", json={"rid": name})
+
+    async def halt(self) -> None:
+        self._num_halts += 1
+        await self.post("/pause_generation", {"mode": "abort"})
+
+    async def halt_for_update(self) -> None:
+        await self.halt()
+
+    async def release(self) -> None:
+        await self.halt()
+        if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # which is no JSON
+            raise ServerFailed(f"{self.who} did not flush its cache: {answer.text[:500]}")
+        if self.free_cache_engine:
+            await self.post("/release_memory_occupation", {})
+            self._is_released = True
+
+    async def go_on(self) -> None:
+        if not self._is_released:
+            await self.post("/continue_generation", {})
+
+    async def take(self, files: Sequence[Path]) -> dict[str, str]:
+        """SGLang reports no hashes of what it holds: these are of the files. The canary finds other weights."""
+        if self._is_released:
+            await self.post("/resume_memory_occupation", {})
+            self._is_released = False
+        body = {"model_path": str(files[0].parent), "load_format": "auto", "flush_cache": True}
+        if not (answer := await self.post("/update_weights_from_disk", body))["success"]:
+            raise ServerFailed(f"{self.who} did not take new weights: {answer['message']}")
+        self._hashes = {}
+        for file in files:
+            self._hashes |= stripe_hashes((await asyncio.to_thread(load_file, file)).items())
+        return self._hashes
+
+    async def held_hashes(self) -> dict[str, str]:
+        return self._hashes
+
+    async def set_label(self, label: str) -> None:
+        await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        if (found := (await self._get("/get_model_info"))["weight_version"]) != label:
+            raise lie(self.who, f"that it has weights '{found}' when it was told that they are '{label}'")
+
+    async def count_tokens(self) -> int:
+        await self._get("/server_info")  # its scheduler answers between two steps
+        return self._num_tokens
+
+    async def _get(self, path: str) -> Any:
+        if (answer := await self.client.get(path)).status_code >= 500:
+            raise httpx.RemoteProtocolError(f"{path} is answered with {answer.status_code}")
+        if answer.status_code != httpx.codes.OK:
+            raise UserError(f"{self.who} answered {path} with {answer.status_code}: is it SGLang, 0.5.5 or newer?")
+        return self.read(answer)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raises UserError for parameters with which SGLang reports no log-probs that are exact: those of tokens come after
+    a penalty, and those of draws are known for top-k alone."""
+    neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for name, off in neutral.items():
+        if (value := getattr(params, name)) != off:
+            raise UserError(
+                f"{_KEY}.{name}={value}: SGLang reports no exact log-probs then: leave it out, or set top_k"
+            )
+
+
+def _sampling_params(request: GenerateRequest, sample: int, max_tokens: int) -> dict[str, Any]:
+    params = request.params
+    law: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k}
+    if params.greedy:  # SGLang's own greedy has the log-probs of temperature 1
+        law = {"temperature": params.temperature, "min_p": 1.0} if params.temperature != 1 else {"temperature": 0.0}
+    return {
+        **law,
+        "max_new_tokens": max_tokens,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": not params.stop_token_ids,  # with it SGLang ignores those as well
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "sampling_seed": sample_key(request.stream, sample) % _SEEDS,
+    }
+
+
+def _num_likeliest(params: SamplingParams) -> int:
+    return 0 if params.greedy else max(params.top_k, 0)
+
+
+def _of_draws(meta: Mapping[str, Any], params: SamplingParams) -> list[float]:
+    """Log-probs of drawn tokens: under top-k, as a share of the mass of the k likeliest."""
+    log_probs = [log_prob for log_prob, *_ in meta["output_token_logprobs"]]
+    if not _num_likeliest(params):
+        return log_probs
+    masses = (math.fsum(math.exp(each[0]) for each in likeliest) for likeliest in meta["output_top_logprobs"])
+    return [log_prob - math.log(mass) for log_prob, mass in zip(log_probs, masses, strict=True)]

@@ -1,0 +1,296 @@
+"""SGLang's HTTP interface over our embedded engine, written from its documentation and its source (0.5): what a client
+of ours asks of it. As a program it takes the place of `python -m sglang.launch_server --config FILE`.
+
+A lie makes it wrong in one way, see `LIES`.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from distflow.models.tokenizer import load_tokenizer
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
+from distflow.scheduling.groups import Version
+
+LIES = {
+    "error": "answers 500",
+    "garbage": "answers what is no JSON",
+    "other form": "answers without what was asked for",
+    "other tokens": "answers tokens that the model does not have",
+    "too short": "ends a response early",
+    "no log-probs": "leaves log-probs out",
+    "one log-prob": "leaves one log-prob out",
+    "NaN": "answers null for a log-prob",
+    "above 0": "answers log-probs of more than 1",
+    "older label": "names an older version of the weights in its answers",
+    "keeps its label": "does not take the name of a version",
+    "keeps its weights": "says that it has new weights, and serves the old",
+    "refuses": "does not take new weights",
+    "aborts": "aborts requests by itself",
+    "dies": "dies in an update",
+    "stalls": "does not answer any more",
+}
+Json = dict[str, Any]
+
+
+class Refused(Exception):
+    """(status, what is wrong)"""
+
+
+class SGLang:
+    """The server's state. Only the event loop of its thread uses it, but for `lie`."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
+        self.model, self.args, self.lie = model, args, ""
+        # New weights abort: with the weights that it has, that is how it aborts all that has begun.
+        self.engine = EmbeddedEngine(model, tokenizer, version=Version(0, 0), kv_on_update="abort", max_num_seqs=64)
+        self.label, self.paused, self.num_updates = "default", False, 0
+        self.open: dict[str, asyncio.Task[Generation | None]] = {}
+        self.asked: list[str] = []
+        self.loop = asyncio.new_event_loop()
+        self.resumed = asyncio.Event()
+        self.resumed.set()
+
+    async def generate(self, body: Json) -> Json:
+        while self.paused:
+            await self.resumed.wait()
+        ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
+        stops = () if wanted["ignore_eos"] else (*wanted["stop_token_ids"], self.model.config.eos_token_id)
+        heat = wanted["temperature"]
+        params = SamplingParams(
+            max_tokens=wanted["max_new_tokens"],
+            temperature=heat or 1.0,
+            greedy=heat == 0,
+            top_k=wanted.get("top_k", -1),
+            top_p=wanted.get("top_p", 1.0),
+            min_p=wanted.get("min_p", 0.0),
+            stop=tuple(wanted["stop"]),
+            stop_token_ids=stops,
+        )
+        seed = wanted["sampling_seed"] if self.args.get("enable_deterministic_inference") else time.monotonic_ns()
+        request = GenerateRequest(ids, (0,), params, Stream(seed, "sglang", 0, 0), num_drawn=len(ids))
+        name = body["rid"]
+        self.open[name] = asyncio.ensure_future(self._run(request))
+        try:
+            found = await asyncio.shield(self.open[name])
+        except asyncio.CancelledError:
+            found = None
+        finally:
+            self.open.pop(name, None)
+        if found is None or self.lie == "aborts":
+            reason = {"type": "abort", "message": "Abort in waiting queue"}
+            return {"output_ids": [], "meta_info": {"id": name, "finish_reason": reason, "weight_version": self.label}}
+        return self._answer(body, ids, params, found)
+
+    async def _run(self, request: GenerateRequest) -> Generation:
+        return (await self.engine.generate(request)).generations[0]
+
+    def _answer(self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation) -> Json:
+        tokens, log_probs = list(found.token_ids), list[float | None](found.rollout_log_probs)
+        if self.lie == "other tokens":
+            tokens[-1] = 10**6
+        if self.lie == "too short":
+            tokens, log_probs = tokens[:1], log_probs[:1]
+        if self.lie == "NaN":
+            log_probs[0] = None
+        if self.lie == "above 0":
+            log_probs[0] = 0.5
+        meta: Json = {
+            "id": body["rid"],
+            "finish_reason": {"type": found.finish_reason},
+            "weight_version": "default" if self.lie == "older label" else self.label,
+            "output_token_logprobs": [[number, token, None] for number, token in zip(log_probs, tokens, strict=True)],
+        }
+        if self.lie == "no log-probs":
+            del meta["output_token_logprobs"]
+        if self.lie == "one log-prob":
+            meta["output_token_logprobs"][0] = meta["output_token_logprobs"][0][1:]
+        if body["top_logprobs_num"]:
+            whole = torch.tensor([[*ids, *tokens]])
+            with torch.no_grad():
+                scores = self.model(whole).logits[0, len(ids) - 1 : -1].div(params.temperature).log_softmax(-1)
+            top = scores.topk(body["top_logprobs_num"])
+            rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            meta["output_top_logprobs"] = [[[p, t, None] for p, t in zip(*row, strict=True)] for row in rows]
+        return {"output_ids": tokens, "meta_info": meta} if self.lie != "other form" else {"tokens": tokens}
+
+    async def pause_generation(self, body: Json) -> Json:
+        if body["mode"] != "abort":
+            raise Refused(400, "a client of ours has no use for the other modes")
+        self.paused = True
+        self.resumed.clear()
+        await self._load(dict(self.model.named_parameters()))
+        for task in list(self.open.values()):
+            task.cancel()
+        while self.open:
+            await asyncio.sleep(0.001)
+        return {"status": "ok", "message": "Generation paused successfully."}
+
+    async def continue_generation(self, body: Json) -> Json:
+        self.paused = False
+        self.resumed.set()
+        return {"status": "ok", "message": "Generation continued successfully."}
+
+    async def abort_request(self, body: Json) -> Json:
+        for name, task in list(self.open.items()):
+            if body.get("abort_all") or name == body["rid"]:
+                task.cancel()
+        return {}
+
+    async def update_weights_from_disk(self, body: Json) -> Json:
+        if self.lie == "dies":
+            os._exit(1)
+        assert not self.open and body["flush_cache"] and body["load_format"] == "auto"
+        if self.lie == "refuses":
+            raise Refused(
+                400, {"success": False, "message": "Failed to get weights iterator", "num_paused_requests": 0}
+            )
+        if self.lie != "keeps its weights":
+            weights = {n: w for file in sorted(Path(body["model_path"]).iterdir()) for n, w in load_file(file).items()}
+            await self._load(weights)
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    async def _load(self, weights: dict[str, Any]) -> None:
+        self.num_updates += 1
+        copies = [(name, weight.detach().clone()) for name, weight in weights.items()]
+        await self.engine.load_weights(Version(0, self.num_updates), copies)
+
+    async def update_weight_version(self, body: Json) -> Json:
+        assert not body["abort_all_requests"]
+        if self.lie != "keeps its label":
+            self.label = body["new_version"]
+        return {"success": True, "message": "Weight version updated", "new_version": body["new_version"]}
+
+    async def get_weight_version(self, body: Json) -> Json:
+        return {"weight_version": self.label}
+
+    async def get_model_info(self, body: Json) -> Json:
+        named = {"model_path": self.args.get("model_path", ""), "tokenizer_path": "", "is_generation": True}
+        return {**named, "weight_version": self.label, "architectures": [type(self.model).__name__]}
+
+    async def server_info(self, body: Json) -> Json:
+        return {**self.args, "api_key": None, "internal_states": [{}], "version": "0.5.6"}
+
+    async def health(self, body: Json) -> Json:
+        return {}
+
+    health_generate = health
+
+    async def flush_cache(self, body: Json) -> str:
+        return "Cache flushed.\nPlease check backend logs for more details."
+
+    async def release_memory_occupation(self, body: Json) -> Json:
+        if not self.args.get("enable_memory_saver"):
+            raise Refused(400, "memory saver is not enabled")
+        await self.engine.pause(release=True)
+        return {}
+
+    async def resume_memory_occupation(self, body: Json) -> Json:
+        """The weights are garbage until the next update."""
+        await self._load({name: torch.full(w.shape, 7.0) for name, w in self.model.named_parameters()})
+        await self.engine.resume()
+        return {}
+
+
+GET = ("get_weight_version", "get_model_info", "server_info", "health", "health_generate")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: SGLang
+
+    def do_GET(self) -> None:
+        self._reply(self.path[1:] if self.path[1:] in GET else "", {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._reply(self.path[1:] if self.path[1:] not in GET else "", json.loads(body or b"{}"))
+
+    def _reply(self, name: str, body: Json) -> None:
+        state, status = self.state, 200
+        work: Callable[[Json], Any] | None = getattr(state, name, None) if name and name[0] != "_" else None
+        if state.lie == "stalls":
+            threading.Event().wait()
+        if (key := state.args.get("api_key")) and self.headers.get("Authorization") != f"Bearer {key}":
+            status, answer = 401, {"error": "Unauthorized"}
+        elif work is None:
+            status, answer = 404, {"detail": "Not Found"}
+        elif state.lie == "error" and name != "health":
+            status, answer = 500, {"error": "CUDA error: an illegal memory access was encountered"}
+        else:
+            state.asked.append(name)
+            try:
+                answer = asyncio.run_coroutine_threadsafe(work(body), state.loop).result()
+            except Refused as refused:
+                status, answer = refused.args
+        text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        text = b"<html>Bad Gateway" if state.lie == "garbage" else text
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+
+class Running:
+    """A server in threads of this process. `with Running(model, tokenizer) as server: server.url`"""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
+        self.state = SGLang(model, tokenizer, **args)
+        handler = type("Handler", (Handler,), {"state": self.state})
+        self._http = Listener((args.get("host", "127.0.0.1"), args.get("port", 0)), handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self) -> "Running":
+        self._loop_thread = threading.Thread(target=self._run_loop, daemon=True)
+        self._loop_thread.start()
+        asyncio.run_coroutine_threadsafe(self.state.engine.__aenter__(), self.state.loop).result()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self.state.loop)
+        self.state.loop.run_forever()
+
+    def __exit__(self, *exception: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        asyncio.run_coroutine_threadsafe(self.state.engine.__aexit__(*exception), self.state.loop).result()
+        self.state.loop.call_soon_threadsafe(self.state.loop.stop)
+        self._loop_thread.join()
+
+
+def main() -> None:
+    """`... --config FILE`, whose options are SGLang's."""
+    file = Path(sys.argv[sys.argv.index("--config") + 1])
+    args = {name.replace("-", "_"): value for name, value in json.loads(file.read_text()).items()}
+    assert args["load_format"] == "dummy"
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(args["model_path"])
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args["dtype"])).eval()
+    with Running(model, load_tokenizer(args["model_path"]), **args) as server:
+        server.state.lie = os.environ.get("SGLANG_LIE", "")
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The client of SGLang against a server of ours behind the same routes: one that lies, dies, is not there; and one that
+the client starts. What every engine must do is in tests/rollout/test_engines_alike.py."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.errors import TrustError, UserError
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
+from distflow.rollout.conformance import Bench, Finding, check_engine
+from distflow.rollout.servers import http_engine, sglang_engine
+from distflow.rollout.servers.http_engine import ServerFailed
+from distflow.rollout.servers.sglang_engine import SGLangEngine
+from distflow.scheduling.groups import Version
+from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of
+from tests.rollout.servers.sglang_server import LIES, Running
+from tests.tiny_models import tiny_tokenizer
+
+SERVER = Path(__file__).with_name("sglang_server.py")
+ROOT = Path(__file__).parents[3]
+
+Story = Callable[[SGLangEngine], Awaitable[Any]]
+
+
+def with_server(story: Story, lie: str = "", **options: Any) -> None:
+    """The server begins to lie when it has its first weights."""
+    model = make_model()
+
+    async def run(url: str, state: Any) -> None:
+        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=url, **options) as engine:
+            await engine.load_weights(Version(0, 1), list(model.named_parameters()))
+            state.lie = lie
+            await asyncio.wait_for(story(engine), 100)
+
+    with Running(make_model(seed=5), tiny_tokenizer(), enable_deterministic_inference=True) as server:
+        asyncio.run(run(server.url, server.state))
+
+
+async def generate(engine: SGLangEngine) -> Any:
+    return await engine.generate(request_of(prompt_of(5), (0, 1)))
+
+
+async def update(engine: SGLangEngine) -> None:
+    await engine.load_weights(Version(0, 2), list(make_model(seed=1).named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("lie", "story", "error", "text"),
+    [
+        ("garbage", generate, TrustError, "no JSON, but '<html>Bad Gateway'"),
+        ("other form", generate, TrustError, "another form .*meta_info"),
+        ("other tokens", generate, TrustError, "token 1000000, which the model does not have"),
+        ("too short", generate, TrustError, "a response ends by 'length' after 1 of 12 tokens"),
+        ("no log-probs", generate, TrustError, "another form"),
+        ("one log-prob", generate, TrustError, "a token None, which the model does not have"),
+        ("NaN", generate, TrustError, "another form"),
+        ("above 0", generate, TrustError, "log-probs that are none"),
+        ("older label", generate, TrustError, "weights 'default', when it was to have '0.1'"),
+        ("aborts", generate, ServerFailed, "aborted a request by itself: Abort in waiting queue"),
+        ("keeps its label", update, TrustError, "weights '0.1' when it was told that they are '0.2'"),
+        ("refuses", update, ServerFailed, "with 400: .*Failed to get weights iterator"),
+        pytest.param("error", generate, ServerFailed, "/generate with 500: .*CUDA", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_lies_is_named(lie: str, story: Story, error: type[Exception], text: str) -> None:
+    assert lie in LIES
+
+    async def asked(engine: SGLangEngine) -> None:
+        with pytest.raises(error, match=text) as found:
+            await story(engine)
+        assert engine.url and engine.url in str(found.value), "which server"
+
+    with_server(asked, lie)
+
+
+def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers() -> None:
+    async def check(engine: SGLangEngine) -> None:
+        bench = Bench(engine, make_model(), tiny_tokenizer(), 32, 1e-4, torch.float32, 1, {1: make_model()})
+        found: list[Finding] = [each async for each in check_engine(bench, [FIRST_WEIGHTS, "new weights"])]
+        assert [each.outcome for each in found] == ["held", "failed"] and "log-probs differ" in found[1].text
+
+    with_server(check, "keeps its weights")
+
+
+def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "ATTACH_S", 1.0)
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.1)
+    monkeypatch.setattr(sglang_engine, "HEALTH_S", 0.2)
+
+    async def asked(engine: SGLangEngine) -> None:
+        with pytest.raises(UserError, match=r"rollout.url=http://127.0.0.1:\d+: no server answers there"):
+            await generate(engine)
+
+    with_server(asked, "stalls")
+
+
+def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
+
+    async def run() -> None:
+        async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url="http://127.0.0.1:1"):
+            raise AssertionError("entered")
+
+    with pytest.raises(UserError, match="rollout.url=http://127.0.0.1:1: no server answers there"):
+        asyncio.run(run())
+
+
+def test_a_server_with_another_model_is_refused() -> None:
+    async def run(url: str) -> None:
+        async with SGLangEngine(make_model("qwen2"), tiny_tokenizer(), version=FIRST, url=url):
+            raise AssertionError("entered")
+
+    with (
+        Running(make_model(), tiny_tokenizer()) as server,
+        pytest.raises(UserError, match="LlamaForCausalLM, and this run trains a Qwen2ForCausalLM"),
+    ):
+        asyncio.run(run(server.url))
+
+
+def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_its_temperature() -> None:
+    async def asked(engine: SGLangEngine) -> None:
+        assert engine.repeats_draws and await generate(engine) == await generate(engine)
+        for heat in (1.0, 0.5):
+            request = request_of(prompt_of(6), greedy=True, temperature=heat)
+            (found,) = (await engine.generate(request)).generations
+            truth = forward_log_probs(make_model(), request.prompt_ids, found, heat)
+            assert found.rollout_log_probs == found.sampling_log_probs == pytest.approx(truth, abs=1e-4)
+
+    with_server(asked)
+
+
+def test_keys_and_values_of_older_weights_are_refused() -> None:
+    with pytest.raises(UserError, match="kv_on_update=keep: SGLang does not say .* set recompute or abort"):
+        SGLangEngine.check({"kv_on_update": "keep"})
+
+
+def launcher(folder: Path, **env: str) -> str:
+    """What stands for the Python of SGLang's environment: `-m sglang.launch_server` is our server."""
+    file = folder / "python"
+    variables = "".join(f"export {name}='{value}'\n" for name, value in {"PYTHONPATH": str(ROOT), **env}.items())
+    file.write_text(
+        f'#!/bin/sh\n{variables}[ "$2" = sglang.launch_server ] || exit 7\nexec {sys.executable} {SERVER} "$@"'
+    )
+    file.chmod(0o755)
+    return str(file)
+
+
+def started(folder: Path, story: Story, **env: str) -> None:
+    model = make_model()
+
+    async def run() -> None:
+        options: dict[str, Any] = {"python": launcher(folder, **env)}
+        options["engine_kwargs"] = {"enable_deterministic_inference": True}
+        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, **options) as engine:
+            await engine.load_weights(Version(0, 1), list(model.named_parameters()))
+            await story(engine)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_path: Path) -> None:
+    async def story(engine: SGLangEngine) -> None:
+        process = engine._process
+        assert process is not None
+        before = await generate(engine)
+        server = next(
+            int(stat.parent.name)
+            for stat in Path("/proc").glob("[0-9]*/stat")
+            if SERVER.name.encode() in stat.with_name("cmdline").read_bytes()
+            and os.getpgid(int(stat.parent.name)) == process.pid
+        )
+        key = engine.headers["Authorization"].split()[1].encode()
+        assert key not in Path(f"/proc/{server}/cmdline").read_bytes()
+        os.kill(server, signal.SIGKILL)
+        assert await generate(engine) == before and engine._process is not process
+
+    started(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(tmp_path: Path) -> None:
+    async def story(engine: SGLangEngine) -> None:
+        raise AssertionError("it has no weights")
+
+    with pytest.raises(ServerFailed, match="was lost 3 times at the same request"):
+        started(tmp_path, story, SGLANG_LIE="dies")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_trains_through_it(staleness: int, tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    keys = [f"{rollout}.name=sglang", f"{rollout}.python={launcher(tmp_path)}", "trainer.total_training_steps=3"]
+    keys += [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"] if staleness else []
+    keys += [f"trainer.default_local_dir={tmp_path}/run", "trust.canary_freq=1", "trainer.logger=[jsonl]"]
+    assert main(["train", "examples/tiny.yaml", *keys]) == 0
+    rows = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
+    assert len(rows) == 3 and all(row["mismatch/max_abs"] < 1e-4 for row in rows if staleness == 0)
+    assert all(row["mismatch/same_version/max_abs"] < 1e-4 for row in rows if "mismatch/same_version/max_abs" in row)
