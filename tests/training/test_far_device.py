@@ -7,7 +7,8 @@ import torch
 
 from distflow import builtin_names
 from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
-from distflow.data.batch import Batch, read_numbers
+from distflow.data.batch import Batch
+from distflow.device_transfer import read_numbers
 from distflow.graph.fields import Axis, find_field
 from distflow.models.loading import load_model
 from distflow.models.weight_fingerprints import magnitudes

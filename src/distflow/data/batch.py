@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distflow.data.sample import Sample
+from distflow.device_transfer import send
 from distflow.graph.fields import ALIASES, DERIVED, TOKEN_AXES, Axis, Field, find_field
 
 Column = Tensor | list[object]
@@ -445,24 +446,3 @@ def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -
             f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, "
             f"or declare it with register_field('{name}', dtype=..., axis=...)"
         )
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; from the host to an accelerator through pinned memory, without waiting."""
-    if device.type != "cpu" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
-def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
-    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    places: dict[torch.device, list[int]] = {}
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            places.setdefault(value.device, []).append(place)
-    for on_device in places.values():
-        scalars = [value.detach().double() for place in on_device if isinstance(value := values[place], Tensor)]
-        for place, number in zip(on_device, torch.stack(scalars).tolist(), strict=True):
-            numbers[place] = number
-    return numbers

@@ -5,19 +5,14 @@ a function are written once to an Arrow file in the run's folder, so that a resu
 """
 
 import csv
-import functools
 import hashlib
 import json
 import re
-import socket
-import threading
 from codecs import BOM_UTF8, iterdecode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import pyarrow
 
@@ -27,12 +22,11 @@ from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.python_rows import MAX_ROWS, json_lines
 from distflow.data.task_packages import read_records
 from distflow.errors import UserError, missing_path
+from distflow.hub_access import unreachable
 from distflow.import_target import LoadError, load_function
 from distflow.untrusted_files import MAX_JSON_VALUES, MAX_LINE_BYTES, count_values, lines_of
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
-REACHED_WITHIN_S = 4.0
-"""The hub's client itself retries for most of a minute."""
 MAX_LIST_BYTES, _ROW_BYTES = 128 * 2**20, 500
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 
@@ -136,26 +130,6 @@ def read_file(path: Path, key: str) -> Iterator[Record]:
         yield from reader(path)
     except OSError as error:
         raise UserError(f"{key}: '{path}' cannot be read: {error.strerror or error}") from error
-
-
-@functools.cache
-def unreachable() -> str | None:
-    """Why the hub cannot be reached from here; None if it can. Checked once.
-
-    If not, the libraries that read from it are set to offline mode: cached data still load.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    url = urlsplit(getproxies().get("https") or constants.ENDPOINT)
-    reason = _connects(url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
-    if reason is not None:
-        constants.HF_HUB_OFFLINE = True
-        import datasets.config
-
-        datasets.config.HF_HUB_OFFLINE = True
-    return reason
 
 
 def _records(text: str, key: str, file: Path | None, wanted: int) -> Iterator[Record]:
@@ -319,21 +293,3 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-
-
-def _connects(host: str, port: int) -> str | None:
-    """Why it cannot be reached. A name look-up has no timeout: it is left running on its thread."""
-    outcome: list[str | None] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=REACHED_WITHIN_S).close()
-            outcome.append(None)
-        except OSError as error:
-            outcome.append(error.strerror or str(error))
-
-    thread = threading.Thread(target=connect, name="distflow-hub", daemon=True)
-    thread.start()
-    thread.join(REACHED_WITHIN_S)
-    answer = outcome[0] if outcome else f"no answer within {REACHED_WITHIN_S:g} s"
-    return answer and f"{host}: {answer}"

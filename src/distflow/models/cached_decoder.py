@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.attention import attend_in_blocks
 from distflow.models.cpu_kernels.build import NotNative

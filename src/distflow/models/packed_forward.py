@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, take_rows
 from distflow.models.cached_decoder import FAMILIES

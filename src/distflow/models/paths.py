@@ -11,6 +11,7 @@ from pathlib import Path
 from distflow.builtin_names import MODELS
 from distflow.config.compose.check_paths import model_fault
 from distflow.errors import UserError
+from distflow.hub_access import unreachable
 from distflow.observe.crash_safe_files import read_object, unreadable
 from distflow.untrusted_files import check_file
 
@@ -47,8 +48,6 @@ def resolve_path(path: str | Path) -> str:
     if fault := model_fault(text):
         what, advice = fault
         raise UserError(f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME")
-    from distflow.data.sources import unreachable  # pyarrow, for a name on the hub alone
-
     unreachable()  # in seconds, and the libraries know
     return text
 
@@ -63,8 +62,6 @@ def why_not_loaded(resolved: str, reason: str) -> str:
     if is_local(resolved):
         return reason
     no_folder = f"there is no folder '{resolved}' in {Path.cwd()}"
-    from distflow.data.sources import unreachable  # see `resolve_path`
-
     if unreached := unreachable():
         return (
             f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a folder, or check the "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 
 # A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
 _SHORTEST_IN_BUCKET = 0.75

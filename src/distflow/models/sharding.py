@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, par
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.lora import unwrapped
 

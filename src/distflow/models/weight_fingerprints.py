@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
-from distflow.data.batch import read_numbers
+from distflow.device_transfer import read_numbers
 from distflow.errors import UserError
 from distflow.models.paths import is_local, resolve_path, why_not_loaded
 from distflow.models.sharding import own_part

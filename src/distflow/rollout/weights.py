@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 from distflow.rollout.engine import WeightReceipt
 from distflow.scheduling.groups import Version
 

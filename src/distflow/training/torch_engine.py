@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedTokenizerBase
 
-from distflow.data.batch import Batch, read_numbers, send
+from distflow.data.batch import Batch
 from distflow.data.preference_pairs import encode_text, messages_of
+from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
 from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from distflow.data.batch import Batch, send
+from distflow.data.batch import Batch
+from distflow.device_transfer import send
 from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
 from distflow.models.sharding import at_places, whole

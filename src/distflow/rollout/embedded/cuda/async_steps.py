@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.decode_state import (

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.batch import send
+from distflow.device_transfer import send
 from distflow.models.cached_decoder import DecoderView, PromptKV, attend
 from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence

@@ -7,7 +7,7 @@ import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from distflow.data.sources import unreachable
+from distflow.hub_access import unreachable
 
 
 @pytest.fixture(autouse=True)
