@@ -18,6 +18,7 @@ from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.rollout.weights import stripe_hashes
 from distflow.scheduling.groups import Version
 from tests.rollout.drive import FIRST, forward_log_probs, generate_all, make_model, prompt_of, request_of, run_all
+from tests.rollout.servers.test_server_process import is_gone, wait_until
 from tests.rollout.test_hf import OPTIONS, make_hf
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
@@ -61,8 +62,7 @@ def entered(do: Do) -> Iterator[VllmEngine]:
     process = engine._process
     do(engine.__aexit__())
     assert process is not None and not process.is_running()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    wait_until(lambda: is_gone(process.pid))
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
     of_vllm = run("vllm")
     assert max(row["mismatch/max_abs"] for row in of_vllm) < 1e-4
     if staleness == 0:
-        names = ("reward/mean_score", "response_length/mean", "actor/grad_norm")
+        names = ("reward/mean_score", "actor/grad_norm")
         for one, other in zip(of_vllm, run("embedded"), strict=True):
             assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
 

@@ -47,7 +47,7 @@ BACK_OFF_S: Final = 0.25  # doubled each time
 _CONNECT_S: Final = 10.0
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
-_NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+_NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
 
 _log = logging.getLogger(__name__)
 
@@ -295,13 +295,20 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             finally:
                 self._running.discard(task)
             async with self._changing:
-                if server == self._server:
+                if server == self._server and (server == self._silent_server or not await self._is_well()):
                     self._last_lines = self._log_end()
                     if number < MOST_SERVERS:
                         await self._replace(why)
         raise ServerFailed(f"{self.who} was lost {number} times at the same request: {why}{self._last_lines}")
 
     # The server.
+
+    async def _is_well(self) -> bool:
+        """Whether only a connection was lost: an idle one that the server closed, or to a predecessor."""
+        try:
+            return (await self.client.get("/health", timeout=SILENT_S)).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
 
     async def _replace(self, why: str) -> None:
         self._server += 1
