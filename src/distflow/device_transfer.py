@@ -8,7 +8,8 @@ from torch import Tensor
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; from the host to an accelerator through pinned memory, without waiting."""
-    if device.type != "cpu" and tensor.device.type == "cpu":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and device.type == accelerator.type and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
