@@ -232,7 +232,7 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         ("its entry names 'mine:nope'", "has no 'nope'"),
     ),
     "a module that does not exist": (names.ESTIMATORS, "nowhere:nope", ("there is no module 'nowhere'",)),
-    "a loss without its decorator": (names.POLICY_LOSSES, "mine:estimator", ("write @register_policy_loss",)),
+    "a loss without its decorator": (names.POLICY_LOSSES, "mine:estimator", ("add @register_policy_loss",)),
     "a reward without cases": (names.REWARDS, "mine:compute_score", ("mine.py has no CASES", "CASES = (Case(")),
     "a reward that does not exist": (names.REWARDS, "mine:nope", ("mine.py has no 'nope'",)),
     "a reward with a parameter too many": (
@@ -248,12 +248,20 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "a rollout engine without methods": (
         names.ROLLOUT_ENGINES,
         "mine:Engine",
-        ("rollout/engine.py says", "Add\n", "async def pause(self, release: bool = False) -> None", "'shares_weights'"),
+        (
+            "rollout/engine.py describes",
+            "Add\n",
+            "async def pause(self, release: bool = False) -> None",
+            "'shares_weights'",
+        ),
     ),
     "a train engine without methods": (
         names.TRAIN_ENGINES,
         "mine:Engine",
-        ("def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]", "mine.py: Engine cannot be made"),
+        (
+            "def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]",
+            "mine.py: Engine cannot be created",
+        ),
     ),
     "a tracker without methods": (
         names.TRACKERS,
@@ -291,7 +299,7 @@ def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(case: str, user
     [
         (
             ["trainer.imports=[users]", "algorithm.adv_estimator=odd"],
-            ("algorithm.adv_estimator", "(users.odd) takes 'temprature', which is no column", "*, temprature=...)"),
+            ("algorithm.adv_estimator", "(users.odd) takes 'temprature', not a column", "*, temprature=...)"),
         ),
         (
             ["trainer.imports=[users]", "actor_rollout_ref.actor.policy_loss=odd"],

@@ -126,7 +126,7 @@ def test_its_config_is_read_only_and_names_what_is_missing() -> None:
         del POLICY_LOSSES["test_spy"]
     (config,) = seen
     assert (config.clip_ratio, config["clip_ratio_c"], config.get("nothing", 7)) == (0.2, 3.0, 7)
-    with pytest.raises(AttributeError, match="read only"):
+    with pytest.raises(AttributeError, match="read-only"):
         config.clip_ratio = 0.5
     with pytest.raises(AttributeError, match="no numeric key 'clip_ration'"):
         _ = config.clip_ration

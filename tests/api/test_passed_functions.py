@@ -95,7 +95,7 @@ def scored(completions: list[str]) -> float:
         ({"advantage": "grpo"}, r"advantage is 'grpo': pass a function. .* algorithm.adv_estimator"),
         ({"pipeline": dict}, "pipeline is <class 'dict'>: pass a function"),
         ({"loss": scored}, r"policy_loss: .*scored\) cannot be called: it takes no log_probs"),
-        ({"advantage": scored}, "takes 'completions', which is not a column of the batch"),
+        ({"advantage": scored}, "takes 'completions', not a column of the batch"),
         ({"advantage": scored, "overrides": {"algorithm.adv_estimator": "gae"}}, "so is the argument advantage="),
         ({"loss": scored, "overrides": {"dag.pipeline": "sft"}}, "loss is given, and the pipeline sft does not score"),
     ],

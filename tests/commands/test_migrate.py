@@ -36,9 +36,9 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
 
 BAD = {
     "empty.py": ("", "it is empty"),
-    "binary.sh": (b"\x00\x01\xff", "it is not a text file"),
-    "zeros.sh": (b"a\x00b", "it is not a text file"),
-    "latin.py": ("# caf\xe9".encode("latin-1"), "it is not a text file"),
+    "binary.sh": (b"\x00\x01\xff", "it is no text"),
+    "zeros.sh": (b"a\x00b", "it is no text"),
+    "latin.py": ("# caf\xe9".encode("latin-1"), "it is no text"),
     "broken.py": ("def f(:\n", "it is not a valid Python script"),
     "old.py": ("print 'two'\n", "it is not a valid Python script"),
     "deep.py": ("x = " + "(" * 5000, "it is not a valid Python script"),
@@ -74,7 +74,7 @@ def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
     taken.touch()
     for options, said in (
         (["--to", str(taken)], "it is there already"),
-        (["--to", str(tmp_path / "grpo.yaml")], "is not the name of a preset"),
+        (["--to", str(tmp_path / "grpo.yaml")], "is not a preset's"),
         (["--to", str(tmp_path / "a.b.yaml")], "has no dots"),
         (["--to", str(tmp_path / "gone" / "a.yaml")], "in a folder that does not exist"),
         (["--devices", "0"], "at least one device"),

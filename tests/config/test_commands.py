@@ -22,7 +22,7 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "verl_grpo_qwen2_7b": ("verl_grpo", ONE_GPU, []),
     "verl_grpo_qwen3_4b": ("verl_grpo", ONE_GPU, []),
     "verl_grpo_lora": ("verl_grpo", ONE_GPU, []),
-    "verl_grpo_seq_balance": ("verl_grpo", {**ONE_GPU, f"{ROLLOUT}.name": "choose from embedded, hf, vllm"}, []),
+    "verl_grpo_seq_balance": ("verl_grpo", ONE_GPU, []),
     "verl_ppo_deepseek7b": (
         "verl_ppo",
         {key: text for key, text in ONE_GPU.items() if not key.startswith(REF)},

@@ -258,9 +258,9 @@ def test_arguments_of_the_template_come_from_the_row_then_from_the_config() -> N
 def test_arguments_that_nothing_reads_are_refused() -> None:
     options = PromptOptions(500, 500, template_kwargs={"date_sting": "then"})
     rows = [RawRow("f:1", TALK[:2], None, "d", None, {})]
-    with pytest.raises(UserError, match="date_sting has no effect: no 'date_sting' is in the chat template of"):
+    with pytest.raises(UserError, match="date_sting does nothing: no 'date_sting' is in the chat template of"):
         encode_rows(rows, TOKENIZERS["llama3"], options, BadRows())
-    with pytest.raises(UserError, match="date_sting has no effect: the prompts are plain text"):
+    with pytest.raises(UserError, match="date_sting does nothing: the prompts are plain text"):
         encode_rows([RawRow("f:1", "1+1", None, "d", None, {})], TOKENIZERS["llama3"], options, BadRows())
 
 

@@ -69,7 +69,7 @@ REFUSED = {
     "an option of Hydra's": (("--config-name=ppo_trainer", "--config-path=config"), ("an option of Hydra: remove it",)),
     "a short key as an option": (("--lr", "3"), ("actor_rollout_ref.actor.optim.lr",)),
     "no key to change": (("--allow-change", "nosuch.key"), ("nosuch.key", "no such key")),
-    "no checkpoint to resume": (("--resume", "model"), ("model is no checkpoint",)),
+    "no checkpoint to resume": (("--resume", "model"), ("model is not a checkpoint",)),
     "no folder to resume": (("--resume", "modle"), ("did you mean 'model'?",)),
 }
 
@@ -88,7 +88,7 @@ def test_a_mistake_is_refused_with_its_fix(name: str, bare: Path, capsys: pytest
 def test_what_is_no_checkpoint_is_not_called_damaged(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "model", "--to", "out"]) == 2
     said = capsys.readouterr().err
-    assert "model is no run's folder and no checkpoint" in said and "damaged" not in said
+    assert "model is neither a run's folder nor a checkpoint" in said and "damaged" not in said
 
 
 def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def falls_to_zero_at(engine: object) -> int:
 
 
 def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
-    with pytest.raises(UserError, match="reward_model.model.path: a node of the pipeline asks for the engine"):
+    with pytest.raises(UserError, match="reward_model.model.path: a node of the pipeline needs the engine"):
         make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
     models = "reward_model.models={helpful: {path: scores}}"
     with pytest.raises(UserError, match="reward_model.models.helpfull: .* did you mean 'helpful'"):

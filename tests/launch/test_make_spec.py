@@ -358,7 +358,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
 def test_weights_that_another_engine_computes_with_stay(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     moves = f"{ACTOR_FSDP}.param_offload=true"
     with pytest.raises(UserError, match=r"param_offload=true: the rollout engine computes with the same float32"):
         playground.spec("grpo", moves)
@@ -380,7 +380,7 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
         ((FREE, "async.max_staleness=1"), "free_cache_engine .command line.: engines cannot free anything if async"),
         (
             (FREE, *APART),
-            "free_cache_engine .command line.: engines cannot free anything .*  workers that only generate",
+            "free_cache_engine .command line.: engines cannot free anything .* workers that only generate",
         ),
         (("trainer.worker_roles={rollout: {worker_cpus: 2}}",), "trainer.worker_roles.*set trainer.launcher=ray"),
         (

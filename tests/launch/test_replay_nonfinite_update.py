@@ -69,13 +69,13 @@ def test_weights_of_the_bundle_are_those_that_are_replayed(tmp_path: Path, monke
 def test_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
     spoil(bundle, lambda weights: weights.update(other=torch.ones(1)))
-    with pytest.raises(UserError, match="the bundle's weight other is none of the model's"):
+    with pytest.raises(UserError, match="the bundle's weight other is not a weight of the model"):
         list(replay_bundle(bundle))
 
 
 def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(tmp_path)]) == 2
-    assert "is no bundle" in capsys.readouterr().err
+    assert "is not a bundle" in capsys.readouterr().err
 
 
 def spoil(bundle: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

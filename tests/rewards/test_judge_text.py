@@ -43,5 +43,5 @@ def test_a_template_is_a_text_or_a_file_and_names_the_response(tmp_path: Path) -
         with pytest.raises(UserError, match=said):
             judge_template(wrong)
     values = {"prompt": "p", "response": "r", "ground_truth": "g"}
-    with pytest.raises(ValueError, match="names level, which is no column"):
+    with pytest.raises(ValueError, match="names level, which is not a column"):
         fill_template("{response} {level}", values, 100)

@@ -121,8 +121,8 @@ def test_domains_are_checked_before_the_run():
 @pytest.mark.parametrize(
     ("functions", "custom", "said"),
     [
-        ({}, None, "names no function"),
-        ({"default": []}, None, "names no function"),
+        ({}, None, "is empty"),
+        ({"default": []}, None, "is empty"),
         ({"default": [("maths", 1.0)]}, None, "did you mean 'math'"),
         ({"default": [("custom", 1.0)]}, None, "set custom_reward_function.path"),
         ({"default": [("custom", 1.0)]}, ("no/such/file.py", "compute_score"), "no file"),

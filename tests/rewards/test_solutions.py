@@ -63,7 +63,7 @@ def test_where_most_fail_the_run_is_refused():
 
 
 def test_tests_that_cannot_be_judged_are_no_pass():
-    with pytest.raises(UserError, match=r"1 of 1 .*(?s:.*)rows.jsonl:1: code: .*no Python"):
+    with pytest.raises(UserError, match=r"1 of 1 .*(?s:.*)rows.jsonl:1: code: .*not valid Python"):
         tried(DEF, tests=["assert f(1) =="])
 
 

@@ -81,7 +81,7 @@ def test_a_gpu_that_cannot_be_asked_is_no_error(monkeypatch: pytest.MonkeyPatch,
         raise error
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 8))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (3, 8))
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
     assert recorder.read_gpu() == {}
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)

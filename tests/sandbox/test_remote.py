@@ -219,7 +219,7 @@ def test_a_server_that_is_gone_is_a_fault_and_no_score(local: Sandbox, monkeypat
         assert compute_score("", DOUBLE, ["assert f(1) == 2"], {}, sandbox=url)["score"] == 1.0
     there.close()
     for ask in (lambda: there.run("print(1)"), lambda: session.call("f"), lambda: RemoteSandbox(url)):
-        with pytest.raises(SandboxFault, match="does not answer"):
+        with pytest.raises(SandboxFault, match="does not reply"):
             ask()
     session.close()
 

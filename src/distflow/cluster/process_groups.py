@@ -24,8 +24,7 @@ from distflow.training.engine import Collective, OneRank, Plain, Reducible
 def backend_of(plan: Plan) -> str:
     """The argument of `init_process_group`. gloo beside nccl carries host memory, pickled objects among it; it is also
     beside what torch knows for other accelerators."""
-    device = torch.device(plan.ranks[0].device).type
-    if device not in ("cpu", "cuda"):
+    for device in {torch.device(rank.device).type for rank in plan.ranks} - {"cpu", "cuda"}:
         return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
 

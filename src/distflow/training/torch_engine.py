@@ -117,7 +117,7 @@ class FrozenWeights:
     def offload(self, weights: bool = True, moments: bool = False) -> None:
         self._home = next(self.model.parameters()).device
         self.model.to("cpu")
-        if self._home.type != "cpu":
+        if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
     def onload(self) -> None:
@@ -386,7 +386,7 @@ class TorchTrainEngine(TorchScorer):
             self.model.to(host)
         if moments:
             move_optimizer_state(self.optimizer, host)
-        if self._device.type != "cpu":
+        if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
     def onload(self) -> None:

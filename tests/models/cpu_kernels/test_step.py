@@ -409,7 +409,7 @@ def test_what_torch_does_not_count_is_seen_when_told() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: make().to(torch.bfloat16), "float32 on a CPU, but .*  is in bfloat16 on cpu"),
+        (lambda: make().to(torch.bfloat16), "float32 on a CPU, but .* is in bfloat16 on cpu"),
         (lambda: make(hidden_act="gelu"), "it does not know GELUActivation"),
     ],
 )

@@ -110,7 +110,7 @@ def test_the_staleness_of_responses_is_counted_where_any_is_stale(tmp_path: Path
     ("slow", "staleness", "decodes", "said"),
     [
         (0.6, 4, 1.0, "generation is the slower side"),
-        (0.05, 4, 0.5, "a lower async.max_staleness (now 4) may do as well"),
+        (0.05, 4, 0.5, "a lower async.max_staleness (now 4) may be as fast"),
         (0.05, 1, 0.5, "training is the slower side. Give it more threads (trainer.num_threads)."),
         (0.6, 2, 0.5, "both wait for something else"),
         (0.05, 4, 1.0, None),

@@ -284,7 +284,7 @@ def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(tmp_path: Path, 
         (folder / name).mkdir()
     else:
         (folder / name).symlink_to(precious)
-    with pytest.raises(RunFolderError, match=f"{name} is no file"):
+    with pytest.raises(RunFolderError, match=f"{name} is not a file"):
         RunFolder(folder, 1)
     assert precious.read_text() == "precious"
 
@@ -293,7 +293,7 @@ def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(tmp_path: Path, 
 def test_what_stands_in_the_way_of_a_folder_is_named_at_the_start(tmp_path: Path, name: str) -> None:
     RunFolder(tmp_path / "run", 0).close()
     (tmp_path / "run" / name).write_text("mine")
-    with pytest.raises(RunFolderError, match=f"{name} is no folder"):
+    with pytest.raises(RunFolderError, match=f"{name} is not a folder"):
         RunFolder(tmp_path / "run", 1)
     assert (tmp_path / "run" / name).read_text() == "mine"
 

@@ -198,7 +198,7 @@ def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server
 
         server.lie = lie
         receipt = await engine.load_weights(Version(0, 2), list(weights.items()))
-        with pytest.raises(TrustError, match="did not arrive whole"):
+        with pytest.raises(TrustError, match="arrived incompletely"):
             check_receipt(receipt, Version(0, 2), stripe_hashes(weights.items()))
 
     run(make(server.url), story)
