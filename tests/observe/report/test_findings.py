@@ -100,7 +100,7 @@ def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
         (
             (0.0, 0.0),
             (0.0, 0.0),
-            r"The reward was 0 for every response of all 2 steps: .* \(my\.py\) does not recognise",
+            r"The reward was 0 for every response of all 2 steps: .* \(my\.py\) does not rec",
         ),
         ((0.5,), (0.5,), r"The reward was 0\.5 for every response of 1 step: .*It does not distinguish better"),
         ((0.1 + 0.2,), (0.3,), r"The reward was 0\.3 "),
