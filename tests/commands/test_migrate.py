@@ -36,9 +36,9 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
 
 BAD = {
     "empty.py": ("", "it is empty"),
-    "binary.sh": (b"\x00\x01\xff", "it is no text"),
-    "zeros.sh": (b"a\x00b", "it is no text"),
-    "latin.py": ("# caf\xe9".encode("latin-1"), "it is no text"),
+    "binary.sh": (b"\x00\x01\xff", "it is not a text file"),
+    "zeros.sh": (b"a\x00b", "it is not a text file"),
+    "latin.py": ("# caf\xe9".encode("latin-1"), "it is not a text file"),
     "broken.py": ("def f(:\n", "it is not a valid Python script"),
     "old.py": ("print 'two'\n", "it is not a valid Python script"),
     "deep.py": ("x = " + "(" * 5000, "it is not a valid Python script"),

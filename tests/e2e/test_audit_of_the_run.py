@@ -347,7 +347,7 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
     "nothing that ends them": (asked_with(lambda params: replace(params, stop_token_ids=())), "stop_token_ids=\\(\\)"),
     "samples alike": (
         replaced(scheduler, "sample_key", lambda original: lambda stream, sample: original(stream, 0)),
-        r"\(sampled\) .* has a twin",
+        r"\(sampled\) .* has a duplicate",
     ),
     "a text that is cut before it is scored": (replaced(router, "call_arguments", cut), "the accuracy of another"),
     "tokens of older weights": (

@@ -37,7 +37,7 @@ def read_foreign(path: Path) -> ForeignSettings:
 def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignSettings:
     text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
     if "\0" in text or not text.strip():
-        raise UserError("it is no text" if text.strip() else "it is empty")
+        raise UserError("it is not a text file" if text.strip() else "it is empty")
     if path.suffix == ".py":
         return _read_python(text, arguments)
     if path.suffix not in (".yaml", ".yml"):
