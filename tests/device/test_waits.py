@@ -130,4 +130,5 @@ def test_the_docs_name_every_place_that_waits(tmp_path: Path, rollout: str) -> N
     measured = {place: four[place] > two[place] for place in four}
     listed = documented("## Where the host waits") | (documented("### With the engine `hf`") if rollout == "hf" else {})
     unused = {place for place in listed if "rollout/embedded" in place or "models/cached" in place}
-    assert measured == {place: each for place, each in listed.items() if rollout != "hf" or place not in unused}
+    expected = {place: each for place, each in listed.items() if rollout != "hf" or place not in unused}
+    assert measured == expected, sorted(measured.items() ^ expected.items())

@@ -328,7 +328,7 @@ def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(
     run.wait_for(lambda: steps_journaled(ground.folder / name) >= 2)
     children = children_of(run.pid)
     assert children and run.send(number)
-    assert run.status() == 128 + number and "finishing this step, saving, then leaving" in run.said(), run.said()
+    assert run.status() == 128 + number and "finishing this step, saving, then exiting" in run.said(), run.said()
     assert not any(map(is_alive, children)) and "Traceback" not in run.said()
     left = Left(ground.folder / name)
     assert 2 <= left.checkpoint.step < 14 and left.run["coordinator"]["live"]

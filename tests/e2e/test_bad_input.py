@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(ground: Playground, capsys
 
     for path in checkpoints.glob("step-*"):
         (path / "actor.safetensors").unlink()
-    refused(capsys, 2, train(ground, *saving), "no checkpoint in", "is whole", "--resume never")
+    refused(capsys, 2, train(ground, *saving), "no checkpoint in", "is complete", "--resume never")
 
 
 def test_a_damaged_line_of_the_metrics_is_told_and_costs_nothing_else(

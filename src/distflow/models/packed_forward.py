@@ -247,7 +247,8 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     ids, others = torch.randint(embedding.shape[0], (2, int(lengths.sum())), generator=generator)
     ids[-8:-5] = ids[-11:-8]
     sharing, ids, others = shared_prefixes(ids, lengths), ids.to(embedding.device), others.to(embedding.device)
-    is_kept = (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths).to(ids.device)
+    is_kept = (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths)
+    kept, is_kept = is_kept.nonzero()[:, 0].to(ids.device), is_kept.to(ids.device)
     was_training = model.training
     model.eval()
     packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]  # nn.Module declares no methods
@@ -261,7 +262,7 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
         model.train(was_training)
     largest = torch.cat(alone).abs().max()
     error = float((packed - torch.cat(alone)).abs().max() / largest)
-    leak = float((after - before)[is_kept].abs().max() / largest)
+    leak = float((after - before)[kept].abs().max() / largest)
     if math.isnan(error + leak):
         return math.inf, 0.0
     return (leak, _LEAK[packed.dtype]) if leak > _LEAK[packed.dtype] else (error, _TOLERANCE[packed.dtype])

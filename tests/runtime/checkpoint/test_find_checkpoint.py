@@ -100,7 +100,7 @@ def test_going_on_from_another_run_tells_nothing_of_the_one_that_was_there(groun
     launch(ground, f"{STEPS}=2", name="source")
     launch(ground, f"{STEPS}=3", name="run")
     outcome, said = launch(ground, f"{STEPS}=3", resume=str(ground.folder / "source"))
-    assert outcome.steps == 3 and "earlier/1 now" in said
+    assert outcome.steps == 3 and "earlier/1" in said
     assert steps(ground.folder / "run") == [3]
 
 
