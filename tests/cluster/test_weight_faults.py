@@ -268,7 +268,7 @@ def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], 
 
     fleet = weights_to(rollout_workers_of(workers), carry, 0.5)
     with pytest.raises(
-        Stalled, match=r"bucket 0 of the weights of step 2 could not be stored .*  within 0\.5 s .*hangs"
+        Stalled, match=r"bucket 0 of the weights of step 2 could not be stored .* within 0\.5 s .*hangs"
     ):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2

@@ -36,7 +36,8 @@ def follow_machines(loaded: Loaded) -> Loaded:
     has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
     has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
     who = "torch" if is_local else "Ray"
-    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), but {who} has {has or 'no GPU'}"
+    joined = "and" if has_enough else "but"
+    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), {joined} {who} has {has or 'no GPU'}"
     if trainer.device == "auto":
         found = accelerator() if is_local else "cuda"
         return with_changes(loaded, [("trainer.device", found if found and has_enough else "cpu", why)])
