@@ -226,7 +226,8 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
         return done.metrics("train")
 
     of_vllm = run("vllm")
-    assert max(row["mismatch/max_abs"] for row in of_vllm) < 1e-4
+    of_same_weights = "mismatch/same_version/max_abs"  # a run ahead of training also has tokens of older ones
+    assert max(row[of_same_weights] for row in of_vllm if of_same_weights in row) < 1e-4
     if staleness == 0:
         names = ("reward/mean_score", "actor/grad_norm")
         for one, other in zip(of_vllm, run("embedded"), strict=True):
