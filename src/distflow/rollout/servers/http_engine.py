@@ -74,8 +74,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     """A `RolloutEngine`, of which a subclass knows the server.
 
     model: its config and the names and shapes of its weights matter, not their values. url: of a server that somebody
-    else started; None starts one. A server that dies is started again with the current weights; requests that it had
-    are sent again.
+    else started; None starts one, by `python`, the interpreter of the environment that has it (None is this one), with
+    the further options `engine_kwargs`, by their names there. kv_on_update, max_num_seqs: as the keys.
+    free_cache_engine: `pause(release=True)` frees the weights as well. A server that dies is started again with the
+    current weights; requests that it had are sent again.
     """
 
     model: nn.Module
@@ -84,6 +86,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     version: Version
     shares_weights: bool = False
     url: str | None = None
+    python: str | None = None
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kv_on_update: str = "recompute"
+    max_num_seqs: int = 256
+    free_cache_engine: bool = False
     num_generated_tokens: int = field(default=0, init=False)
 
     NAME = "server"

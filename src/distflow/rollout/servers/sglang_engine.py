@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,17 +33,8 @@ class SGLangEngine(HttpEngine):
     """An answer of SGLang names one version of the weights, so what is under way is aborted at a pause, and asked for
     again with the tokens that it had: each part is of one version, and keys and values are always computed again.
 
-    python: the interpreter of the environment that has SGLang; None is this one. engine_kwargs: further options of its,
-    by their names there. kv_on_update, max_num_seqs: as the keys. free_cache_engine: `pause(release=True)` frees the
-    weights as well. repeats_draws: whether the server draws by the seeds that it is given.
+    repeats_draws: whether the server draws by the seeds that it is given.
     """
-
-    _: KW_ONLY
-    python: str | None = None
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    kv_on_update: str = "recompute"
-    max_num_seqs: int = 256
-    free_cache_engine: bool = False
 
     NAME = "SGLang server"
 

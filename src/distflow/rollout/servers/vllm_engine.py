@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,17 +47,10 @@ def check_environment(python: str | None) -> str:
 
 @dataclass(eq=False)
 class VllmEngine(HttpEngine):
-    """python: the interpreter of the environment that has vLLM; None is this one. engine_kwargs: further options of
-    vLLM's, by their names there. kv_on_update, max_num_seqs, enforce_eager: as the keys. num_threads: of the server, on
-    a CPU. free_cache_engine: `pause(release=True)` frees the weights as well."""
+    """enforce_eager: as the key. num_threads: of the server, on a CPU."""
 
     _: KW_ONLY
-    python: str | None = None
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    kv_on_update: str = "recompute"
-    max_num_seqs: int = 256
     enforce_eager: bool = False
-    free_cache_engine: bool = False
     num_threads: int | None = None
 
     NAME = "vLLM server"
