@@ -155,6 +155,6 @@ def test_one_that_fails_leaves_the_other_to_its_end_and_the_same_command_ends_bo
     rows.write_text(right)
     again = start(tmp_path / "again.log", grounds, "trainer.n_gpus_per_node=2")
     assert again.status() == 0, again.said()
-    assert "small | " in again.said() and "is done" in again.said().partition("large: done")[0]
+    assert "small | " in again.said() and "is finished" in again.said().partition("large: done")[0]
     for ground in grounds.values():
         assert verify(ground.folder / "run" / "ledger.jsonl").consumed == 4 * STEPS
