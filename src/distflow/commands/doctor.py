@@ -70,12 +70,12 @@ def _check_device(words: list[str], trusted: bool) -> int:
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
     with importing():
-        from distflow.launch.code_trust import only_if_trusted, pipeline_code
+        from distflow.launch.code_trust import model_code, only_if_trusted, pipeline_code
         from distflow.launch.hardware import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
         from distflow.selftest.device_checks import check_device
 
-    only_if_trusted([*pipeline_code(config)], trusted, say=print)
+    only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)
     make_process_ready(config)
     with tempfile.TemporaryDirectory(prefix="distflow-device-") as folder:
