@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from distflow.cli import main
+from distflow.launch import check_device
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server
 from distflow.sandbox.interface import INSTALL
 from distflow.sandbox.sandbox import probe
-from distflow.selftest import device_checks
 
 # Holds the folder as a run does, listens, and ends when its input does.
 RUN = """
@@ -111,7 +111,7 @@ def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
     driver.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\nGCC version:\n"
     )
-    monkeypatch.setattr(device_checks, "_DRIVER", driver)
+    monkeypatch.setattr(check_device, "_DRIVER", driver)
     for cuda, told in (
         (None, "is built without CUDA: install"),
         ("13.0", "for CUDA 13.0, finds no device: the driver"),

@@ -10,7 +10,9 @@ import torch
 
 from distflow import cli
 from distflow.config import load_config
-from distflow.selftest.device_checks import CHECKS, Subject, try_check
+from distflow.launch.check_device import Subject, try_check
+from distflow.selftest.device_checks import CHECKS
+from distflow.selftest.runs import TOKENIZER, write_models
 from tests.device.rehearsal import on_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -39,8 +41,9 @@ def try_checks(folder: Path, *names: str, keys: tuple[str, ...] = ()) -> dict[st
     """The texts of those that fail."""
     config = load_config("grpo", [f"{MODEL}.path=builtin:tiny-arithmetic", *keys], complete=False).config
     folder.mkdir()
-    subject = Subject(config, torch.device("rehearsal"), folder)
-    found = [try_check(name, subject) for name in names]
+    write_models(folder)
+    subject = Subject(config, torch.device("rehearsal"), folder, TOKENIZER)
+    found = [try_check(name, CHECKS[name], subject) for name in names]
     return {each.name: each.text for each in found if each.outcome == "failed"}
 
 

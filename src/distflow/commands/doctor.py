@@ -73,13 +73,13 @@ def _check_device(words: list[str], trusted: bool) -> int:
         from distflow.launch.code_trust import model_code, only_if_trusted, pipeline_code
         from distflow.launch.hardware import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
-        from distflow.selftest.device_checks import check_device
+        from distflow.selftest.device_checks import check_all
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)
     make_process_ready(config)
     with tempfile.TemporaryDirectory(prefix="distflow-device-") as folder:
-        for found in check_device(config, Path(folder)):
+        for found in check_all(config, Path(folder)):
             failed += found.outcome == "failed"
             print(f"{found.name:<24} {found.outcome:<9} {escape_control(found.text, one_line=True)}", flush=True)
     print(f"{time.monotonic() - started:.0f} s; {failed or 'nothing'} failed")

@@ -1,323 +1,38 @@
-"""`distflow doctor --device`: what a first run on an accelerator would trip over. Each check compares what the device
-does with the CPU, or what a config needs with what the device has, and says in one line what it found and what to do.
-"""
+"""All checks of `distflow doctor --device`: those of launch/check_device.py, collectives in processes, and a run."""
 
-import asyncio
-import re
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
 
 from distflow.config import Config
-from distflow.config.derived_settings import offload_keys
-from distflow.data.batch import Batch
-from distflow.errors import TrustError, UserError
-from distflow.launch.hardware import accelerator, choose_dtype
-from distflow.launch.memory_of_config import kv_bytes_of_token, resident_bytes
-from distflow.models.loading import load_model
-from distflow.models.tokenizer import load_tokenizer
-from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
-from distflow.scheduling.groups import Version
+from distflow.launch import check_device
+from distflow.launch.check_device import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
+from distflow.launch.hardware import accelerator
 from distflow.selftest.collectives import check_collectives
 from distflow.selftest.comparisons import Pair, compare
 from distflow.selftest.figures import RECORDED, read_recorded
 from distflow.selftest.runs import TOKENIZER, Lab, write_models
-from distflow.training.torch_engine import TorchScorer
 
-OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"
-EXACT: Final = 1e-4
-"""Of float32 against the CPU. Sums in another order differ by 1e-6; products that are rounded to TF32 by 1e-3."""
-_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _STEPS: Final = 2
-_COPIED_BYTES: Final = 2**26
-_LENGTHS: Final = ((5, 9), (1, 14), (12, 1), (8, 30), (3, 64), (40, 33))
-_NUM_SEQS: Final = 4
-
-Result = tuple[str, str]
-"""The outcome, and its figures or what to do."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Of one check. outcome: "ok", "warning", "failed" (a run would be wrong or impossible), "left out"."""
-
-    name: str
-    outcome: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The device, the config that is to run on it, and a tiny model on both sides. folder: empty, for its files."""
-
-    config: Config
-    device: torch.device
-    folder: Path
-
-    def model(self, device: torch.device) -> PreTrainedModel:
-        if not (self.folder / "policy").exists():
-            write_models(self.folder)
-        return load_model(self.folder / "policy", device=device)
-
-    @cached_property
-    def models(self) -> dict[str, PreTrainedModel]:
-        return {each.type: self.model(each) for each in (torch.device("cpu"), self.device)}
-
-    @cached_property
-    def batch(self) -> Batch:
-        """Of random tokens."""
-        draws = torch.Generator().manual_seed(0)
-        prompts, responses = torch.tensor(_LENGTHS).unbind(1)
-        batch, vocabulary = Batch(prompts, responses), self.models["cpu"].config.vocab_size
-        for name, lengths in (("prompt_ids", prompts), ("response_ids", responses)):
-            batch[name] = torch.randint(vocabulary, (int(lengths.sum()),), generator=draws)
-        return batch
-
-    def log_probs(self, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As the trainer computes them."""
-        scorer = TorchScorer(self.models[device], compute_dtype=dtype)
-        return scorer.forward(self.batch, ("log_probs",)).flat("log_probs").double()
-
-    @cached_property
-    def exact(self) -> Tensor:
-        return self.log_probs("cpu")
-
-    @cached_property
-    def bfloat16_error(self) -> float:
-        """What rounding to bfloat16 does on the CPU."""
-        return _mean_error(self.log_probs("cpu", torch.bfloat16), self.exact)
-
-
-def check_device(config: Config, folder: Path) -> Iterator[Finding]:
+def check_all(config: Config, folder: Path) -> Iterator[Finding]:
     """A finding as soon as it is made; only the first where there is no device to check. folder: an empty one."""
-    found = find_device(config.trainer.device)
+    found = check_device.find_device(config.trainer.device)
     yield found
     kind = accelerator()
     if found.outcome == OK and kind is not None:
-        subject = Subject(config, torch.device(kind), folder)
-        yield from (try_check(name, subject) for name in CHECKS)
-
-
-def try_check(name: str, subject: Subject) -> Finding:
-    check, advice = CHECKS[name]
-    try:
-        outcome, text = check(subject)
-    except (RuntimeError, UserError, TrustError) as error:  # torch's errors are RuntimeErrors
-        outcome, text = FAILED, f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return Finding(name, outcome, f"{text}: {advice}" if outcome == FAILED else text)
-
-
-def find_device(wanted: str) -> Finding:
-    """The device that `trainer.device` means; "left out" where the CPU is meant, and nothing else is here."""
-    found, driver = accelerator(), _nvidia_driver()
-    if found is None and driver:
-        return Finding("device", FAILED, _without_device(driver))
-    if wanted not in ("auto", "cpu", found):
-        has = f"only {found}" if found else "no accelerator"
-        return Finding(
-            "device", FAILED, f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
-        )
-    if found is None:
-        return Finding("device", LEFT_OUT, "torch finds no accelerator here: runs compute on the CPU")
-    if wanted == "cpu":
-        return Finding("device", LEFT_OUT, f"trainer.device=cpu: the {found} device here would not be used")
-    name = torch.get_device_module(found).get_device_name()
-    free, total = torch.accelerator.get_memory_info()
-    of_driver = f", NVIDIA driver {driver}" if driver else ""
-    return Finding("device", OK, f"{found}: {name}, {_gib(free)} of {_gib(total)} GiB free{of_driver}")
-
-
-def _without_device(driver: str) -> str:
-    text, built = f"this machine has the NVIDIA driver {driver}, but torch {torch.__version__}", torch.version.cuda
-    if built is None:
-        return f"{text} is built without CUDA: install a build for CUDA (https://pytorch.org/get-started)"
-    return (
-        f"{text}, for CUDA {built}, finds no device: the driver may be too old for it (nvidia-smi shows up to which "
-        "CUDA it goes), or CUDA_VISIBLE_DEVICES hides the device"
-    )
-
-
-def _nvidia_driver() -> str:
-    """Its version; "" where there is none."""
-    if not _DRIVER.is_file():
-        return ""
-    number = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text())
-    return number[1] if number else "of an unknown version"
-
-
-def _build(subject: Subject) -> Result:
-    text = f"torch {torch.__version__}"
-    if subject.device.type != "cuda" or torch.version.hip:
-        return OK, text
-    major, minor = torch.cuda.get_device_capability()
-    kernels, wanted = " ".join(torch.cuda.get_arch_list()), 10 * major + minor
-    has = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", kernels)]
-    # Kernels run on the minor versions after theirs; code of a "compute" version is translated for every later device.
-    fits = any(number <= wanted and (kind == "compute" or number // 10 == major) for kind, number in has)
-    text += f" for CUDA {torch.version.cuda}, the device is sm_{wanted}"
-    return (OK, text) if fits else (FAILED, f"{text}, and torch has kernels for {kernels}")
-
-
-def _count(subject: Subject) -> Result:
-    found, trainer = torch.accelerator.device_count(), subject.config.trainer
-    on_this = trainer.launcher == "local" or trainer.nnodes == 1
-    text = f"{found} here, {trainer.n_gpus_per_node} on each machine in the config"
-    return FAILED if on_this and trainer.n_gpus_per_node > found else OK, text
-
-
-def _kernels(subject: Subject) -> Result:
-    draws = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(shape, generator=draws) for shape in ((64, 96), (96, 48)))
-    index = torch.randint(64, (200,), generator=draws)
-
-    def results(x: Tensor, y: Tensor, index: Tensor) -> dict[str, Tensor]:
-        return {
-            "product": x @ y,
-            "softmax": x.softmax(-1),
-            "silu": torch.nn.functional.silu(x),
-            "cumulative sum": x.cumsum(-1),
-            "sort": x.sort(-1, descending=True).values,
-            "index_put": torch.zeros_like(x).index_put((index,), x[index], accumulate=True),
-            "comparison": torch.where(x > 0.5, x, -x).amax(0),
-            "integers": ((index * -7046029254386353131) >> 30) ^ index,
-        }
-
-    found = results(x.to(subject.device), y.to(subject.device), index.to(subject.device))
-    exact = results(x.double(), y.double(), index)
-    errors = {name: _largest(found[name].cpu().double(), exact[name].double()) for name in exact}
-    worst = max(errors, key=lambda name: errors[name])
-    text = f"{worst} differs by {errors[worst]:.0e} from float64 on the CPU, the limit is {EXACT:.0e}"
-    return OK if errors[worst] <= EXACT else FAILED, text
-
-
-def _copies(subject: Subject) -> Result:
-    """As `device_transfer.send`, and back."""
-    host = torch.randint(256, (_COPIED_BYTES,), dtype=torch.uint8).pin_memory()
-    there, back = torch.empty_like(host, device=subject.device), torch.empty_like(host, pin_memory=True)
-    rates = []
-    for target, source in ((there, host), (back, there)):
-        target.copy_(source, non_blocking=True)  # the first one sets up
-        torch.accelerator.synchronize()
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.accelerator.synchronize()
-        rates.append(_COPIED_BYTES / (time.perf_counter() - start) / 1e9)
-    same = torch.equal(host, back)
-    text = f"{rates[0]:.1f} GB/s to the device, {rates[1]:.1f} GB/s back, pinned"
-    return (OK, text) if same else (FAILED, "what came back is not what was copied")
-
-
-def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
-    device = subject.device.type
-    if dtype != torch.float32:
-        one = torch.ones(2, 2, device=device)
-        with torch.autocast(device, dtype=dtype):
-            computed = (one @ one).dtype
-        if computed != dtype:
-            return FAILED, f"products under autocast are in {computed}"
-    error, limit, kind = _error(subject, dtype)
-    name = str(dtype).removeprefix("torch.")
-    of_config = ", the config's dtype" if choose_dtype(subject.config) == name else ""
-    text = f"{kind} difference {error:.1e} from float32 on the CPU, the limit is {limit:.1e}{of_config}"
-    return OK if error <= limit else FAILED, text
-
-
-def _attention(subject: Subject, kind: SDPBackend) -> Result:
-    """By one of the implementations among which torch chooses by itself."""
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        try:
-            with sdpa_kernel([kind]):
-                error, limit, measure = _error(subject, dtype)
-        except RuntimeError as refusal:
-            if not re.search("No (available kernel|viable backend)", str(refusal)):
-                raise
-            continue
-        text = f"{str(dtype).removeprefix('torch.')} {measure} {error:.1e}"
-        if not error <= limit:
-            return FAILED, f"{text}, the limit is {limit:.1e}, and torch may choose it by itself"
-        found.append(text)
-    return (OK, "difference of log-probs: " + ", ".join(found)) if found else (LEFT_OUT, "not for this device")
-
-
-def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float, str]:
-    """Of log-probs against float32 on the CPU: how far off, how far is right, and what of them."""
-    found = subject.log_probs(subject.device.type, dtype)
-    if dtype == torch.float32:
-        return _largest(found, subject.exact), EXACT, "largest"
-    return _mean_error(found, subject.exact), 2 * subject.bfloat16_error + 1e-3, "mean"
-
-
-def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Generation], int]:
-    """Responses of the embedded engine, and how many graphs it recorded."""
-    engine = EmbeddedEngine(
-        subject.models[device],
-        load_tokenizer(TOKENIZER),
-        version=Version(0, 0),
-        max_num_seqs=_NUM_SEQS,
-        enforce_eager=enforce_eager,
-    )
-
-    async def generate() -> list[Generation]:
-        async with engine:
-            request = GenerateRequest((5, 6, 7), tuple(range(_NUM_SEQS)), SamplingParams(32), Stream(1, "check", 0, 0))
-            return list((await engine.generate(request)).generations)
-
-    return asyncio.run(generate()), engine.num_graphs
-
-
-def _decode(subject: Subject) -> Result:
-    return _same_responses(*(_generated(subject, device, True)[0] for device in (subject.device.type, "cpu")))
-
-
-def _graphs(subject: Subject) -> Result:
-    if subject.device.type != "cuda":
-        return LEFT_OUT, f"{subject.device.type} has none"
-    (replayed, number), (plain, _) = (_generated(subject, "cuda", eager) for eager in (False, True))
-    if not number:
-        return FAILED, "no decode step could be captured"
-    outcome, text = _same_responses(replayed, plain)
-    return outcome, f"{number} captured, {text}"
-
-
-def _same_responses(found: list[Generation], expected: list[Generation]) -> Result:
-    if [each.token_ids for each in found] != [each.token_ids for each in expected]:
-        return FAILED, "other tokens are drawn than they should be"
-    one, other = (torch.tensor([n for each in side for n in each.rollout_log_probs]) for side in (found, expected))
-    error = _largest(one, other)
-    text = f"the same tokens, log-probs differ by {error:.1e}, the limit is {EXACT:.0e}"
-    return OK if error <= EXACT else FAILED, text
+        write_models(folder)
+        subject = Subject(config, torch.device(kind), folder, TOKENIZER)
+        yield from (try_check(name, check, subject) for name, check in CHECKS.items())
 
 
 def _collectives(subject: Subject) -> Result:
     return OK, check_collectives(subject.device.type, subject.folder)
-
-
-def _memory(subject: Subject) -> Result:
-    config = subject.config
-    if not config.actor_rollout_ref.model.path:
-        return LEFT_OUT, "there is no model: name a config, and actor_rollout_ref.model.path, after --device"
-    free, _ = torch.accelerator.get_memory_info()
-    parts, token_bytes = resident_bytes(config), kv_bytes_of_token(config)
-    total, length = sum(parts.values()), config.data.max_prompt_length + config.data.max_response_length
-    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-    text = f"{listed}: {_gib(total)} of {_gib(free)} GiB free, without activations"
-    if offloads := offload_keys(config):
-        text += f" and before offloading ({', '.join(offloads)})"
-    if total + length * token_bytes > free:
-        return (WARNING if offloads and total <= 2 * free else FAILED), text
-    fitting, wanted = int((free - total) // (length * token_bytes)), config.actor_rollout_ref.rollout.max_num_seqs
-    text += f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their prompts"
-    return (OK, text) if fitting >= wanted else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
 
 
 def _grpo(subject: Subject) -> Result:
@@ -335,43 +50,8 @@ def _grpo(subject: Subject) -> Result:
     return OK if row.ok else FAILED, text
 
 
-def _largest(found: Tensor, exact: Tensor) -> float:
-    """Relative where the exact number is beyond 1; infinite for NaN."""
-    error = ((found - exact).abs() / exact.abs().clamp(min=1)).max()
-    return float(error.nan_to_num(nan=torch.inf))
-
-
-def _mean_error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).abs().mean().nan_to_num(nan=torch.inf))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f}" if size >= 2**30 / 20 else f"{size / 2**30:.4f}"
-
-
-_OTHER_TORCH: Final = "install another build of torch; if that does not help, test the device"
-_KINDS: Final = [kind for kind in SDPBackend.__members__.values() if kind is not SDPBackend.ERROR]
-CHECKS: Final[dict[str, tuple[Callable[[Subject], Result], str]]] = {
-    "build of torch": (_build, "install a build of torch for this device (https://pytorch.org/get-started)"),
-    "devices": (_count, "lower trainer.n_gpus_per_node, or look at CUDA_VISIBLE_DEVICES"),
-    "kernels": (_kernels, f"unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if it is set; else {_OTHER_TORCH}"),
-    "copies": (_copies, _OTHER_TORCH),
-    **{
-        f"log-probs, {name}": (partial(_dtype, dtype=dtype), f"do not train in {name} here; {_OTHER_TORCH}")
-        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
-    },
-    **{
-        f"attention, {kind.name.lower().removesuffix('_attention')}": (partial(_attention, kind=kind), _OTHER_TORCH)
-        for kind in _KINDS
-    },
-    "decode steps": (_decode, "set actor_rollout_ref.rollout.name=hf"),
-    "CUDA graphs": (_graphs, "set actor_rollout_ref.rollout.enforce_eager=true"),
-    "collectives": (_collectives, "train on one device until they work; NCCL_DEBUG=INFO says more"),
-    "memory of the config": (
-        _memory,
-        "train adapters (actor_rollout_ref.model.lora_rank), offload (actor.fsdp_config.optimizer_offload=true), shard "
-        "over more devices (actor.strategy=fsdp), or take a smaller model",
-    ),
-    "GRPO steps": (_grpo, "do not train on this device"),
+CHECKS: Final = {
+    **check_device.CHECKS,
+    "collectives": Check(_collectives, "train on one device until they work; NCCL_DEBUG=INFO says more"),
+    "GRPO steps": Check(_grpo, "do not train on this device"),
 }
-"""By name, in the order in which they are tried, with what to do where one fails."""

@@ -1,4 +1,4 @@
-"""The memory of a config's models: counted from real ones."""
+"""The memory of a config's models: counted from real ones. What is found on a device: tests/device/test_doctor.py."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.config import load_config
-from distflow.launch.memory_of_config import kv_bytes_of_token, resident_bytes
+from distflow.launch.check_device import kv_bytes_of_token, resident_bytes
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from tests.tiny_models import write_tiny_model
