@@ -144,6 +144,7 @@ def test_left_out(): pass
 """
 
 
+@pytest.mark.slow
 def test_what_the_tests_for_a_gpu_leave_is_written_down(bench: ModuleType, tmp_path: Path) -> None:
     import record
 

@@ -1,4 +1,4 @@
-"""The memory of a config's models: counted from real ones. What is found on a device: tests/device/test_doctor.py."""
+"""The memory of a config's models, counted from real ones, and builds of torch for other devices. What is found on a device: tests/device/test_doctor.py."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.config import load_config
-from distflow.launch.check_device import kv_bytes_of_token, resident_bytes
+from distflow.launch.check_device import CHECKS, Subject, kv_bytes_of_token, resident_bytes, try_check
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from tests.tiny_models import write_tiny_model
@@ -18,6 +18,29 @@ MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model", "qwen3", head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "outcome"),
+    [
+        ((8, 0), ["sm_80", "sm_90"], "ok"),
+        ((8, 6), ["sm_80", "sm_90"], "ok"),  # the same kernels run on it
+        ((8, 0), ["sm_86"], "failed"),
+        ((7, 0), ["sm_80", "compute_90"], "failed"),
+        ((12, 0), ["sm_80", "sm_90"], "failed"),
+        ((12, 0), ["sm_80", "sm_90", "compute_90"], "ok"),  # translated when it is loaded
+    ],
+)
+def test_a_build_without_kernels_for_the_device_is_found(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: list[str], outcome: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
+    config = load_config("grpo", complete=False).config
+    subject = Subject(config, torch.device("cuda"), Path("no/such/folder"), "none")
+    found = try_check("build", CHECKS["build of torch"], subject)
+    assert found.outcome == outcome and f"sm_{10 * capability[0] + capability[1]}" in found.text
+    assert ("https://pytorch.org" in found.text) == (outcome == "failed")
 
 
 def parts(folder: Path, *keys: str, preset: str = "grpo") -> dict[str, float]:

@@ -5,6 +5,7 @@ does with the CPU, or what a config needs with what the device has, and says in 
 import asyncio
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,12 +23,13 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError, UserError
 from distflow.launch.engine_factories import engine_dtype, shares_weights
 from distflow.launch.hardware import accelerator, choose_dtype
-from distflow.launch.model_sources import Source, critic_source, policy_adapter, policy_source
+from distflow.launch.model_sources import Source, critic_source, policy_adapter, policy_context, policy_source
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model
 from distflow.models.sharding import empty_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.embedded.cuda.async_steps import MEMORY_SHARE
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
 from distflow.scheduling.groups import Version
 from distflow.training.torch_engine import TorchScorer
@@ -116,9 +118,8 @@ def find_device(wanted: str) -> Finding:
         return Finding("device", FAILED, _without_device(driver))
     if wanted not in ("auto", "cpu", found):
         has = f"only {found}" if found else "no accelerator"
-        return Finding(
-            "device", FAILED, f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
-        )
+        text = f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
+        return Finding("device", FAILED, text)
     if found is None:
         return Finding("device", LEFT_OUT, "torch finds no accelerator here: runs compute on the CPU")
     if wanted == "cpu":
@@ -204,9 +205,9 @@ def _copies(subject: Subject) -> Result:
         target.copy_(source, non_blocking=True)
         torch.accelerator.synchronize()
         rates.append(_COPIED_BYTES / (time.perf_counter() - start) / 1e9)
-    same = torch.equal(host, back)
-    text = f"{rates[0]:.1f} GB/s to the device, {rates[1]:.1f} GB/s back, pinned"
-    return (OK, text) if same else (FAILED, "what came back is not what was copied")
+    if not torch.equal(host, back):
+        return FAILED, "what came back is not what was copied"
+    return OK, f"{rates[0]:.1f} GB/s to the device, {rates[1]:.1f} GB/s back, pinned"
 
 
 def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
@@ -217,19 +218,19 @@ def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
             computed = (one @ one).dtype
         if computed != dtype:
             return FAILED, f"products under autocast are in {computed}"
-    error, limit, kind = _error(subject, dtype)
-    name = str(dtype).removeprefix("torch.")
-    of_config = ", the config's dtype" if choose_dtype(subject.config) == name else ""
-    text = f"{kind} difference {error:.1e} from float32 on the CPU, the limit is {limit:.1e}{of_config}"
+    error, limit, measure = _error(subject, dtype)
+    of_config = ", the config's dtype" if f"torch.{choose_dtype(subject.config)}" == str(dtype) else ""
+    text = f"{measure} difference {error:.1e} from float32 on the CPU, the limit is {limit:.1e}{of_config}"
     return OK if error <= limit else FAILED, text
 
 
 def _attention(subject: Subject, kind: SDPBackend) -> Result:
-    """By one of the implementations among which torch chooses by itself."""
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
+    """By one of the implementations among which torch chooses by itself. `overrideable` is that of other accelerators
+    than CUDA's."""
+    found, dtypes = [], (torch.float32, torch.bfloat16)
+    for dtype in () if kind is SDPBackend.OVERRIDEABLE and subject.device.type == "cuda" else dtypes:
         try:
-            with sdpa_kernel([kind]):
+            with sdpa_kernel([kind]), warnings.catch_warnings(action="ignore"):  # on why it is not for this device
                 error, limit, measure = _error(subject, dtype)
         except RuntimeError as refusal:
             if not re.search("No (available kernel|viable backend)", str(refusal)):
@@ -295,6 +296,7 @@ def _memory(subject: Subject) -> Result:
     config = subject.config
     if not config.actor_rollout_ref.model.path:
         return LEFT_OUT, "there is no model: name a config, and actor_rollout_ref.model.path, after --device"
+    torch.accelerator.empty_cache()
     free, _ = torch.accelerator.get_memory_info()
     parts, token_bytes = resident_bytes(config), kv_bytes_of_token(config)
     total, length = sum(parts.values()), config.data.max_prompt_length + config.data.max_response_length
@@ -303,7 +305,12 @@ def _memory(subject: Subject) -> Result:
     if offloads := offload_keys(config):
         text += f" and before offloading ({', '.join(offloads)})"
     if total + length * token_bytes > free:
-        return (WARNING if offloads and total <= 2 * free else FAILED), text
+        return WARNING if offloads else FAILED, text
+    trained = parts["gradients"] + parts["optimizer"]
+    kept = kept_bytes(config, free - (total - trained))
+    if total + kept > free and not offloads:
+        taken = f"the embedded engine, which generates before they are there, keeps {_gib(kept)} for keys and values"
+        return FAILED, f"{text}; {taken}: set actor_rollout_ref.rollout.free_cache_engine=true, or"
     fitting, wanted = int((free - total) // (length * token_bytes)), config.actor_rollout_ref.rollout.max_num_seqs
     text += f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their prompts"
     return (OK, text) if fitting >= wanted else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
@@ -331,6 +338,15 @@ def resident_bytes(config: Config) -> dict[str, float]:
     if "rollout" in engines and not shares_weights(config):
         found["rollout engine"] = float(engine_dtype(config).itemsize * whole)
     return found
+
+
+def kept_bytes(config: Config, free: float) -> float:
+    """What the embedded engine takes of the free memory when it first generates, and keeps while the models train."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "embedded" or rollout.free_cache_engine:
+        return 0.0
+    longest = policy_context(config) or config.data.max_prompt_length + config.data.max_response_length
+    return min(MEMORY_SHARE * free, 2.0 * rollout.max_num_seqs * longest * kv_bytes_of_token(config))
 
 
 def _empty(source: Source) -> PreTrainedModel:
@@ -361,7 +377,6 @@ def _gib(size: float) -> str:
 
 
 _OTHER_TORCH: Final = "install another build of torch; if that does not help, test the device"
-_KINDS: Final = [kind for kind in SDPBackend.__members__.values() if kind is not SDPBackend.ERROR]
 CHECKS: Final[dict[str, Check]] = {
     "build of torch": Check(_build, "install a build of torch for this device (https://pytorch.org/get-started)"),
     "devices": Check(_count, "lower trainer.n_gpus_per_node, or look at CUDA_VISIBLE_DEVICES"),
@@ -375,7 +390,8 @@ CHECKS: Final[dict[str, Check]] = {
         f"attention, {kind.name.lower().removesuffix('_attention')}": Check(
             partial(_attention, kind=kind), _OTHER_TORCH
         )
-        for kind in _KINDS
+        for kind in SDPBackend.__members__.values()
+        if kind is not SDPBackend.ERROR
     },
     "decode steps": Check(_decode, "set actor_rollout_ref.rollout.name=hf"),
     "CUDA graphs": Check(_graphs, "set actor_rollout_ref.rollout.enforce_eager=true"),
