@@ -1,4 +1,5 @@
-"""The memory of a config's models, counted from real ones, and builds of torch for other devices. What is found on a device: tests/device/test_doctor.py."""
+"""The memory of a config's models, counted from real ones, and builds of torch for other devices. What is found on a
+device is in tests/device/test_doctor.py."""
 
 from pathlib import Path
 
