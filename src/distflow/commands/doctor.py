@@ -41,7 +41,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG key=value",
         help="try the accelerator before a first run, with the memory that a preset or a YAML file needs",
     )
-    add_trust_argument(parser, "that config names")
+    add_trust_argument(parser, "the config of --device names")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
