@@ -16,7 +16,7 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu test-device test-lowest \
+.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu bench-gpu test-device test-lowest \
 	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
@@ -95,10 +95,15 @@ test-lowest test-newest: test-%: $(UV)
 	.venv-$*/bin/python -m pip check
 	.venv-$*/bin/python -m pytest -n auto --dist worksteal $(VERSIONS_TESTS)
 
-# Fails where there is no GPU: skipped tests are no passed ones. One after another, on the first device.
+# Fails where there is no GPU: skipped tests are no passed ones. One after another, on the first device. Writes what passed
+# into benchmarks/RESULTS.md.
 test-gpu: $(INSTALLED)
-	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no CUDA device here, so nothing was tested")'
-	$(BIN)/python -m pytest -m gpu -rs
+	$(BIN)/python benchmarks/record.py
+
+# One GPU: shares of its bandwidth and of its peak, and whole steps, beside vLLM and TRL where they are. Writes a section of
+# benchmarks/RESULTS.md.
+bench-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu.py --record
 
 # On a second device without hardware, which is compiled once: docs/devices.md. The tests for a GPU run on it too.
 test-device: $(INSTALLED)

@@ -80,8 +80,10 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
 """
 
 import argparse
+import math
 import os
 import statistics
+import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -89,6 +91,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from fairness import Beside, tcmalloc, worth_it
 from workload import WORKS, Work, run_peer, train, write_work
 
@@ -104,13 +107,15 @@ Run = tuple[float, float]
 
 @dataclass(frozen=True)
 class Setting:
-    """Of TRL. preload: the allocator's library, or none."""
+    """Of TRL. preload: the allocator's library, or none. vllm: it generates, on the trainer's device."""
 
     micro_batch: int
     preload: str = ""
+    vllm: bool = False
 
     def __str__(self) -> str:
-        return f"micro-batches of {self.micro_batch}" + (", tcmalloc" if self.preload else "")
+        added = (", tcmalloc" if self.preload else "") + (", vLLM" if self.vllm else "")
+        return f"micro-batches of {self.micro_batch}{added}"
 
 
 def ours(folder: Path, name: str, work: Work, steps: int) -> Run:
@@ -125,6 +130,8 @@ def trl(folder: Path, work: Work, steps: int, setting: Setting) -> Run:
         "longest": work.longest,
         "bfloat16": work.shape.dtype == "bfloat16",
         "micro_batch": setting.micro_batch,
+        "on_gpu": torch.cuda.is_available(),
+        "vllm": setting.vllm,
     }
     command = ["env", f"LD_PRELOAD={setting.preload}"] if setting.preload else []
     command += [str(TRL), str(ROOT / "benchmarks/peers/trl_steps.py"), str(folder)]
@@ -136,17 +143,30 @@ def settings_of_trl(name: str, folder: Path, work: Work) -> list[Setting]:
     """Those that are worth their time, best first."""
 
     def cost(setting: Setting) -> float:
-        seconds, tokens = trl(folder, work, TRIED_STEPS, setting)
+        try:
+            seconds, tokens = trl(folder, work, TRIED_STEPS, setting)
+        except SystemExit as failed:  # such as for want of memory
+            print(f"{name}: TRL, {setting} failed: {str(failed).strip().splitlines()[-1]}", flush=True)
+            return math.inf
         return seconds / tokens
 
     taken = {setting: cost(setting) for setting in map(Setting, MICRO_BATCHES)}
-    library = tcmalloc(ROOT / ".peers")
-    if library is None:
+    faster, library = min(taken, key=lambda setting: taken[setting]), tcmalloc(ROOT / ".peers")
+    if torch.cuda.is_available():
+        if subprocess.run([TRL, "-c", "import vllm"], capture_output=True).returncode:
+            print(f"{TRL} has no vLLM: TRL generates by transformers", flush=True)
+        else:
+            by_vllm = replace(faster, vllm=True)
+            taken[by_vllm] = cost(by_vllm)
+    elif library is None:
         print("tcmalloc was not found: TRL runs without", flush=True)
     else:
-        faster = replace(min(taken, key=lambda setting: taken[setting]), preload=library)
-        taken[faster] = cost(faster)
-    kept = worth_it(f"{name}: TRL", {str(setting): seconds for setting, seconds in taken.items()})
+        preloaded = replace(faster, preload=library)
+        taken[preloaded] = cost(preloaded)
+    ran = {str(setting): seconds for setting, seconds in taken.items() if seconds < math.inf}
+    if not ran:
+        raise SystemExit(f"{name}: TRL runs with none of its settings")
+    kept = worth_it(f"{name}: TRL", ran)
     return [setting for told in kept for setting in taken if str(setting) == told]
 
 

@@ -62,8 +62,11 @@ WORKS = {
     "fixed-135m": Work(
         Shape(576, 30, dtype="bfloat16", head_dim=64, groups=3, intermediate=1536, vocabulary=49152), 64, prompts=8
     ),
+    "gpu-135m": Work(
+        Shape(576, 30, ends=256.0, dtype="bfloat16", head_dim=64, groups=3, intermediate=1536, vocabulary=49152), 1024
+    ),
 }
-"""fixed-135m: the shape of SmolLM2-135M, but for a head of its own."""
+"""fixed-135m and gpu-135m: the shape of SmolLM2-135M, but for a head of its own."""
 
 
 @dataclass(frozen=True)

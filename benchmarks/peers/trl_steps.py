@@ -2,8 +2,8 @@
 
     .peers/trl/bin/python benchmarks/peers/trl_steps.py FOLDER
 
-FOLDER/job.json has `prompts`, `steps`, `longest`, `bfloat16`, `micro_batch`. FOLDER/done.json gets seconds and answered
-tokens of each step but the first.
+FOLDER/job.json has `prompts`, `steps`, `longest`, `bfloat16`, `micro_batch`, `on_gpu`, and `vllm`, which generates on
+the trainer's device. FOLDER/done.json gets seconds and answered tokens of each step but the first.
 """
 
 import json
@@ -51,7 +51,10 @@ def main() -> None:
             learning_rate=1e-6,
             weight_decay=0.01,
             bf16=wanted["bfloat16"],
-            use_cpu=True,
+            use_cpu=not wanted["on_gpu"],
+            use_vllm=wanted["vllm"],
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.4,
             gradient_checkpointing=False,
             beta=0.0,
             logging_steps=1,

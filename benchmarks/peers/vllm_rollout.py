@@ -26,7 +26,9 @@ def step(llm: Any, work: list[tuple[list[int], int]]) -> float:
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
-    llm = LLM(str(folder / "model"), dtype=job["dtype"], max_num_seqs=256, max_model_len=1024, disable_log_stats=True)
+    memory = {"gpu_memory_utilization": job["memory"]} if "memory" in job else {}
+    sizes = {"max_num_seqs": 256, "max_model_len": 1024, **memory}
+    llm = LLM(str(folder / "model"), dtype=job["dtype"], disable_log_stats=True, **sizes)
     step(llm, job["steps"][0])  # warms up
     (folder / "done.json").write_text(json.dumps([step(llm, work) for work in job["steps"]]))
 

@@ -14,6 +14,18 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dimension, of any devices and types, on the host: one transfer per device."""
+    found = list(tensors)
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        raw = [tensors[place].contiguous().view(torch.uint8) for place in places]
+        copied = torch.cat(raw).cpu().split([len(part) for part in raw])
+        for place, part in zip(places, copied, strict=True):
+            found[place] = part.clone().view(tensors[place].dtype)  # a part may begin where its type may not
+    return found
+
+
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Scalars of any devices and types as numbers, in their order: one transfer per device."""
     numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]

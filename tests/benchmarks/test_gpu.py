@@ -1,5 +1,6 @@
-"""What `benchmarks/gpu.py` divides by: formulas against brute counts; and that all of it runs."""
+"""What `benchmarks/gpu.py` divides by: formulas against brute counts; that all of it runs, and is written down."""
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.roofline import Decoder, decode_bytes, forward_flops, update_flops
+from benchmarks.workload import Shape, Work
 from tests.tiny_models import tiny_config
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -82,13 +84,76 @@ def test_a_decode_step_moves_weights_and_what_is_seen(tied: bool) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_runs(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With what it prints as a section before older ones."""
+    results = tmp_path / "RESULTS.md"
+    results.write_text("# Results\n\nAll of them.\n\n## 2026-01-01, a machine\n\nold\n")
     sizes = "--batch 2 --new-tokens 4 --tokens 32 --prompts 1 --longest 8 --rounds 1"
-    monkeypatch.setattr(sys, "argv", f"gpu.py --device cpu --shape tiny --checkpointing {sizes}".split())
+    arguments = f"--device cpu --shape tiny --checkpointing {sizes} --record {results}"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments.split()])
     bench.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
-    assert [row.split(" | ")[1].partition(",")[0] for row in rows] == ["decode", "prefill", "update", "long tail"]
+    works = ["decode", "decode", "prefill", "update", "long tail"]
+    assert [row.split(" | ")[1].partition(",")[0] for row in rows] == works
+    head, new, old = results.read_text().split("\n## ")
+    assert head == "# Results\n\nAll of them.\n" and old == "2026-01-01, a machine\n\nold\n"
+    assert all(row in new for row in rows) and f"`python benchmarks/gpu.py {arguments}`" in new and "commit" in new
+
+
+def test_shares_are_of_the_measured_rates_and_of_the_data_sheet(bench: ModuleType) -> None:
+    sheet = bench.data_sheet("NVIDIA H100 80GB HBM3")
+    assert sheet == bench.Rates(3.35e12, 989e12) != bench.data_sheet("NVIDIA H100 PCIe")
+    # a decode step of 7 B weights in bfloat16, and an update of 10^15 FLOPs
+    assert bench.Needed(15.2e9, "bandwidth").share(0.00907, sheet) == "50.0%"
+    assert bench.Needed(1e15, "flops").share(2.0, sheet) == "50.6%"
+    assert bench.Needed(1e15, "flops").share(2.0, bench.data_sheet("a device of somebody's own")) == "-"
+    assert bench.data_sheet("NVIDIA L40") is None != bench.data_sheet("NVIDIA L4")
+    assert bench.data_sheet("NVIDIA A100-SXM4-80GB").bandwidth > bench.data_sheet("NVIDIA A100 80GB PCIe").bandwidth
+
+
+@pytest.mark.slow
+def test_a_whole_step_is_measured(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On whatever device a run takes; without TRL."""
+    small = Work(Shape(hidden=64, layers=1), longest=4, prompts=2)
+    monkeypatch.setitem(bench.TRAINED, "gpu-135m", small)
+    monkeypatch.setattr(bench.train_step, "TRL", Path("no/such/python"))
+    bench.whole_step(rounds=1, num_steps=3)
+    assert re.search(r"A GRPO step of gpu-135m: \d+\.\d\d s, 64 tokens; not compared", capsys.readouterr().out)
+
+
+def test_a_benchmark_that_breaks_off_says_so(bench: ModuleType, tmp_path: Path) -> None:
+    results = tmp_path / "RESULTS.md"
+    results.write_text("# Results\n")
+    with pytest.raises(RuntimeError), bench.recorded(results, "some command"):
+        print("| a row |")
+        raise RuntimeError("out of memory")
+    assert re.search(
+        "`some command`:\n\n\\| a row \\|\n\nIt ended early: RuntimeError: out of memory", results.read_text()
+    )
+
+
+TESTS = """
+import pytest
+def test_right(): pass
+def test_wrong(): assert 1 == 2
+@pytest.mark.skip
+def test_left_out(): pass
+"""
+
+
+@pytest.mark.slow
+def test_what_the_tests_for_a_gpu_leave_is_written_down(bench: ModuleType, tmp_path: Path) -> None:
+    import record
+
+    (tmp_path / "test_some.py").write_text(TESTS)
+    results = tmp_path / "RESULTS.md"
+    results.write_text("# Results\n\n## older\n")
+    assert record.run_tests(results, str(tmp_path), "-p", "no:cacheprovider", "-n", "0") == 1
+    new = results.read_text()
+    assert "1 passed, 1 failed, 1 skipped" in new and "test_some.test_wrong" in new and new.endswith("\n## older\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without CUDA: it would measure it")

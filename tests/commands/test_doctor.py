@@ -1,4 +1,5 @@
-"""`distflow doctor`: the ports of a run. What it says of the machine is in tests/test_cli.py."""
+"""`distflow doctor`: the ports of a run, and a machine without an accelerator. What it says of the machine is in
+tests/test_cli.py."""
 
 import socket
 import sys
@@ -6,8 +7,10 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 import pytest
+import torch
 
 from distflow.cli import main
+from distflow.launch import check_device
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server
 from distflow.sandbox.interface import INSTALL
@@ -82,3 +85,37 @@ def test_what_held_the_programs_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
         (run.path / "ledger.jsonl").touch()
         run.write_json("run.json", {"sandbox": "floor\x1b[2J"})
     assert sections(capsys, str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == ["floor\\x1b[2J"]
+
+
+def checks_of_device(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = main(["doctor", "--device", *words])
+    return status, " ".join(capsys.readouterr().out.splitlines()[1].split())
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="wants a machine without an accelerator")
+def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """A fault only where one is asked for. What it finds on a device is in tests/device/test_doctor.py."""
+    none = "device left out torch finds no accelerator here: runs compute on the CPU"
+    assert checks_of_device(capsys) == checks_of_device(capsys, "ppo", "trainer.device=cpu") == (0, none)
+    status, line = checks_of_device(capsys, "trainer.device=cuda")
+    assert status == 1 and line.startswith("device failed trainer.device=cuda, but torch finds no accelerator here")
+    assert main(["doctor", "--device", "no_such_preset"]) == 2
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="wants a machine without an accelerator")
+def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run would be on the CPU, and nobody told."""
+    driver = tmp_path / "version"
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\nGCC version:\n"
+    )
+    monkeypatch.setattr(check_device, "_DRIVER", driver)
+    for cuda, told in (
+        (None, "is built without CUDA: install"),
+        ("13.0", "for CUDA 13.0, finds no device: the driver"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        status, line = checks_of_device(capsys)
+        assert status == 1 and "the NVIDIA driver 560.35.03, but torch" in line and told in line

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from distflow.algorithms.objective import PolicyObjective
+from distflow.errors import TrustError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.loading import load_model
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime.weight_sync.sender import check_sent
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.device.rehearsal import on_device
@@ -78,6 +81,23 @@ def test_a_number_that_each_decode_step_reads_is_found() -> None:
     short, long = waits_of_response(20), waits_of_response(60)
     assert (long - short).total() == 80
     assert "a number read" in {what for _, what, _ in long - short}
+
+
+@on_device
+def test_receipts_and_the_check_of_sent_weights_wait_once_for_a_bucket(tmp_path: Path) -> None:
+    from torch_rehearsal import Events
+
+    model = load_model(write_tiny_model(tmp_path))
+    here = stripe_hashes(model.named_parameters(), torch.bfloat16)
+    model.to("rehearsal")
+    bucket = [(name, parameter.detach().bfloat16()) for name, parameter in model.named_parameters()]
+    with Events() as events:
+        assert stripe_hashes(bucket) == here
+        check_sent(bucket, model, 1)
+    assert len(bucket) > 20 and events.of("wait").total() == 2
+    bucket[7][1].view(-1)[0] += 1
+    with pytest.raises(TrustError, match=f"not the trainer's: {bucket[7][0]} "):
+        check_sent(bucket, model, 1)
 
 
 OBJECTIVES = {

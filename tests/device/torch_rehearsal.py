@@ -129,7 +129,7 @@ class Events:
         self.bytes[place] += size
 
 
-_HELPERS = ("send", "read_numbers", "Batch.to")
+_HELPERS = ("send", "to_host", "read_numbers", "Batch.to")
 
 
 def _place_in_src() -> str:

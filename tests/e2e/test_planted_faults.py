@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.rollout import weights as weights_module
 from distflow.rollout.embedded.kv_slots import PromptCache
-from distflow.rollout.weights import stripe_hash, stripe_hashes
+from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.spec import Spec
 from distflow.scheduling.groups import CountsError
 from distflow.scheduling.sample_queue import SampleQueue
@@ -134,7 +134,7 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
         hashes = original(module, weights)
         with torch.no_grad():
             dict(module.named_parameters())[name].copy_(kept)
-        return hashes | {name: stripe_hash(kept)}
+        return hashes | stripe_hashes([(name, kept)])
 
     monkeypatch.setattr(weights_module, "copy_weights", forgetful)
     with pytest.raises(TrustError, match=r"arrived incompletely; different tensors: model.layers.1.mlp.up_proj"):

@@ -30,18 +30,13 @@ def engine_of(device: torch.device, graphs: bool) -> EmbeddedEngine:
     return make_engine(make_model().to(device), max_num_seqs=9, on_device=DeviceOptions(graphs=graphs))
 
 
-def num_graphs(engine: EmbeddedEngine) -> int:
-    assert engine._steps is not None
-    return len(engine._steps.graphs)
-
-
 def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("wants a CUDA device")
     for eager in (False, True):
         engine = make_engine(make_model().to(device), enforce_eager=eager)
         run_all(engine, [request_of(prompt_of(5), max_tokens=30)])
-        assert (num_graphs(engine) == 0) == eager
+        assert (engine.num_graphs == 0) == eager
 
 
 def test_uniform_numbers_are_those_of_the_host(device: torch.device) -> None:
@@ -67,7 +62,7 @@ def test_graphs_give_the_bits_that_single_kernels_give(device: torch.device, law
         engine = engine_of(device, graphs)
         answers.append(run_all(engine, requests(**law)))
         if device.type == "cuda":
-            assert (num_graphs(engine) > 0) == graphs
+            assert (engine.num_graphs > 0) == graphs
     assert answers[0] == answers[1]
 
 

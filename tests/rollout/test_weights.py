@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.rollout.weights import PartialWeightsError, check_shared, copy_weights, stripe_hash, stripe_hashes
+from distflow.rollout.weights import PartialWeightsError, check_shared, copy_weights, stripe_hashes
 from tests.rollout.drive import make_model
 
 
@@ -98,6 +98,10 @@ def test_shared_weights_must_be_the_same_storage() -> None:
     check_shared(model, ())
     with pytest.raises(ValueError, match=r"1 sent tensors are stored elsewhere \(model.norm.weight\)"):
         check_shared(model, weights_of(model, model__norm__weight=model.model.norm.weight.detach().clone()))
+
+
+def stripe_hash(tensor: torch.Tensor) -> str:
+    return stripe_hashes([("weight", tensor)])["weight"]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (1024,), (1025,), (333, 77)])

@@ -27,7 +27,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
 from distflow.observe.metrics import Measured
-from distflow.rollout.weights import stripe_hash
+from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_thread import Session
@@ -150,7 +150,7 @@ class Auditor:
             dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
             most = NUM_TENSORS if looks else len(self._served)
             names = random.Random(version).sample(self._served, min(most, len(self._served)))
-            self._sent_hashes = {name: stripe_hash(w, dtype) for name, w in actor.weights() if name in names}
+            self._sent_hashes = stripe_hashes(((name, w) for name, w in actor.weights() if name in names), dtype)
         if self._schedule.expects(version) and model is not None and not spread:
             run.older_weights.keep(version, model)
 

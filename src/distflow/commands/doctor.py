@@ -1,5 +1,6 @@
-"""`distflow doctor`: what this machine has, what extras would add, which ports a run has open, and faults; `distflow
-selftest`: proves on this machine that a tiny run gives the same numbers on each path."""
+"""`distflow doctor`: what this machine has, what extras would add, which ports a run has open, and faults; with
+`--device` whether its accelerator computes what a CPU does, and bears the run of a config; `distflow selftest`: proves
+on this machine that a tiny run gives the same numbers on each path."""
 
 import argparse
 import importlib.metadata
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 from distflow import __version__
-from distflow.commands.shared import add_run_argument, find_run, importing, newest_run
+from distflow.commands.shared import add_run_argument, add_trust_argument, find_run, importing, newest_run
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.listening_ports import family, listeners
 from distflow.observe.sanitize import escape_control
@@ -34,10 +35,19 @@ MIN_FREE_BYTES = 2 * 1024**3
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
+    parser.add_argument(
+        "--device",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help="try the accelerator before a first run, with the memory that a preset or a YAML file needs",
+    )
+    add_trust_argument(parser, "the config of --device names")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
+    if arguments.device is not None:
+        return _check_device(arguments.device, arguments.trust_code)
     from distflow.launch.hardware import find_thread_faults
 
     ports, versions = _of_run(arguments.run_dir), {name: _version(name) for name in NEEDED}
@@ -49,6 +59,31 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     lines += ["", "extras", *_indent(_extras()), *ports, "", "wrong", *_indent(faults or ["nothing found"])]
     print("\n".join(lines))
     return 1 if faults else 0
+
+
+def _check_device(words: list[str], trusted: bool) -> int:
+    """words: a config and its overrides. 1 where a check fails."""
+    from distflow.config import load_config
+
+    started, failed = time.monotonic(), 0
+    preset, *overrides = ["grpo", *words] if not words or "=" in words[0] else words
+    config = load_config(preset, overrides, complete=False, trust_code=trusted).config
+    print(f"distflow {__version__} · device", flush=True)
+    with importing():
+        from distflow.launch.code_trust import model_code, only_if_trusted, pipeline_code
+        from distflow.launch.hardware import make_process_ready
+        from distflow.launch.select_pipeline import import_user_modules
+        from distflow.selftest.device_checks import check_all
+
+    only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
+    import_user_modules(config)
+    make_process_ready(config)
+    with tempfile.TemporaryDirectory(prefix="distflow-device-") as folder:
+        for found in check_all(config, Path(folder)):
+            failed += found.outcome == "failed"
+            print(f"{found.name:<24} {found.outcome:<9} {escape_control(found.text, one_line=True)}", flush=True)
+    print(f"{time.monotonic() - started:.0f} s; {failed or 'nothing'} failed")
+    return int(failed > 0)
 
 
 def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:

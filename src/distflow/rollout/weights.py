@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from distflow.device_transfer import send
+from distflow.device_transfer import send, to_host
 from distflow.rollout.engine import WeightReceipt
 from distflow.scheduling.groups import Version
 
@@ -24,23 +24,24 @@ def striped_places(numel: int) -> Tensor:
     return torch.arange(0, numel, -(-numel // STRIPE_LENGTH) | 1)
 
 
-def stripe_hash(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
-    """Hash of the elements at `striped_places`, with the shape and the dtype.
+def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """The hash of each named tensor, as in a receipt: of its elements at `striped_places`, its shape and its dtype.
 
-    dtype: of the receiver's weights, where the sender keeps another; the stripe is cast before it is hashed.
+    dtype: of the receiver's weights, where the sender keeps another; stripes are cast before they are hashed. No tensor
+    is kept: they may be gathered one by one.
     """
-    dtype = dtype or tensor.dtype
-    flat = tensor.detach().reshape(-1)
-    sampled = flat[send(striped_places(flat.numel()), flat.device)]
-    stripe = torch.empty(sampled.shape, dtype=dtype).copy_(sampled)
-    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {dtype}".encode(), digest_size=16)
+    shapes, stripes = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
+    for name, tensor in weights:
+        flat = tensor.detach().reshape(-1)
+        shapes.append((name, tuple(tensor.shape)))
+        stripes.append(flat[send(striped_places(flat.numel()), flat.device)].to(dtype or tensor.dtype))
+    return {name: _hash(shape, stripe) for (name, shape), stripe in zip(shapes, to_host(stripes), strict=True)}
+
+
+def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
+    digest = hashlib.blake2b(f"{shape} {stripe.dtype}".encode(), digest_size=16)
     digest.update(stripe.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
-    """The hash of each named tensor, as in a receipt."""
-    return {name: stripe_hash(tensor, dtype) for name, tensor in weights}
 
 
 class PartialWeightsError(RuntimeError):

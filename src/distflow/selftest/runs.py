@@ -157,6 +157,10 @@ class Lab:
         """A synchronous run that samples its responses."""
         return self._run(self._spec("sync"))
 
+    def on_device(self, device: str) -> Figures:
+        """The same on a device, by its name in `trainer.device`."""
+        return self._run(self._spec(f"on-{device}", f"trainer.device={device}", "trust.check_rewards=false"))
+
     def asynchronous(self) -> Figures:
         """The parts of a run that generates while it trains: the engine has its own thread and its own copy of the
         weights, to which each version is sent. Only the queue lets nothing run ahead."""

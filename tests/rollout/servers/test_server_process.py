@@ -51,6 +51,28 @@ def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
     assert not Path(saved).exists() and not Path(folder).exists()
 
 
+def test_what_a_worker_without_a_server_leaves_when_it_is_killed_the_next_one_removes() -> None:
+    """Nobody else could: its server had ended, or is somebody else's."""
+    code = """
+import time, torch
+from distflow.rollout.servers.server_process import PrivateFolder
+folder = PrivateFolder("distflow-test-")
+print(folder.path, folder.save([("a", torch.zeros(4))], 16), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        left = [Path(path) for path in worker.stdout.readline().split()]
+        beside = PrivateFolder("distflow-test-")
+        assert all(path.is_dir() for path in left), "they are in use"
+        worker.send_signal(signal.SIGKILL)
+    assert all(path.is_dir() for path in left)
+    after = PrivateFolder("distflow-test-")
+    assert not any(path.exists() for path in left) and beside.path.is_dir() and after.path.is_dir()
+    for folder in (beside, after):
+        folder.remove()
+
+
 def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path: Path) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '60']); raise ValueError('no such model')"
     process = ServerProcess([sys.executable, "-c", code], {}, tmp_path / "log")

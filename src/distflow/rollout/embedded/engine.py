@@ -118,6 +118,11 @@ class EmbeddedEngine:
             return CudaRequestLane(*parts, self._steps)
         return RequestLane(*parts) if self._tile_size is None else TiledLane(*parts, self._tile_size)
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that were recorded."""
+        return 0 if self._steps is None else len(self._steps.graphs)
+
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)
         return self

@@ -162,7 +162,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # The protocol of engines.
 
     async def __aenter__(self) -> "HttpEngine":
-        self._folder = PrivateFolder("distflow-")
+        self._folder = PrivateFolder("distflow-server-")
         self.socket = self._folder.path / "socket"
         self._changing, self._updating = asyncio.Lock(), asyncio.Lock()
         at_socket = (self.url or self.own_url) == _AT_SOCKET

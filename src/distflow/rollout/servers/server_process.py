@@ -1,5 +1,6 @@
 """A server that is a child of this process, with a private folder for its socket, its log and its weights."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -24,18 +25,29 @@ _GROUP_FIELD: Final = 2
 
 
 class PrivateFolder:
-    """A folder of this user's, for as long as a server is used."""
+    """A folder of this user's, for as long as a server is used. It is locked meanwhile: whoever makes the next one of
+    that prefix removes those that nobody holds, which a killed process has left."""
 
     def __init__(self, prefix: str) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        self._others: list[Path] = []
+        self._locks = dict[Path, int]()
+        temporary = Path(tempfile.gettempdir())
+        for parent in {temporary, _SHARED_MEMORY}:
+            _remove_left(parent.glob(f"{prefix}*"))
+        self.path = self._make(prefix, temporary)
+
+    def _make(self, prefix: str, parent: Path) -> Path:
+        """It gets its name when it is locked."""
+        made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+        folder = made.with_name(made.name.removeprefix("."))
+        self._locks[folder] = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return made.rename(folder)
 
     def save(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> Path:
         """Into a new folder of safetensors files, which `drop` removes: in shared memory if so many bytes fit twice,
         else on disk. Nothing is left of weights that fail to come."""
         fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
-        folder = Path(tempfile.mkdtemp(prefix=f"{self.path.name}-", dir=_SHARED_MEMORY if fits else self.path))
-        self._others.append(folder)
+        folder = self._make(f"{self.path.name}-", _SHARED_MEMORY if fits else self.path)
         try:
             for number, tensors in enumerate(_files(weights)):
                 save_file(tensors, folder / f"{number:05}.safetensors")
@@ -46,11 +58,25 @@ class PrivateFolder:
 
     def drop(self, folder: Path) -> None:
         shutil.rmtree(folder)
-        self._others.remove(folder)
+        os.close(self._locks.pop(folder))
 
     def remove(self) -> None:
-        for folder in (self.path, *self._others):
+        for folder, lock in self._locks.items():
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+        self._locks.clear()
+
+
+def _remove_left(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        with suppress(BlockingIOError):  # it is in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 class ServerProcess:

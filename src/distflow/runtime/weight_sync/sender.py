@@ -6,6 +6,7 @@ ones with adapters merged, and engines have the version that was sent.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.data.batch import Batch
-from distflow.device_transfer import send
+from distflow.device_transfer import send, to_host
 from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
 from distflow.models.sharding import at_places, whole
@@ -257,8 +258,17 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
     The engine rejects names that the module does not have.
     """
     causal = unwrapped(model)
-    own = dict(causal.named_parameters(remove_duplicate=False))
-    different = [name for name, tensor in bucket if not _is_own(name, tensor, causal, own)]
+    parameters = dict(causal.named_parameters(remove_duplicate=False))
+    own = {name: parameter for name, _ in bucket if (parameter := _own(name, parameters)) is not None}
+    alike = [(name, tensor) for name, tensor in bucket if name in own and own[name].shape == tensor.shape]
+    stripes = [_held_stripe(tensor, own[name]) for name, tensor in alike]
+    read = to_host([values for _, *both in stripes for values in both])
+    same = {
+        name
+        for (name, tensor), (places, *_), sent, expected in zip(alike, stripes, read[::2], read[1::2], strict=True)
+        if _count_flipped(name, places, sent, expected, causal) <= FLIPPED * len(striped_places(tensor.numel()))
+    }
+    different = [name for name, _ in bucket if name in own and name not in same]
     if different:
         raise TrustError(
             f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
@@ -276,24 +286,31 @@ def _refuse_garbage(version: Version, bucket: Bucket) -> None:
         )
 
 
-def _is_own(name: str, tensor: Tensor, causal: nn.Module, own: dict[str, nn.Parameter]) -> bool:
+def _own(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """The module's parameter that a sent tensor comes from, of an adapted layer the base's."""
     owner, _, leaf = name.rpartition(".")
-    base = own.get(f"{owner}.base_layer.{leaf}")
-    parameter = own.get(name) if base is None else base
-    if parameter is None:
-        return True
-    if parameter.shape != tensor.shape:
-        return False
+    return parameters.get(f"{owner}.base_layer.{leaf}", parameters.get(name))
+
+
+def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
+    """The flat places of a stripe that this rank holds, and the values there: those that are sent, and its own."""
     stripe = striped_places(tensor.numel())
     held, own_values = at_places(parameter, stripe)
-    places, expected = stripe[held], own_values.cpu()
-    sent = tensor.detach().reshape(-1)[send(places, tensor.device)].cpu()
-    if base is None or leaf != "weight":
-        return torch.equal(sent, expected.to(sent.dtype))
-    delta = _delta(causal.get_submodule(owner), places)
+    places = stripe[held]
+    return places, tensor.detach().reshape(-1)[send(places, tensor.device)], own_values
+
+
+def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module) -> float:
+    """The sent values that are not those of the module: of an adapted layer beyond rounding, infinity for any of
+    another one. All tensors are on the host."""
+    owner, _, leaf = name.rpartition(".")
+    layer = causal.get_submodule(owner)
+    if leaf != "weight" or not hasattr(layer, "base_layer"):
+        return 0.0 if torch.equal(sent, expected.to(sent.dtype)) else math.inf
+    delta = _delta(layer, places)
     merged = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
     rounding = 16 * torch.finfo(torch.float32).eps * (expected.double().abs() + delta.abs())
-    return float(((sent.double() - merged).abs() > rounding).double().sum()) <= FLIPPED * len(stripe)
+    return float(((sent.double() - merged).abs() > rounding).double().sum())
 
 
 def _delta(layer: nn.Module, places: Tensor) -> Tensor:

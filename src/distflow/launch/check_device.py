@@ -1,0 +1,404 @@
+"""`distflow doctor --device`: what a first run on an accelerator would trip over. Each check compares what the device
+does with the CPU, or what a config needs with what the device has, and says in one line what it found and what to do.
+"""
+
+import asyncio
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from distflow.config import Config
+from distflow.config.derived_settings import is_sharded, offload_keys
+from distflow.data.batch import Batch
+from distflow.errors import TrustError, UserError
+from distflow.launch.engine_factories import engine_dtype, shares_weights
+from distflow.launch.hardware import accelerator, choose_dtype
+from distflow.launch.model_sources import Source, critic_source, policy_adapter, policy_context, policy_source
+from distflow.launch.select_pipeline import bind
+from distflow.models.loading import ModelSource, load_model
+from distflow.models.sharding import empty_model
+from distflow.models.tokenizer import load_tokenizer
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.embedded.cuda.async_steps import MEMORY_SHARE
+from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
+from distflow.scheduling.groups import Version
+from distflow.training.torch_engine import TorchScorer
+
+OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"
+EXACT: Final = 1e-4
+"""Of float32 against the CPU. Sums in another order differ by 1e-6; products that are rounded to TF32 by 1e-3."""
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+_COPIED_BYTES: Final = 2**26
+_LENGTHS: Final = ((5, 9), (1, 14), (12, 1), (8, 30), (3, 64), (40, 33))
+_NUM_SEQS: Final = 4
+_MOMENT_BYTES: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
+"""Of the optimizer, for a trained number."""
+
+Result = tuple[str, str]
+"""The outcome, and its figures or what to do."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of one check. outcome: "ok", "warning", "failed" (a run would be wrong or impossible), "left out"."""
+
+    name: str
+    outcome: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The device, the config that is to run on it, and a folder with tiny models: `policy` is compared on both sides.
+    tokenizer: of these."""
+
+    config: Config
+    device: torch.device
+    folder: Path
+    tokenizer: str
+
+    @cached_property
+    def models(self) -> dict[str, PreTrainedModel]:
+        return {device: load_model(self.folder / "policy", device=device) for device in ("cpu", self.device.type)}
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Of random tokens."""
+        draws = torch.Generator().manual_seed(0)
+        prompts, responses = torch.tensor(_LENGTHS).unbind(1)
+        batch, vocabulary = Batch(prompts, responses), self.models["cpu"].config.vocab_size
+        for name, lengths in (("prompt_ids", prompts), ("response_ids", responses)):
+            batch[name] = torch.randint(vocabulary, (int(lengths.sum()),), generator=draws)
+        return batch
+
+    def log_probs(self, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As the trainer computes them."""
+        scorer = TorchScorer(self.models[device], compute_dtype=dtype)
+        return scorer.forward(self.batch, ("log_probs",)).flat("log_probs").double()
+
+    @cached_property
+    def exact(self) -> Tensor:
+        return self.log_probs("cpu")
+
+    @cached_property
+    def bfloat16_error(self) -> float:
+        """What rounding to bfloat16 does on the CPU."""
+        return _mean_error(self.log_probs("cpu", torch.bfloat16), self.exact)
+
+
+class Check(NamedTuple):
+    """advice: what to do where it fails."""
+
+    run: Callable[[Subject], Result]
+    advice: str
+
+
+def try_check(name: str, check: Check, subject: Subject) -> Finding:
+    try:
+        outcome, text = check.run(subject)
+    except (RuntimeError, UserError, TrustError) as error:  # torch's errors are RuntimeErrors
+        outcome, text = FAILED, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return Finding(name, outcome, f"{text}: {check.advice}" if outcome == FAILED else text)
+
+
+def find_device(wanted: str) -> Finding:
+    """The device that `trainer.device` means; "left out" where the CPU is meant, and nothing else is here."""
+    found, driver = accelerator(), _nvidia_driver()
+    if found is None and driver:
+        return Finding("device", FAILED, _without_device(driver))
+    if wanted not in ("auto", "cpu", found):
+        has = f"only {found}" if found else "no accelerator"
+        text = f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
+        return Finding("device", FAILED, text)
+    if found is None:
+        return Finding("device", LEFT_OUT, "torch finds no accelerator here: runs compute on the CPU")
+    if wanted == "cpu":
+        return Finding("device", LEFT_OUT, f"trainer.device=cpu: the {found} device here would not be used")
+    name = torch.get_device_module(found).get_device_name()
+    free, total = torch.accelerator.get_memory_info()
+    of_driver = f", NVIDIA driver {driver}" if driver else ""
+    return Finding("device", OK, f"{found}: {name}, {_gib(free)} of {_gib(total)} GiB free{of_driver}")
+
+
+def _without_device(driver: str) -> str:
+    text, built = f"this machine has the NVIDIA driver {driver}, but torch {torch.__version__}", torch.version.cuda
+    if built is None:
+        return f"{text} is built without CUDA: install a build for CUDA (https://pytorch.org/get-started)"
+    return (
+        f"{text}, for CUDA {built}, finds no device: the driver may be too old for it (nvidia-smi shows up to which "
+        "CUDA it goes), or CUDA_VISIBLE_DEVICES hides the device"
+    )
+
+
+def _nvidia_driver() -> str:
+    """Its version; "" where there is none."""
+    if not _DRIVER.is_file():
+        return ""
+    number = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text())
+    return number[1] if number else "of an unknown version"
+
+
+def _build(subject: Subject) -> Result:
+    text = f"torch {torch.__version__}"
+    if subject.device.type != "cuda" or torch.version.hip:
+        return OK, text
+    major, minor = torch.cuda.get_device_capability()
+    kernels, wanted = " ".join(torch.cuda.get_arch_list()), 10 * major + minor
+    has = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", kernels)]
+    # Kernels run on the minor versions after theirs; code of a "compute" version is translated for every later device.
+    fits = any(number <= wanted and (kind == "compute" or number // 10 == major) for kind, number in has)
+    text += f" for CUDA {torch.version.cuda}, the device is sm_{wanted}"
+    return (OK, text) if fits else (FAILED, f"{text}, and torch has kernels for {kernels}")
+
+
+def _count(subject: Subject) -> Result:
+    found, trainer = torch.accelerator.device_count(), subject.config.trainer
+    on_this = trainer.launcher == "local" or trainer.nnodes == 1
+    text = f"{found} here, {trainer.n_gpus_per_node} on each machine in the config"
+    return FAILED if on_this and trainer.n_gpus_per_node > found else OK, text
+
+
+def _kernels(subject: Subject) -> Result:
+    draws = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(shape, generator=draws) for shape in ((64, 96), (96, 48)))
+    index = torch.randint(64, (200,), generator=draws)
+
+    def results(x: Tensor, y: Tensor, index: Tensor) -> dict[str, Tensor]:
+        return {
+            "product": x @ y,
+            "softmax": x.softmax(-1),
+            "silu": torch.nn.functional.silu(x),
+            "cumulative sum": x.cumsum(-1),
+            "sort": x.sort(-1, descending=True).values,
+            "index_put": torch.zeros_like(x).index_put((index,), x[index], accumulate=True),
+            "comparison": torch.where(x > 0.5, x, -x).amax(0),
+            "integers": ((index * -7046029254386353131) >> 30) ^ index,
+        }
+
+    found = results(x.to(subject.device), y.to(subject.device), index.to(subject.device))
+    exact = results(x.double(), y.double(), index)
+    errors = {name: _largest(found[name].cpu().double(), exact[name].double()) for name in exact}
+    worst = max(errors, key=lambda name: errors[name])
+    text = f"{worst} differs by {errors[worst]:.0e} from float64 on the CPU, the limit is {EXACT:.0e}"
+    return OK if errors[worst] <= EXACT else FAILED, text
+
+
+def _copies(subject: Subject) -> Result:
+    """As `device_transfer.send`, and back."""
+    host = torch.randint(256, (_COPIED_BYTES,), dtype=torch.uint8).pin_memory()
+    there, back = torch.empty_like(host, device=subject.device), torch.empty_like(host, pin_memory=True)
+    rates = []
+    for target, source in ((there, host), (back, there)):
+        target.copy_(source, non_blocking=True)  # the first one sets up
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize()
+        rates.append(_COPIED_BYTES / (time.perf_counter() - start) / 1e9)
+    if not torch.equal(host, back):
+        return FAILED, "what came back is not what was copied"
+    return OK, f"{rates[0]:.1f} GB/s to the device, {rates[1]:.1f} GB/s back, pinned"
+
+
+def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
+    device = subject.device.type
+    if dtype != torch.float32:
+        one = torch.ones(2, 2, device=device)
+        with torch.autocast(device, dtype=dtype):
+            computed = (one @ one).dtype
+        if computed != dtype:
+            return FAILED, f"products under autocast are in {computed}"
+    error, limit, measure = _error(subject, dtype)
+    of_config = ", the config's dtype" if f"torch.{choose_dtype(subject.config)}" == str(dtype) else ""
+    text = f"{measure} difference {error:.1e} from float32 on the CPU, the limit is {limit:.1e}{of_config}"
+    return OK if error <= limit else FAILED, text
+
+
+def _attention(subject: Subject, kind: SDPBackend) -> Result:
+    """By one of the implementations among which torch chooses by itself. `overrideable` is that of other accelerators
+    than CUDA's."""
+    found, dtypes = [], (torch.float32, torch.bfloat16)
+    for dtype in () if kind is SDPBackend.OVERRIDEABLE and subject.device.type == "cuda" else dtypes:
+        try:
+            with sdpa_kernel([kind]), warnings.catch_warnings(action="ignore"):  # on why it is not for this device
+                error, limit, measure = _error(subject, dtype)
+        except RuntimeError as refusal:
+            if not re.search("No (available kernel|viable backend)", str(refusal)):
+                raise
+            continue
+        text = f"{str(dtype).removeprefix('torch.')} {measure} {error:.1e}"
+        if not error <= limit:
+            return FAILED, f"{text}, the limit is {limit:.1e}, and torch may choose it by itself"
+        found.append(text)
+    return (OK, "difference of log-probs: " + ", ".join(found)) if found else (LEFT_OUT, "not for this device")
+
+
+def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float, str]:
+    """Of log-probs against float32 on the CPU: how far off, how far is right, and what of them."""
+    found = subject.log_probs(subject.device.type, dtype)
+    if dtype == torch.float32:
+        return _largest(found, subject.exact), EXACT, "largest"
+    return _mean_error(found, subject.exact), 2 * subject.bfloat16_error + 1e-3, "mean"
+
+
+def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Generation], int]:
+    """Responses of the embedded engine, and how many graphs it recorded."""
+    engine = EmbeddedEngine(
+        subject.models[device],
+        load_tokenizer(subject.tokenizer),
+        version=Version(0, 0),
+        max_num_seqs=_NUM_SEQS,
+        enforce_eager=enforce_eager,
+    )
+
+    async def generate() -> list[Generation]:
+        async with engine:
+            request = GenerateRequest((5, 6, 7), tuple(range(_NUM_SEQS)), SamplingParams(32), Stream(1, "check", 0, 0))
+            return list((await engine.generate(request)).generations)
+
+    return asyncio.run(generate()), engine.num_graphs
+
+
+def _decode(subject: Subject) -> Result:
+    return _same_responses(*(_generated(subject, device, True)[0] for device in (subject.device.type, "cpu")))
+
+
+def _graphs(subject: Subject) -> Result:
+    if subject.device.type != "cuda":
+        return LEFT_OUT, f"{subject.device.type} has none"
+    (replayed, number), (plain, _) = (_generated(subject, "cuda", eager) for eager in (False, True))
+    if not number:
+        return FAILED, "no decode step could be captured"
+    outcome, text = _same_responses(replayed, plain)
+    return outcome, f"{number} captured, {text}"
+
+
+def _same_responses(found: list[Generation], expected: list[Generation]) -> Result:
+    if [each.token_ids for each in found] != [each.token_ids for each in expected]:
+        return FAILED, "other tokens are drawn than they should be"
+    one, other = (torch.tensor([n for each in side for n in each.rollout_log_probs]) for side in (found, expected))
+    error = _largest(one, other)
+    text = f"the same tokens, log-probs differ by {error:.1e}, the limit is {EXACT:.0e}"
+    return OK if error <= EXACT else FAILED, text
+
+
+def _memory(subject: Subject) -> Result:
+    config = subject.config
+    if not config.actor_rollout_ref.model.path:
+        return LEFT_OUT, "there is no model: name a config, and actor_rollout_ref.model.path, after --device"
+    torch.accelerator.empty_cache()
+    free, _ = torch.accelerator.get_memory_info()
+    parts, token_bytes = resident_bytes(config), kv_bytes_of_token(config)
+    total, length = sum(parts.values()), config.data.max_prompt_length + config.data.max_response_length
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    text = f"{listed}: {_gib(total)} of {_gib(free)} GiB free, without activations"
+    if offloads := offload_keys(config):
+        text += f" and before offloading ({', '.join(offloads)})"
+    if total + length * token_bytes > free:
+        return WARNING if offloads else FAILED, text
+    trained = parts["gradients"] + parts["optimizer"]
+    kept = kept_bytes(config, free - (total - trained))
+    if total + kept > free and not offloads:
+        taken = f"the embedded engine, which generates before they are there, keeps {_gib(kept)} for keys and values"
+        return FAILED, f"{text}; {taken}: set actor_rollout_ref.rollout.free_cache_engine=true, or"
+    fitting, wanted = int((free - total) // (length * token_bytes)), config.actor_rollout_ref.rollout.max_num_seqs
+    text += f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their prompts"
+    return (OK, text) if fitting >= wanted else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
+
+
+def resident_bytes(config: Config) -> dict[str, float]:
+    """What lies on one device while the models of the config's pipeline are trained, without activations, keys and
+    values. Trained weights and the reference's are float32."""
+    engines, trainer, settings = bind(config).engines, config.trainer, config.actor_rollout_ref
+    adapt, policy = policy_adapter(config), _empty(policy_source(config))
+    whole = policy.num_parameters()
+    actor = policy if adapt is None else adapt(policy)
+    num_trained = {"actor": sum(p.numel() for p in actor.parameters() if p.requires_grad)}
+    num_weights = sum(p.numel() for p in actor.parameters())
+    if "critic" in engines:
+        num_trained["critic"] = _empty(critic_source(config)).num_parameters()
+        num_weights += num_trained["critic"]
+    optimizers = {"actor": settings.actor.optim.optimizer, "critic": config.critic.optim.optimizer}
+    moments = sum(_MOMENT_BYTES[optimizers[role]] * number for role, number in num_trained.items())
+    parts = {"weights": 4 * num_weights, "gradients": 4 * sum(num_trained.values()), "optimizer": moments}
+    if "ref" in engines and adapt is None:
+        parts["reference"] = 4 * whole
+    ranks = trainer.nnodes * trainer.n_gpus_per_node if is_sharded(config) else 1
+    found = {name: size / ranks for name, size in parts.items()}
+    if "rollout" in engines and not shares_weights(config):
+        found["rollout engine"] = float(engine_dtype(config).itemsize * whole)
+    return found
+
+
+def kept_bytes(config: Config, free: float) -> float:
+    """What the embedded engine takes of the free memory when it first generates, and keeps while the models train."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "embedded" or rollout.free_cache_engine:
+        return 0.0
+    longest = policy_context(config) or config.data.max_prompt_length + config.data.max_response_length
+    return min(MEMORY_SHARE * free, 2.0 * rollout.max_num_seqs * longest * kv_bytes_of_token(config))
+
+
+def _empty(source: Source) -> PreTrainedModel:
+    """A critic has a head of one number in place of the language model's: it is counted as if it had that."""
+    return empty_model(AutoModelForCausalLM, ModelSource(**source).config())
+
+
+def kv_bytes_of_token(config: Config) -> int:
+    """Keys and values of one token in the rollout engine."""
+    model = ModelSource(**policy_source(config)).config().get_text_config()
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return int(2 * model.num_hidden_layers * heads * head_dim * engine_dtype(config).itemsize)
+
+
+def _largest(found: Tensor, exact: Tensor) -> float:
+    """Relative where the exact number is beyond 1; infinite for NaN."""
+    error = ((found - exact).abs() / exact.abs().clamp(min=1)).max()
+    return float(error.nan_to_num(nan=torch.inf))
+
+
+def _mean_error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).abs().mean().nan_to_num(nan=torch.inf))
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}" if size >= 2**30 / 20 else f"{size / 2**30:.4f}"
+
+
+_OTHER_TORCH: Final = "install another build of torch; if that does not help, test the device"
+CHECKS: Final[dict[str, Check]] = {
+    "build of torch": Check(_build, "install a build of torch for this device (https://pytorch.org/get-started)"),
+    "devices": Check(_count, "lower trainer.n_gpus_per_node, or look at CUDA_VISIBLE_DEVICES"),
+    "kernels": Check(_kernels, f"unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if it is set; else {_OTHER_TORCH}"),
+    "copies": Check(_copies, _OTHER_TORCH),
+    **{
+        f"log-probs, {name}": Check(partial(_dtype, dtype=dtype), f"do not train in {name} here; {_OTHER_TORCH}")
+        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+    },
+    **{
+        f"attention, {kind.name.lower().removesuffix('_attention')}": Check(
+            partial(_attention, kind=kind), _OTHER_TORCH
+        )
+        for kind in SDPBackend.__members__.values()
+        if kind is not SDPBackend.ERROR
+    },
+    "decode steps": Check(_decode, "set actor_rollout_ref.rollout.name=hf"),
+    "CUDA graphs": Check(_graphs, "set actor_rollout_ref.rollout.enforce_eager=true"),
+    "memory of the config": Check(
+        _memory,
+        "train adapters (actor_rollout_ref.model.lora_rank), offload (actor.fsdp_config.optimizer_offload=true), shard "
+        "over more devices (actor.strategy=fsdp), or take a smaller model",
+    ),
+}
+"""By name, in the order in which they are tried, but for those of whole runs."""
