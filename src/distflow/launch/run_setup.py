@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distflow import __version__
-from distflow.builtin_names import ROLLOUT_ENGINES
-from distflow.errors import UserError
 from distflow.launch.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
@@ -74,12 +72,7 @@ class Start:
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
     another config or other data, and an engine that cannot train."""
-    name = spec.config.actor_rollout_ref.rollout.name
-    if spec.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
-        raise UserError(
-            f"actor_rollout_ref.rollout.name={name} is for `distflow eval`: its server takes no weights. To train, set "
-            "it to embedded, vllm or sglang; the last two use a server at actor_rollout_ref.rollout.url, too"
-        )
+    spec.check_can_train()
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
         yield find_start(spec, spec.options.resume, allow_change, owner)
 

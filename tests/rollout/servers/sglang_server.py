@@ -42,6 +42,7 @@ LIES = {
     "dies": "dies in an update",
     "stalls": "does not answer any more",
     "never answers": "is well, and answers no request for tokens",
+    "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
 }
 Json = dict[str, Any]
@@ -192,6 +193,8 @@ class SGLang:
     async def update_weights_from_disk(self, body: Json) -> Json:
         if self.lie == "dies":
             os._exit(1)
+        while self.lie == "updates later":
+            await asyncio.sleep(0.01)
         assert not self.open and body["flush_cache"] and body["load_format"] == "auto"
         if self.lie == "refuses":
             raise Refused(

@@ -145,6 +145,24 @@ def test_an_update_that_one_server_refuses_does_not_hold_the_others(monkeypatch:
     with_fleet(story)
 
 
+def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        servers[1].lie = "updates later"
+        monkeypatch.setattr(http_engine, "SILENT_S", 0.0)  # how long the others wait for it, besides
+        await fleet.load_weights(Version(0, 2), changed(2))
+        monkeypatch.undo()
+        before = len(servers[1].prompts)
+        results = await ask(fleet, groups(6))
+        assert len(servers[1].prompts) == before and metric(fleet, 1, "moved_requests") == 0
+        servers[1].lie = ""
+        await until(lambda: servers[1].label == "0.2" and not servers[1].paused)
+        results += await ask(fleet, groups(6, first=6))
+        assert len(servers[1].prompts) > before
+        assert all(each.versions == [2] * 12 for result in results for each in result.generations)
+
+    with_fleet(story, num_servers=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["keeps its label", "error"])
 def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
