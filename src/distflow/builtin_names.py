@@ -89,12 +89,13 @@ class TrainEngineEntry(Entry):
 class RolloutEngineEntry(Entry):
     """A rollout engine. in_flight: it takes new weights below responses that are being generated. sizes: as of a train
     engine. in_server: it computes in a server, to which weights are sent. draws_by_stream: by the random numbers of the
-    sample's own stream, which an audit repeats."""
+    sample's own stream, which an audit repeats. takes_weights: else it cannot train."""
 
     in_flight: bool = False
     sizes: str = "d"
     in_server: bool = False
     draws_by_stream: bool = True
+    takes_weights: bool = True
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,7 @@ TWO_DOMAINS = {"a": {"train_files": ["a.jsonl"], "reward": "math"}, "b": {"train
 ELSEWHERE = {
     "actor_rollout_ref.rollout.python": "python3",
     "actor_rollout_ref.rollout.url": "http://localhost:8000",
+    "actor_rollout_ref.rollout.data_parallel_size": 2,
     "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"max_model_len": 512}},
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",

@@ -18,6 +18,7 @@ from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda.async_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, RolloutEngine, SamplingParams
 from distflow.rollout.hf import HFEngine
+from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.rollout.weights import stripe_hashes
@@ -72,6 +73,13 @@ def sglang(**options: Any) -> Make:
     return lambda model, tokenizer: BehindServer(model, tokenizer, **options)
 
 
+class FleetBehindServers(Fleet):
+    """Of two servers."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> None:
+        super().__init__([BehindServer(model, tokenizer, **options) for _ in range(2)])
+
+
 PAGES = DeviceOptions(page_tokens=8, num_pages=400)
 ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "embedded": (embedded(), "llama", {}),
@@ -81,10 +89,16 @@ ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "embedded, as on a device": (embedded(on_device=PAGES), "qwen3", {}),
     "hf": (hf, "qwen3", {}),
     "sglang": (sglang(), "llama", {}),
+    "sglang, fleet": (FleetBehindServers, "llama", {}),
 }
 TOP_K_ALONE = {"top_p", "min_p", "repetition_penalty"}
-UNSUPPORTED = {"hf": {"weights in flight"}, "sglang": TOP_K_ALONE}
-IN_FLIGHT = {"embedded, recompute": "recompute", "sglang": "recompute", "hf": "new weights wait"}
+UNSUPPORTED = {"hf": {"weights in flight"}, "sglang": TOP_K_ALONE, "sglang, fleet": TOP_K_ALONE}
+IN_FLIGHT = {
+    "embedded, recompute": "recompute",
+    "sglang": "recompute",
+    "sglang, fleet": "recompute",
+    "hf": "new weights wait",
+}
 
 
 def check(make: Make, model: Any, names: Iterable[str] = PROPERTIES, num_prompts: int = 10) -> dict[str, Finding]:

@@ -5,6 +5,7 @@ over a socket in the way of Ray's actors.
 """
 
 import io
+import os
 import pickle
 import threading
 import time
@@ -20,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 REPLIES_WITHIN_S = 60.0
+STOPPED_S = 5.0
+"""For which a process may be stopped by a signal. One that replies late because it is busy is not stopped."""
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
 STARVED_S = 10.0
@@ -125,6 +128,21 @@ def hanging(
     )
 
 
+def process_here() -> tuple[str, int]:
+    """This process: its machine (or container), as the kernel names it, and its pid there."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"), os.getpid()
+
+
+def _is_stopped(process: tuple[str, int]) -> bool:
+    """Of one of this machine, by SIGSTOP or Ctrl-Z, not by a debugger."""
+    machine, pid = process
+    if machine != process_here()[0]:
+        return False
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 class Heartbeat:
     """Asks processes again and again whether they respond, on a thread of theirs that does nothing else."""
 
@@ -132,7 +150,8 @@ class Heartbeat:
         """actors: by rank."""
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
-        self._heard = set[int]()
+        self._heard = dict[int, tuple[str, int] | None]()
+        self._stopped = dict[int, float]()
         self._looked = time.monotonic()
         for rank, actor in actors.items():
             self.follow(rank, actor)
@@ -146,14 +165,14 @@ class Heartbeat:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of one that has not responded for too long (`_limit_s`), if there is one."""
+        """The rank of one that has not responded for too long (`_limit_s`), or is stopped, if there is one."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
             self._asked = {rank: (asked, since + now - before) for rank, (asked, since) in self._asked.items()}
         for rank, (asked, since) in list(self._asked.items()):
             if asked.done():
-                self._heard.add(rank)
+                self._heard[rank] = asked.result() if asked.exception() is None else None
                 self.follow(rank, self._actors[rank])
             elif now - since > self._limit_s(rank):
                 return rank
@@ -171,6 +190,11 @@ class Heartbeat:
 
     def _limit_s(self, rank: int) -> float:
         """How long it may take to reply. The first time it still starts and imports."""
+        process = self._heard.get(rank)
+        if process is None or not _is_stopped(process):
+            self._stopped.pop(rank, None)
+        elif time.monotonic() - self._stopped.setdefault(rank, time.monotonic()) >= STOPPED_S:
+            return STOPPED_S
         return REPLIES_WITHIN_S if rank in self._heard else STARTS_WITHIN_S
 
 

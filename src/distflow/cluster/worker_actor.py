@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distflow import __version__
-from distflow.cluster.actor_calls import reply
+from distflow.cluster.actor_calls import process_here, reply
 from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
@@ -171,8 +171,9 @@ class WorkerActor:
     def load(self, *version: Any) -> Any:
         return self._ports.incoming_weights.load(*version)
 
-    def alive(self) -> None:
-        """A heartbeat: the reply comes from a thread of its own."""
+    def alive(self) -> tuple[str, int]:
+        """A heartbeat: the reply comes from a thread of its own, and says which process this is."""
+        return process_here()
 
     def join(self, rank: int, worker: Any) -> None:
         """A rollout worker has started in place of one that is gone."""

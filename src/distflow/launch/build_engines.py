@@ -19,6 +19,8 @@ from distflow.models.sharding import Sharding, empty_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
+from distflow.rollout.servers.fleet import Fleet
+from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.runtime.judge_engine import Judge
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
@@ -187,10 +189,13 @@ def build_rollout(
 
 
 def build_rollout_of_server(
-    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Source, options: Options
+    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Source, options: Options, num_servers: int
 ) -> RolloutEngine:
-    """The weights are in the server; here they have names and shapes."""
+    """The weights are in the servers; here they have names and shapes. num_servers: where none are given by address."""
     with blaming("actor_rollout_ref.model.path"):
         model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
     _cast(model, dtype)
-    return _make_engine(engine, model, get("tokenizer"), shares=False, options=options)
+    urls = options.get("url") or (None,) * num_servers
+    make = partial(_make_engine, engine, model, get("tokenizer"), shares=False)
+    engines = [make(options={**options, "url": url}) for url in urls]
+    return Fleet([cast(HttpEngine, each) for each in engines]) if len(engines) > 1 else engines[0]

@@ -12,6 +12,7 @@ from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps, response_limit, temperatures
 from distflow.config.keys.reward import scoring_models
+from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch import build_engines, model_sources
 from distflow.launch.hardware import choose_device, choose_dtype, threads_of
@@ -182,8 +183,20 @@ def _rollout_factory(config: Config) -> Factory:
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         if config.trainer.launcher == "local":
             cast(type[HttpEngine], load(target)).check(options)
+        num_servers = config.actor_rollout_ref.rollout.data_parallel_size
+        if num_servers > 1 and choose_device(config).type != "cpu":
+            raise UserError(
+                f"actor_rollout_ref.rollout.data_parallel_size={num_servers}: all servers of a worker would use the "
+                "same device: let several workers generate, each with a server of its own (trainer.allocation), or "
+                "start the servers yourself and name them in actor_rollout_ref.rollout.url"
+            )
         return partial(
-            build_engines.build_rollout_of_server, engine=target, dtype=dtype, source=source, options=options
+            build_engines.build_rollout_of_server,
+            engine=target,
+            dtype=dtype,
+            source=source,
+            options=options,
+            num_servers=num_servers,
         )
     return partial(
         build_engines.build_rollout,

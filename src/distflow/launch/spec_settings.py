@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek, whole
 from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, response_limit, validates
@@ -36,10 +37,11 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data, plan = data_plan(config, num_rows), make_plan(config, pipeline)
     url, num_rollout = config.actor_rollout_ref.rollout.url, sum("rollout" in rank.engines for rank in plan.ranks)
-    if url is not None and num_rollout > 1:
+    if url and num_rollout > 1:
         raise UserError(
-            f"actor_rollout_ref.rollout.url={url}: each of {num_rollout} rollout workers would load weights into that "
-            "server: let one worker generate (trainer.allocation), or remove the key, so that each starts its own"
+            f"actor_rollout_ref.rollout.url={','.join(url)}: each of {num_rollout} rollout workers would load weights "
+            "into that server: let one worker generate with all of them (trainer.allocation), or remove the key, so "
+            "that each starts its own"
         )
     return partial(
         Spec,
@@ -50,7 +52,8 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
         factories=make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
         weight_dtype=engine_dtype(config),
         shares_weights=shares,
-        sends_weights=not (shares and config.actor_rollout_ref.model.lora_rank > 0),
+        sends_weights=ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].takes_weights
+        and not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         tolerance=Tolerance.of(exact),
         ratio_limit=math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
         loss_terms=loss_terms(config) if any(map(takes_policy_loss, pipeline.training_nodes)) else (),

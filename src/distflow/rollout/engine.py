@@ -1,15 +1,17 @@
 """The protocol of rollout engines, tokens in, tokens out, and the log of their activity."""
 
 import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from distflow.scheduling.groups import Version
+from distflow.scheduling.groups import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # if nobody reads it
 
@@ -243,7 +245,41 @@ class ActivityLog:
             self._ended.append(activity)
 
 
+class RequestLog(ActivityLog):
+    """Of an engine that learns of tokens when a response has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_busy, self._since = 0, 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a request is open."""
+        if self._num_busy == 0:
+            self._since = time.time()
+        self._num_busy += 1
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
+            if self._num_busy == 0:
+                self.stopped()
+
+    def responded(self, request: GenerateRequest, generations: Sequence[Generation]) -> None:
+        lane, now = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval", time.time()
+        tokens = sum(len(each.token_ids) for each in generations)
+        step = max((max(each.versions, default=0) for each in generations), default=0)
+        self.decoded(self._since, now, step, lane, tokens)
+        self._since = now
+
+
 def take_activity(engine: object) -> list[Activity]:
     """An engine's activity since the last call; empty for an engine without a log."""
     take = getattr(engine, "take_activity", None)
     return take() if take is not None else []
+
+
+def server_metrics(engine: object) -> dict[str, float]:
+    """Of each server of an engine that has several; empty for others."""
+    found = getattr(engine, "server_metrics", None)
+    return found() if found is not None else {}

@@ -26,6 +26,7 @@ from distflow.rollout.engine import (
     GenerateResult,
     RolloutEngine,
     WeightReceipt,
+    server_metrics,
     take_activity,
 )
 from distflow.runtime.loop_thread import LoopGivenUp
@@ -123,6 +124,9 @@ class WatchedEngine:
     def take_activity(self) -> list[Activity]:
         """What the engine decoded since the last call; empty if it does not record it."""
         return take_activity(self._engine)
+
+    def server_metrics(self) -> dict[str, float]:
+        return server_metrics(self._engine)
 
     @contextmanager
     def _asking(self, what: str, while_paused: bool = True) -> Iterator[None]:

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.keys.run import SlurmConfig
 from distflow.data.prompts import PromptRow
+from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
@@ -188,6 +190,15 @@ class Spec:
     @property
     def run_dir(self) -> Path:
         return self.options.run_dir
+
+    def check_can_train(self) -> None:
+        """Raises UserError where what generates takes no weights."""
+        name = self.config.actor_rollout_ref.rollout.name
+        if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
+            raise UserError(
+                f"actor_rollout_ref.rollout.name={name} is for `distflow eval`: its server takes no weights. To train, "
+                "set it to embedded, vllm or sglang; the last two use servers at actor_rollout_ref.rollout.url, too"
+            )
 
 
 class Launch(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from distflow.data.batch import Batch
 from distflow.rewards.score import RewardCounts
-from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_whole
+from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_whole, server_metrics
 from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
@@ -256,6 +256,7 @@ class Worker:
             self._recorder.engine_activity(self.resources.rollout)
             phases = [each.node.phase for each in self._parts.training_nodes if each.node.engines]
             metrics |= throughput(metrics, phases, int(batch.lengths("sequence").sum()), self._ports.everyone)
+            metrics |= server_metrics(self.resources.rollout)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch)
         plan, ends = self._spec.data, self._ends(step, metrics | validated, bool(validated))

@@ -41,6 +41,9 @@ LIES = {
     "aborts": "aborts requests by itself",
     "dies": "dies in an update",
     "stalls": "does not answer any more",
+    "never answers": "is well, and answers no request for tokens",
+    "updates later": "is well, and has no new weights as long as it lies",
+    "other prompt": "answers another prompt than it was asked",
 }
 Json = dict[str, Any]
 
@@ -55,18 +58,27 @@ class SGLang:
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
         self.model, self.args, self.lie = model, args, ""
         # New weights abort: with the weights that it has, that is how it aborts all that has begun.
-        self.engine = EmbeddedEngine(model, tokenizer, version=Version(0, 0), kv_on_update="abort", max_num_seqs=64)
+        self.engine = EmbeddedEngine(
+            model,
+            tokenizer,
+            version=Version(0, 0),
+            kv_on_update="abort",
+            max_num_seqs=64,
+            batch_invariant=bool(args.get("batch_invariant")),
+        )
         self.label, self.paused, self.num_updates = "default", False, 0
         self.open: dict[str, asyncio.Task[Generation | None]] = {}
         self.asked: list[str] = []
+        self.prompts: list[tuple[int, ...]] = []
         self.loop = asyncio.new_event_loop()
         self.resumed = asyncio.Event()
         self.resumed.set()
 
     async def generate(self, body: Json) -> Json:
-        while self.paused:
-            await self.resumed.wait()
+        while self.paused or self.lie == "never answers":
+            await (self.resumed if self.paused else asyncio.Event()).wait()
         ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
+        self.prompts.append(ids)
         stops = () if wanted["ignore_eos"] else (*wanted["stop_token_ids"], self.model.config.eos_token_id)
         heat = wanted["temperature"]
         params = SamplingParams(
@@ -126,6 +138,35 @@ class SGLang:
             meta["output_top_logprobs"] = [[[p, t, None] for p, t in zip(*row, strict=True)] for row in rows]
         return {"output_ids": tokens, "meta_info": meta} if self.lie != "other form" else {"tokens": tokens}
 
+    async def models(self, body: Json) -> Json:
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.args["names"]]}
+
+    async def completions(self, body: Json) -> Json:
+        """Of OpenAI, with token ids in and out; `returns` is how: by "token_ids", as "tokens", or not at all."""
+        if body["model"] not in self.args["names"]:
+            raise Refused(404, {"message": f"The model `{body['model']}` does not exist."})
+        ids, returns = tuple(body["prompt"]), self.args.get("returns", "token_ids")
+        self.prompts.append(ids)
+        params = SamplingParams(
+            max_tokens=body["max_tokens"],
+            temperature=body["temperature"] or 1.0,
+            greedy=body["temperature"] == 0,
+            top_k=body.get("top_k", -1),
+            stop=tuple(body.get("stop", ())),
+            stop_token_ids=tuple(body.get("stop_token_ids", ())),
+        )
+        (found,) = (
+            await self.engine.generate(GenerateRequest(ids, (0,), params, Stream(body.get("seed", 0), "", 0, 0)))
+        ).generations
+        names = [f"token_id:{each}" if returns == "tokens" else "text" for each in found.token_ids]
+        log_probs: list[float | None] = [None if self.lie == "NaN" else each for each in found.rollout_log_probs]
+        choice = {"index": 0, "finish_reason": found.finish_reason, "text": "", "logprobs": {"tokens": names}}
+        choice["logprobs"]["token_logprobs"] = log_probs[: 1 if self.lie == "one log-prob" else None]
+        if returns == "token_ids":
+            tokens = found.token_ids if self.lie != "other tokens" else [10**6] * len(names)
+            choice |= {"token_ids": tokens, "prompt_token_ids": [*ids][: 1 if self.lie == "other prompt" else None]}
+        return {"object": "text_completion", "choices": [choice]}
+
     async def pause_generation(self, body: Json) -> Json:
         if body["mode"] != "abort":
             raise Refused(400, "a client of ours has no use for the other modes")
@@ -152,6 +193,8 @@ class SGLang:
     async def update_weights_from_disk(self, body: Json) -> Json:
         if self.lie == "dies":
             os._exit(1)
+        while self.lie == "updates later":
+            await asyncio.sleep(0.01)
         assert not self.open and body["flush_cache"] and body["load_format"] == "auto"
         if self.lie == "refuses":
             raise Refused(
@@ -204,7 +247,7 @@ class SGLang:
         return {}
 
 
-GET = ("get_weight_version", "get_model_info", "server_info", "health", "health_generate")
+GET = ("models", "get_weight_version", "get_model_info", "server_info", "health", "health_generate")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -212,11 +255,13 @@ class Handler(BaseHTTPRequestHandler):
     state: SGLang
 
     def do_GET(self) -> None:
-        self._reply(self.path[1:] if self.path[1:] in GET else "", {})
+        name = self.path[1:].removeprefix("v1/")
+        self._reply(name if name in GET else "", {})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._reply(self.path[1:] if self.path[1:] not in GET else "", json.loads(body or b"{}"))
+        name = self.path[1:].removeprefix("v1/")
+        self._reply(name if name not in GET else "", json.loads(body or b"{}"))
 
     def _reply(self, name: str, body: Json) -> None:
         state, status = self.state, 200

@@ -217,6 +217,7 @@ class RolloutConfig:
         above=0,
     )
     python: str | None = key(None, "Python of the environment that has the engine's server; null is this one")
-    url: str | None = key(None, "address of a server that is there already; null starts one beside each rollout worker")
+    url: tuple[str, ...] = key((), "addresses of servers that are there already: one or a list; none starts them")
+    data_parallel_size: int = key(1, "servers that each rollout worker starts, as one engine", minimum=1)
     engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

@@ -111,7 +111,8 @@ def weight_sync(config: Config) -> Iterator[Finding]:
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
         )
     engine = config.actor_rollout_ref.rollout.name
-    if staleness > 0 and not ROLLOUT_ENGINES[engine].in_flight:
+    entry = ROLLOUT_ENGINES[engine]
+    if staleness > 0 and entry.takes_weights and not entry.in_flight:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_flight and entry.target)
         yield Finding(
             ("async.max_staleness", f"{ROLLOUT}.name"),
@@ -124,6 +125,7 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     """Options of a server are those of an engine that has one."""
     rollout = config.actor_rollout_ref.rollout
     given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
+    given += [f"{ROLLOUT}.data_parallel_size"] if rollout.data_parallel_size > 1 else []
     entry = ROLLOUT_ENGINES.get(rollout.name)
     if entry is None or not entry.in_server:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_server and entry.target)
@@ -131,10 +133,16 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             why = f"the engine '{rollout.name}' has no server"
             yield Finding((key, f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name={able}, or remove it")
         return
-    if rollout.url is not None and len(given) > 1:
+    if not entry.takes_weights and rollout.temperature != 1:
+        why = "the server reports log-probs at temperature 1, by which it is compared with the model"
+        set_one = f"set {ROLLOUT}.temperature=1; {ROLLOUT}.val_kwargs.temperature may differ"
+        yield Finding((f"{ROLLOUT}.temperature", f"{ROLLOUT}.name"), why, set_one)
+    if rollout.url and len(given) > 1:
         yield Finding(
             tuple(given), "the server at that address was started with options of its own", "remove the others"
         )
+    if len({*rollout.url}) < len(rollout.url):
+        yield Finding((f"{ROLLOUT}.url",), "an address is there twice, and is one server", "name each once")
     for name, options in rollout.engine_kwargs.items():
         if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
             example = f"{ROLLOUT}.engine_kwargs.{rollout.name}.max_model_len=4096"

@@ -3,13 +3,12 @@ server when one dies or falls silent, answers that are checked before they are b
 """
 
 import asyncio
-import copy
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,19 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import TrustError, UserError
-from distflow.rollout.engine import (
-    Activity,
-    ActivityLog,
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    WeightReceipt,
-)
+from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, WeightReceipt
 from distflow.rollout.servers.answers import Answer, AnswerCheck, label_of, lie
-from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
+from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
 from distflow.rollout.stops_and_draws import check_request
 from distflow.rollout.weights import checked
-from distflow.scheduling.groups import TRAIN, Version
+from distflow.scheduling.groups import Version
 
 T = TypeVar("T")
 
@@ -56,17 +48,8 @@ class ServerFailed(RuntimeError):
     """A server does not start, or does not do what it is asked."""
 
 
-@dataclass(frozen=True)
-class _HeldWeights:
-    """The weights of a version, as files, for a server that starts anew."""
-
-    version: Version
-    folder: Path
-    hashes: Mapping[str, str]
-
-    @property
-    def files(self) -> list[Path]:
-        return sorted(self.folder.iterdir())
+class ServerLost(ServerFailed):
+    """A server is gone or silent, with all that it was asked."""
 
 
 @dataclass(eq=False)
@@ -94,19 +77,20 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     num_generated_tokens: int = field(default=0, init=False)
 
     NAME = "server"
+    in_fleet = False
+    """Whether somebody else takes the requests of a server that is lost, and calls `restart`."""
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
         self.config: Any = self.model.config
-        self._activity = ActivityLog()
+        self._activity = RequestLog()
         self._running = set[asyncio.Task[Any]]()
-        self._num_busy = 0
         self._tokens_of_earlier = 0  # servers
-        self._held: _HeldWeights | None = None
+        self._held: WeightFiles | None = None
         self._process: ServerProcess | None = None
-        self._server = 0
+        self.number_of_server = 0
         self._silent_server, self._last_lines = -1, ""
-        self._paused = False
+        self._paused = self._is_released = False
         self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # of a server of ours; another url: not at the socket
         self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
 
@@ -138,8 +122,15 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         """The same, for new weights: what is begun is to continue with them as `kv_on_update` says."""
 
     @abstractmethod
-    async def release(self) -> None:
-        """The same, and free memory."""
+    async def drop_cache(self) -> None:
+        """The same, without keys and values of finished prompts."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Free the memory of a halted server; `wake` comes before new weights."""
+
+    @abstractmethod
+    async def wake(self) -> None: ...
 
     @abstractmethod
     async def go_on(self) -> None: ...
@@ -162,8 +153,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # The protocol of engines.
 
     async def __aenter__(self) -> "HttpEngine":
-        self._folder = PrivateFolder("distflow-server-")
-        self.socket = self._folder.path / "socket"
+        self.folder = PrivateFolder("distflow-server-")
+        self.socket = self.folder.path / "socket"
         self._changing, self._updating = asyncio.Lock(), asyncio.Lock()
         at_socket = (self.url or self.own_url) == _AT_SOCKET
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if at_socket else None
@@ -193,7 +184,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if self._process is not None:
             self._process.kill()
         await self.client.aclose()
-        self._folder.remove()
+        self.folder.remove()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
@@ -201,28 +192,28 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         vocab_size = self.config.vocab_size
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
         first = self.version
-        with self._busy():
+        with self._activity.busy():
             answers = await self._call(partial(self._answers, request))
             if len(answers) != len(request.samples):
                 raise lie(self.who, f"{len(answers)} responses where {len(request.samples)} were asked for")
             check = AnswerCheck(self.who, self.tokenizer, vocab_size, first, self.version)
             given = zip(request.samples, answers, strict=True)
             generations = tuple(check.generation(sample, request.params, answer) for sample, answer in given)
-            self._note_activity(request, generations)
+            self._activity.responded(request, generations)
         return GenerateResult(generations)
 
     async def pause(self, release: bool = False) -> None:
         """See `RolloutEngine`. release: drops cached keys and values; what else, the server's class says."""
         async with self._updating:
-            await self._call(self.release if release else self.halt)
             self._paused = True
+            await self._call(self._release if release else self.halt)
             await self._call(self._count)
         self._activity.stopped()
 
     async def resume(self) -> None:
         async with self._updating:
             self._paused = False
-            await self._call(self.go_on)
+            await self._call(self._go_on)
 
     async def hashes(self) -> dict[str, str]:
         return await self._call(self.held_hashes)
@@ -234,18 +225,27 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             raise ValueError(
                 f"weights of {version} offered to an engine that serves {self.version}: versions never go back"
             )
+        if weights is None:
+            async with self._updating:
+                await self._call(partial(self._rename, version))
+            return WeightReceipt(version, version_only=True)
+        folder, before = await asyncio.get_running_loop().run_in_executor(None, self.write, weights), self._held
+        await self.load_files(WeightFiles(version, folder))
+        if before is not None:
+            self.folder.drop(before.folder)
+        assert self._held is not None, "just loaded"
+        return WeightReceipt(version, dict(self._held.hashes))
+
+    async def load_files(self, files: WeightFiles) -> None:
+        """The same with files, which stay the caller's. Those that it has only get the version."""
+        is_there = self._held is not None and files.folder == self._held.folder
         async with self._updating:
-            if weights is None:
-                await self._call(partial(self.set_label, label_of(version)))
-                if self._held is not None:
-                    self._held = _HeldWeights(version, self._held.folder, self._held.hashes)
-                self.version = version
-                return WeightReceipt(version, version_only=True)
-            folder = await asyncio.get_running_loop().run_in_executor(None, self._write, weights)
-            before, hashes = self._held, await self._call(partial(self._update, version, folder))
-            if before is not None:
-                self._folder.drop(before.folder)
-            return WeightReceipt(version, hashes)
+            await self._call(partial(self._rename, files.version) if is_there else partial(self._update, files))
+
+    def holds(self, files: WeightFiles | None) -> bool:
+        """Whether these are what it serves; None are those that it began with."""
+        mine = self._held
+        return files is None or (mine is not None and (mine.version, mine.folder) == (files.version, files.folder))
 
     def take_activity(self) -> list[Activity]:
         """Its activity since the last call; from any thread."""
@@ -288,7 +288,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do it, again with the next server if this one is lost. Raises ServerFailed where none can be had."""
         for number in range(1, MOST_SERVERS + 1):
-            server, task = self._server, asyncio.create_task(work())
+            server, task = self.number_of_server, asyncio.create_task(work())
             self._running.add(task)
             try:
                 return await task
@@ -301,14 +301,30 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 why = "it gave no sign of life"
             finally:
                 self._running.discard(task)
+            if self.in_fleet:
+                if server == self.number_of_server != self._silent_server and await self._is_well():
+                    continue
+                raise ServerLost(f"{self.who} is lost ({why}){self._log_end()}")
             async with self._changing:
-                if server == self._server and (server == self._silent_server or not await self._is_well()):
+                if server == self.number_of_server and (server == self._silent_server or not await self._is_well()):
                     self._last_lines = self._log_end()
                     if number < MOST_SERVERS:
                         await self._replace(why)
         raise ServerFailed(f"{self.who} was lost {number} times at the same request: {why}{self._last_lines}")
 
     # The server.
+
+    async def restart(self, files: WeightFiles | None, why: str) -> None:
+        """Another server with these weights, for a fleet; at an address, the one that is there by now."""
+        async with self._changing:
+            self._held = files
+            await self._replace(why)
+
+    def abandon(self) -> None:
+        """The server does not count any more, and what it was asked is lost."""
+        self._silent_server = self.number_of_server
+        for task in list(self._running):
+            task.cancel()
 
     async def _is_well(self) -> bool:
         """Whether only a connection was lost: an idle one that the server closed, or to a predecessor."""
@@ -318,19 +334,21 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             return False
 
     async def _replace(self, why: str) -> None:
-        self._server += 1
+        self.number_of_server += 1
+        self._is_released &= self.url is not None  # one of ours has begun anew
         self._tokens_of_earlier = self.num_generated_tokens
         if self._process is not None:
             self._process.kill()
-        _log.warning("%s is lost (%s): its requests go to the next", self.who, why)
+        if not self.in_fleet:
+            _log.warning("%s is lost (%s): its requests go to the next", self.who, why)
         await self._start()
 
     async def _start(self) -> None:
         """Start a server, or find one that is there, and give it what its predecessor had."""
         if self.url is None:
             self.socket.unlink(missing_ok=True)
-            command, env = self.command(self._folder.path)
-            self._process = ServerProcess(command, env, self._folder.path / LOG)
+            command, env = self.command(self.folder.path)
+            self._process = ServerProcess(command, env, self.folder.path / LOG)
         due = time.monotonic() + (START_S if self._process is not None else ATTACH_S)
         while True:
             try:
@@ -340,12 +358,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 self._check_starting(err, due)
             await asyncio.sleep(_START_LOOKS_EVERY_S)
         if self._held is not None:
-            await self.halt_for_update()
-            if await self.take(self._held.files) != self._held.hashes:
-                raise lie(self.who, "with hashes of other weights than those that it was given again")
-            await self.set_label(label_of(self._held.version))
-            if not self._paused:
-                await self.go_on()
+            await self._update(self._held)
         elif self._paused:
             await self.halt()
 
@@ -366,65 +379,53 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await asyncio.sleep(LOOKS_EVERY_S)
             if not self._running or self._changing.locked():
                 continue
-            server, ticks = self._server, self._process.cpu_ticks() if self._process is not None else -1
+            server, ticks = self.number_of_server, self._process.cpu_ticks() if self._process is not None else -1
             try:
-                await asyncio.wait_for(self._count(), SILENT_S if self._process is not None else ATTACH_S)
+                limit = SILENT_S if self.in_fleet or self._process is not None else ATTACH_S
+                async with asyncio.timeout(limit):  # `wait_for` may swallow the end of this task
+                    await self._count()
             except (httpx.TransportError, TrustError):
                 pass  # it is gone, as those find out who wait
             except TimeoutError:
-                is_same = server == self._server and not self._changing.locked()
+                is_same = server == self.number_of_server and not self._changing.locked()
                 if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
-                    self._silent_server = server
-                    for task in list(self._running):
-                        task.cancel()
+                    self.abandon()
 
     async def _count(self) -> None:
         earlier = self._tokens_of_earlier
         self.num_generated_tokens = earlier + await self.count_tokens()
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        if self._num_busy == 0:
-            self._since = time.time()
-        self._num_busy += 1
-        try:
-            yield
-        finally:
-            self._num_busy -= 1
-            if self._num_busy == 0:
-                self._activity.stopped()
-
-    def _note_activity(self, request: GenerateRequest, generations: Sequence[Generation]) -> None:
-        """When tokens were drawn is not known, only when a response has come."""
-        lane, now = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval", time.time()
-        tokens = sum(len(each.token_ids) for each in generations)
-        step = max((max(each.versions, default=0) for each in generations), default=0)
-        self._activity.decoded(self._since, now, step, lane, tokens)
-        self._since = now
-
     # Weights.
 
-    def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Into a folder of files. Raises ValueError where they do not fit the model."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
-        return self._folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
+        return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
-    async def _update(self, version: Version, folder: Path) -> dict[str, str]:
+    async def _update(self, files: WeightFiles) -> None:
         await self.halt_for_update()
-        hashes = await self.take(sorted(folder.iterdir()))
-        await self.set_label(label_of(version))
-        self.version, self._held = version, _HeldWeights(version, folder, hashes)  # before the first token of it
+        if self._is_released:
+            await self.wake()
+            self._is_released = False
+        hashes = await self.take(sorted(files.folder.iterdir()))
+        if files.hashes and hashes != files.hashes:
+            raise lie(self.who, "with hashes of other weights than those that it was given")
+        await self.set_label(label_of(files.version))
+        self.version, self._held = files.version, replace(files, hashes=hashes)  # before the first token of it
         if not self._paused:
             await self.go_on()
-        return hashes
 
+    async def _rename(self, version: Version) -> None:
+        await self.set_label(label_of(version))
+        self._held = self._held and replace(self._held, version=version)
+        self.version = version
 
-def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
-    """Config and tokenizer, without weights, for a server to start with."""
-    target = folder / "model"
-    if not target.exists():
-        config: Any = copy.copy(model.config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    return target
+    async def _release(self) -> None:
+        await self.drop_cache()
+        if self.free_cache_engine:
+            await self.sleep()
+            self._is_released = True
+
+    async def _go_on(self) -> None:
+        if not self._is_released:
+            await self.go_on()

@@ -1,5 +1,6 @@
-"""A server that is a child of this process, with a private folder for its socket, its log and its weights."""
+"""A server that is a child of this process, with a private folder for its socket, log, model and weights."""
 
+import copy
 import fcntl
 import os
 import re
@@ -10,11 +11,15 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.scheduling.groups import Version
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _FILE_BYTES: Final = 2**28
@@ -22,6 +27,15 @@ _SHOWN_LINES: Final = 12
 _ERROR: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _TIME_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/PID/stat, after the name
 _GROUP_FIELD: Final = 2
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weights of a version, as a folder of files. hashes: that a server must report of them; empty if unknown."""
+
+    version: Version
+    folder: Path
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
 
 class PrivateFolder:
@@ -135,3 +149,14 @@ def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         file[name] = here.clone() if is_shared else here
         num_bytes += tensor.nbytes
     yield file
+
+
+def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """Config and tokenizer, without weights, for a server to start with."""
+    target = folder / "model"
+    if not target.exists():
+        config: Any = copy.copy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    return target

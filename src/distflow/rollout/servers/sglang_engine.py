@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.rollout.servers.answers import Answer, lie
-from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed, write_model
+from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
+from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key
 from distflow.rollout.weights import stripe_hashes
 
@@ -41,7 +42,7 @@ class SGLangEngine(HttpEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check({"kv_on_update": self.kv_on_update})
-        self.repeats_draws = self._is_released = False
+        self.repeats_draws = False
         self._num_tokens = self._num_halts = 0
         self._hashes = dict[str, str]()
         if self.url is None:
@@ -141,23 +142,22 @@ class SGLangEngine(HttpEngine):
     async def halt_for_update(self) -> None:
         await self.halt()
 
-    async def release(self) -> None:
+    async def drop_cache(self) -> None:
         await self.halt()
         if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # which is no JSON
             raise ServerFailed(f"{self.who} did not flush its cache: {answer.text[:500]}")
-        if self.free_cache_engine:
-            await self.post("/release_memory_occupation", {})
-            self._is_released = True
+
+    async def sleep(self) -> None:
+        await self.post("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        await self.post("/resume_memory_occupation", {})
 
     async def go_on(self) -> None:
-        if not self._is_released:
-            await self.post("/continue_generation", {})
+        await self.post("/continue_generation", {})
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
         """SGLang reports no hashes of what it holds: these are of the files. The canary finds other weights."""
-        if self._is_released:
-            await self.post("/resume_memory_occupation", {})
-            self._is_released = False
         body = {"model_path": str(files[0].parent), "load_format": "auto", "flush_cache": True}
         if not (answer := await self.post("/update_weights_from_disk", body))["success"]:
             raise ServerFailed(f"{self.who} did not take new weights: {answer['message']}")

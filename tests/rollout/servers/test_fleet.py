@@ -1,0 +1,282 @@
+"""Several servers as one engine, each of ours behind SGLang's routes: ones that lie, stall, are slow, are killed and
+are stopped. What every engine must do is in tests/rollout/test_engines_alike.py."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.cli import main
+from distflow.errors import UserError
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.servers import fleet as fleet_module
+from distflow.rollout.servers import http_engine
+from distflow.rollout.servers.fleet import Fleet
+from distflow.rollout.servers.http_engine import ServerFailed
+from distflow.rollout.servers.sglang_engine import SGLangEngine
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime.weight_sync.protocol import check_receipt
+from distflow.scheduling.groups import Version
+from tests.rollout.drive import DEADLINE_S, FIRST, forward_log_probs, make_model, prompt_of, request_of
+from tests.rollout.servers.sglang_server import Running, SGLang
+from tests.rollout.servers.test_sglang import launcher
+from tests.tiny_models import tiny_tokenizer
+
+Story = Callable[[Fleet, list[SGLang]], Awaitable[Any]]
+
+
+def with_fleet(story: Story, num_servers: int = 3, **args: Any) -> None:
+    """Of servers in this process; they have the first weights."""
+    model = make_model()
+
+    async def run(servers: list[Running]) -> None:
+        engines = [SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=each.url) for each in servers]
+        async with Fleet(engines) as fleet:
+            await fleet.load_weights(Version(0, 1), list(model.named_parameters()))
+            await asyncio.wait_for(story(fleet, [each.state for each in servers]), 2 * DEADLINE_S)
+
+    with ExitStack() as entered:
+        options = {"enable_deterministic_inference": True, **args}
+        made = [Running(make_model(seed=5), tiny_tokenizer(), **options) for _ in range(num_servers)]
+        asyncio.run(run([entered.enter_context(each) for each in made]))
+
+
+def groups(count: int, first: int = 0, **params: Any) -> list[GenerateRequest]:
+    return [
+        request_of(prompt_of(4 + row % 5, row), (0, 1, 2), row=row, **params) for row in range(first, first + count)
+    ]
+
+
+async def ask(fleet: Fleet, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    return list(await asyncio.gather(*map(fleet.generate, requests)))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # the story has a deadline
+        await asyncio.sleep(0.01)
+
+
+def metric(fleet: Fleet, number: int, name: str) -> float:
+    return fleet.server_metrics()[f"rollout_server/{number}/{name}"]
+
+
+def changed(version: int) -> list[Any]:
+    return list(make_model(seed=version).named_parameters())
+
+
+def test_groups_stay_together_and_turns_come_back() -> None:
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        requests = groups(9)
+        await ask(fleet, requests)
+        homes = [
+            [number for number, each in enumerate(servers) for p in each.prompts if p == r.prompt_ids] for r in requests
+        ]
+        assert all(len(each) == 3 and len({*each}) == 1 for each in homes), "a group's samples share its prefix"
+        assert sorted(each[0] for each in homes) == [0, 0, 0, 1, 1, 1, 2, 2, 2], "by outstanding tokens"
+        assert [metric(fleet, number, "outstanding_tokens") for number in range(3)] == [0, 0, 0]
+        for request, (home, *_) in zip(requests, homes, strict=True):
+            turn = replace(request, prompt_ids=(*request.prompt_ids, 7, 8), samples=(1,), num_drawn=12)
+            await fleet.generate(turn)
+            assert turn.prompt_ids in servers[home].prompts
+
+    with_fleet(story)
+
+
+@pytest.mark.slow
+def test_long_requests_count_for_more() -> None:
+    """One with many tokens weighs as much as the others together."""
+
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        (long,), short = groups(1, max_tokens=60), groups(4, first=1, max_tokens=2)
+        await ask(fleet, [long, *short])
+        assert long.prompt_ids in servers[0].prompts and len(servers[0].prompts) == 3 and len(servers[1].prompts) == 12
+
+    with_fleet(story, num_servers=2)
+
+
+@pytest.mark.slow
+def test_a_slow_server_gets_less_until_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        await ask(fleet, groups(2))
+        slow, fast = fleet._servers
+        for each, tokens in ((slow, 10), (fast, 100)):
+            each.tokens, each.seconds = tokens, 1.0
+        before = len(servers[0].prompts)
+        monkeypatch.setattr(fleet_module, "_FORGET_S", 1e9)
+        await ask(fleet, groups(8, first=2))
+        assert len(servers[0].prompts) == before, "eight groups are done sooner by one that is ten times as fast"
+        for each, tokens in ((slow, 10), (fast, 100)):
+            each.tokens, each.seconds = tokens, 1.0
+        monkeypatch.setattr(fleet_module, "_FORGET_S", 1e-9)
+        await ask(fleet, groups(8, first=10))
+        assert len(servers[0].prompts) > before
+
+    with_fleet(story, num_servers=2)
+
+
+def test_an_update_that_one_server_refuses_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        servers[1].lie, weights = "refuses", changed(2)
+        receipt = await fleet.load_weights(Version(0, 2), weights)
+        check_receipt(receipt, Version(0, 2), stripe_hashes(weights))
+        assert fleet.version == Version(0, 2) and await fleet.hashes() == stripe_hashes(weights)
+        before = len(servers[1].prompts)
+        for result in await ask(fleet, requests := groups(6)):
+            assert {version for each in result.generations for version in each.versions} == {2}
+        assert len(servers[1].prompts) == before, "it has older weights"
+        servers[1].lie = ""
+        await until(lambda: metric(fleet, 1, "restarts") > 0)
+        again = await ask(fleet, groups(6, first=6))
+        assert len(servers[1].prompts) > before
+        assert all(each.versions == [2] * 12 for result in again for each in result.generations)
+        (first, *_), model = (await ask(fleet, requests))[0].generations, make_model(seed=2)
+        truth = forward_log_probs(model, requests[0].prompt_ids, first)
+        assert first.rollout_log_probs == pytest.approx(truth, abs=1e-4)
+
+    with_fleet(story)
+
+
+def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        servers[1].lie = "updates later"
+        monkeypatch.setattr(http_engine, "SILENT_S", 0.0)  # how long the others wait for it, besides
+        await fleet.load_weights(Version(0, 2), changed(2))
+        monkeypatch.undo()
+        before = len(servers[1].prompts)
+        results = await ask(fleet, groups(6))
+        assert len(servers[1].prompts) == before and metric(fleet, 1, "moved_requests") == 0
+        servers[1].lie = ""
+        await until(lambda: servers[1].label == "0.2" and not servers[1].paused)
+        results += await ask(fleet, groups(6, first=6))
+        assert len(servers[1].prompts) > before
+        assert all(each.versions == [2] * 12 for result in results for each in result.generations)
+
+    with_fleet(story, num_servers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", ["keeps its label", "error"])
+def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+    monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
+
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        servers[0].lie = lie
+        await fleet.load_weights(Version(0, 2), changed(2))
+        assert all(each.versions == [2] * 12 for r in await ask(fleet, groups(4)) for each in r.generations)
+        servers[1].lie = lie
+        with pytest.raises(ServerFailed, match=r"no server of the fleet can be had(.|\n)*server 0(.|\n)*server 1: "):
+            await fleet.load_weights(Version(0, 3), changed(3))
+        with pytest.raises(ServerFailed, match="no server of the fleet can be had"):
+            await ask(fleet, groups(1))
+
+    with_fleet(story, num_servers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", ["stalls", "never answers"])
+def test_requests_of_a_server_that_does_not_answer_go_to_the_others(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "SILENT_S", 1.0)
+    monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
+    monkeypatch.setattr(fleet_module, "LEAST_DEADLINE_S", 1.0)
+
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        before = await ask(fleet, requests := groups(6))
+        servers[1].lie = lie
+        after = await ask(fleet, requests)
+        assert after == before and metric(fleet, 1, "moved_requests") >= 2
+
+    with_fleet(story, batch_invariant=True)
+
+
+def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        servers[1].lie = "refuses"
+        await fleet.load_weights(Version(0, 2), changed(2))
+        await fleet.pause()
+        tasks = [asyncio.create_task(fleet.generate(each)) for each in groups(4)]
+        servers[1].lie = ""
+        await until(lambda: metric(fleet, 1, "restarts") > 0)
+        await fleet.load_weights(Version(0, 3), changed(3))
+        assert all(each.paused for each in servers) and not any(each.done() for each in tasks)
+        await fleet.resume()
+        results = await asyncio.gather(*tasks)
+        assert all(each.versions == [3] * 12 for result in results for each in result.generations)
+
+    with_fleet(story, num_servers=2)
+
+
+def test_a_fleet_with_an_address_where_nobody_is_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
+
+    async def run(url: str) -> None:
+        urls = (url, "http://127.0.0.1:1")
+        async with Fleet([SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=each) for each in urls]):
+            raise AssertionError("entered")
+
+    with (
+        Running(make_model(), tiny_tokenizer()) as server,
+        pytest.raises(UserError, match="http://127.0.0.1:1: no server"),
+    ):
+        asyncio.run(run(server.url))
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "SILENT_S", 4.0)
+    model, options = make_model(), {"enable_deterministic_inference": True, "batch_invariant": True}
+    make = {"version": FIRST, "python": launcher(tmp_path), "engine_kwargs": options}
+    engines = [SGLangEngine(model, tiny_tokenizer(), **make) for _ in range(3)]
+    requests, more = groups(12, max_tokens=100), groups(12, first=12, max_tokens=100)
+
+    async def story(fleet: Fleet) -> None:
+        await fleet.load_weights(Version(0, 1), list(model.named_parameters()))
+        alone = [await engines[0].generate(each) for each in (*requests, *more)]
+        tasks = [asyncio.create_task(fleet.generate(each)) for each in requests]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for engine, kind in ((engines[1], signal.SIGKILL), (engines[2], signal.SIGSTOP)):
+            assert engine._process is not None
+            os.killpg(engine._process.pid, kind)
+        tasks += [asyncio.create_task(fleet.generate(each)) for each in more]
+        assert list(await asyncio.gather(*tasks)) == alone
+        assert min(metric(fleet, 1, "moved_requests"), metric(fleet, 2, "moved_requests")) >= 1
+        await until(lambda: metric(fleet, 1, "restarts") == metric(fleet, 2, "restarts") == 1)
+        assert await ask(fleet, [*requests, *more]) == alone
+        await fleet.load_weights(Version(0, 2), weights := changed(2))
+        assert [await each.hashes() for each in engines] == [stripe_hashes(weights)] * 3
+
+    async def run() -> None:
+        async with Fleet(engines) as fleet:
+            await asyncio.wait_for(story(fleet), 10 * DEADLINE_S)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_trains_through_several_servers(staleness: int, tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    keys = [f"{rollout}.name=sglang", f"{rollout}.data_parallel_size=2", f"{rollout}.python={launcher(tmp_path)}"]
+    keys += [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"] if staleness else []
+    keys += [f"trainer.default_local_dir={tmp_path}/run", "trust.canary_freq=1", "trainer.logger=[jsonl]"]
+    assert main(["train", "examples/tiny.yaml", *keys, "trainer.total_training_steps=3"]) == 0
+    rows = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
+    assert len(rows) == 3 and all(row["mismatch/max_abs"] < 1e-4 for row in rows if staleness == 0)
+    assert all(row["rollout_server/1/tokens_per_s"] > 0 for row in rows)
