@@ -35,12 +35,8 @@ MIN_FREE_BYTES = 2 * 1024**3
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument(
-        "--device",
-        nargs="*",
-        metavar="CONFIG key=value",
-        help="try the accelerator before a first run, with the memory that a preset or a YAML file needs",
-    )
+    wanted = "try the accelerator before a first run, and whether a config's models fit"
+    parser.add_argument("--device", nargs="*", metavar="CONFIG key=value", help=wanted)
     add_trust_argument(parser, "the config of --device names")
 
 

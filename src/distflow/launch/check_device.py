@@ -22,7 +22,7 @@ from distflow.config.derived_settings import is_sharded, offload_keys
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, UserError
 from distflow.launch.engine_factories import engine_dtype, shares_weights
-from distflow.launch.hardware import accelerator, choose_dtype
+from distflow.launch.hardware import accelerator
 from distflow.launch.model_sources import Source, critic_source, policy_adapter, policy_context, policy_source
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model
@@ -38,9 +38,7 @@ OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"
 EXACT: Final = 1e-4
 """Of float32 against the CPU. Sums in another order differ by 1e-6; products that are rounded to TF32 by 1e-3."""
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
-_COPIED_BYTES: Final = 2**26
 _LENGTHS: Final = ((5, 9), (1, 14), (12, 1), (8, 30), (3, 64), (40, 33))
-_NUM_SEQS: Final = 4
 _MOMENT_BYTES: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
 """Of the optimizer, for a trained number."""
 
@@ -87,13 +85,9 @@ class Subject:
         return scorer.forward(self.batch, ("log_probs",)).flat("log_probs").double()
 
     @cached_property
-    def exact(self) -> Tensor:
-        return self.log_probs("cpu")
-
-    @cached_property
-    def bfloat16_error(self) -> float:
-        """What rounding to bfloat16 does on the CPU."""
-        return _mean_error(self.log_probs("cpu", torch.bfloat16), self.exact)
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Log-probs on the CPU, in float32 and in bfloat16."""
+        return self.log_probs("cpu"), self.log_probs("cpu", torch.bfloat16)
 
 
 class Check(NamedTuple):
@@ -115,7 +109,10 @@ def find_device(wanted: str) -> Finding:
     """The device that `trainer.device` means; "left out" where the CPU is meant, and nothing else is here."""
     found, driver = accelerator(), _nvidia_driver()
     if found is None and driver:
-        return Finding("device", FAILED, _without_device(driver))
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        text = f"there is the NVIDIA driver {driver}, but torch {torch.__version__}, {built}, finds no device: install"
+        advice = " a build for a CUDA that the driver knows (nvidia-smi shows it), or look at CUDA_VISIBLE_DEVICES"
+        return Finding("device", FAILED, text + advice)
     if wanted not in ("auto", "cpu", found):
         has = f"only {found}" if found else "no accelerator"
         text = f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
@@ -124,28 +121,15 @@ def find_device(wanted: str) -> Finding:
         return Finding("device", LEFT_OUT, "torch finds no accelerator here: runs compute on the CPU")
     if wanted == "cpu":
         return Finding("device", LEFT_OUT, f"trainer.device=cpu: the {found} device here would not be used")
-    name = torch.get_device_module(found).get_device_name()
-    free, total = torch.accelerator.get_memory_info()
-    of_driver = f", NVIDIA driver {driver}" if driver else ""
-    return Finding("device", OK, f"{found}: {name}, {_gib(free)} of {_gib(total)} GiB free{of_driver}")
-
-
-def _without_device(driver: str) -> str:
-    text, built = f"this machine has the NVIDIA driver {driver}, but torch {torch.__version__}", torch.version.cuda
-    if built is None:
-        return f"{text} is built without CUDA: install a build for CUDA (https://pytorch.org/get-started)"
-    return (
-        f"{text}, for CUDA {built}, finds no device: the driver may be too old for it (nvidia-smi shows up to which "
-        "CUDA it goes), or CUDA_VISIBLE_DEVICES hides the device"
-    )
+    name, (free, total) = torch.get_device_module(found).get_device_name(), torch.accelerator.get_memory_info()
+    text = f"{found}: {name}, {_gib(free)} of {_gib(total)} GiB free{driver and f', NVIDIA driver {driver}'}"
+    return Finding("device", OK, text)
 
 
 def _nvidia_driver() -> str:
     """Its version; "" where there is none."""
-    if not _DRIVER.is_file():
-        return ""
-    number = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text())
-    return number[1] if number else "of an unknown version"
+    number = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text() if _DRIVER.is_file() else "")
+    return number[1] if number else ""
 
 
 def _build(subject: Subject) -> Result:
@@ -163,9 +147,8 @@ def _build(subject: Subject) -> Result:
 
 def _count(subject: Subject) -> Result:
     found, trainer = torch.accelerator.device_count(), subject.config.trainer
-    on_this = trainer.launcher == "local" or trainer.nnodes == 1
     text = f"{found} here, {trainer.n_gpus_per_node} on each machine in the config"
-    return FAILED if on_this and trainer.n_gpus_per_node > found else OK, text
+    return FAILED if trainer.nnodes == 1 and trainer.n_gpus_per_node > found else OK, text
 
 
 def _kernels(subject: Subject) -> Result:
@@ -181,8 +164,7 @@ def _kernels(subject: Subject) -> Result:
             "cumulative sum": x.cumsum(-1),
             "sort": x.sort(-1, descending=True).values,
             "index_put": torch.zeros_like(x).index_put((index,), x[index], accumulate=True),
-            "comparison": torch.where(x > 0.5, x, -x).amax(0),
-            "integers": ((index * -7046029254386353131) >> 30) ^ index,
+            "integers": (index * -7046029254386353131) >> 30,
         }
 
     found = results(x.to(subject.device), y.to(subject.device), index.to(subject.device))
@@ -195,33 +177,27 @@ def _kernels(subject: Subject) -> Result:
 
 def _copies(subject: Subject) -> Result:
     """As `device_transfer.send`, and back."""
-    host = torch.randint(256, (_COPIED_BYTES,), dtype=torch.uint8).pin_memory()
+    host = torch.randint(256, (2**26,), dtype=torch.uint8).pin_memory()
     there, back = torch.empty_like(host, device=subject.device), torch.empty_like(host, pin_memory=True)
     rates = []
-    for target, source in ((there, host), (back, there)):
-        target.copy_(source, non_blocking=True)  # the first one sets up
-        torch.accelerator.synchronize()
+    for target, source in 2 * ((there, host), (back, there)):  # the first of each sets up
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
         torch.accelerator.synchronize()
-        rates.append(_COPIED_BYTES / (time.perf_counter() - start) / 1e9)
+        rates.append(host.nbytes / (time.perf_counter() - start) / 1e9)
     if not torch.equal(host, back):
         return FAILED, "what came back is not what was copied"
-    return OK, f"{rates[0]:.1f} GB/s to the device, {rates[1]:.1f} GB/s back, pinned"
+    return OK, f"{rates[2]:.1f} GB/s to the device, {rates[3]:.1f} GB/s back, pinned"
 
 
 def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
-    device = subject.device.type
-    if dtype != torch.float32:
-        one = torch.ones(2, 2, device=device)
-        with torch.autocast(device, dtype=dtype):
-            computed = (one @ one).dtype
-        if computed != dtype:
-            return FAILED, f"products under autocast are in {computed}"
-    error, limit, measure = _error(subject, dtype)
-    of_config = ", the config's dtype" if f"torch.{choose_dtype(subject.config)}" == str(dtype) else ""
-    text = f"{measure} difference {error:.1e} from float32 on the CPU, the limit is {limit:.1e}{of_config}"
-    return OK if error <= limit else FAILED, text
+    one = torch.ones(2, 2, device=subject.device)
+    with torch.autocast(one.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        computed = (one @ one).dtype
+    if computed != dtype:
+        return FAILED, f"products under autocast are in {computed}"
+    error, limit = _error(subject, dtype)
+    return OK if error <= limit else FAILED, f"they differ by {error:.1e} from float32 on the CPU (limit {limit:.1e})"
 
 
 def _attention(subject: Subject, kind: SDPBackend) -> Result:
@@ -231,39 +207,33 @@ def _attention(subject: Subject, kind: SDPBackend) -> Result:
     for dtype in () if kind is SDPBackend.OVERRIDEABLE and subject.device.type == "cuda" else dtypes:
         try:
             with sdpa_kernel([kind]), warnings.catch_warnings(action="ignore"):  # on why it is not for this device
-                error, limit, measure = _error(subject, dtype)
+                error, limit = _error(subject, dtype)
         except RuntimeError as refusal:
             if not re.search("No (available kernel|viable backend)", str(refusal)):
                 raise
             continue
-        text = f"{str(dtype).removeprefix('torch.')} {measure} {error:.1e}"
+        found.append(f"{dtype} {error:.1e} (limit {limit:.1e})")
         if not error <= limit:
-            return FAILED, f"{text}, the limit is {limit:.1e}, and torch may choose it by itself"
-        found.append(text)
-    return (OK, "difference of log-probs: " + ", ".join(found)) if found else (LEFT_OUT, "not for this device")
+            return FAILED, f"log-probs differ by {found[-1]}, and torch may choose it by itself"
+    return (OK, f"log-probs differ by {', '.join(found)}") if found else (LEFT_OUT, "not for this device")
 
 
-def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float, str]:
-    """Of log-probs against float32 on the CPU: how far off, how far is right, and what of them."""
-    found = subject.log_probs(subject.device.type, dtype)
+def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float]:
+    """Of log-probs against float32 on the CPU, and its limit: of the largest in float32, of the mean in bfloat16."""
+    found, (exact, rounded) = subject.log_probs(subject.device.type, dtype), subject.expected
     if dtype == torch.float32:
-        return _largest(found, subject.exact), EXACT, "largest"
-    return _mean_error(found, subject.exact), 2 * subject.bfloat16_error + 1e-3, "mean"
+        return _largest(found, exact), EXACT
+    return _mean_error(found, exact), 2 * _mean_error(rounded, exact) + 1e-3
 
 
 def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Generation], int]:
     """Responses of the embedded engine, and how many graphs it recorded."""
-    engine = EmbeddedEngine(
-        subject.models[device],
-        load_tokenizer(subject.tokenizer),
-        version=Version(0, 0),
-        max_num_seqs=_NUM_SEQS,
-        enforce_eager=enforce_eager,
-    )
+    model, tokenizer = subject.models[device], load_tokenizer(subject.tokenizer)
+    engine = EmbeddedEngine(model, tokenizer, version=Version(0, 0), max_num_seqs=4, enforce_eager=enforce_eager)
 
     async def generate() -> list[Generation]:
         async with engine:
-            request = GenerateRequest((5, 6, 7), tuple(range(_NUM_SEQS)), SamplingParams(32), Stream(1, "check", 0, 0))
+            request = GenerateRequest((5, 6, 7), (0, 1, 2, 3), SamplingParams(32), Stream(1, "check", 0, 0))
             return list((await engine.generate(request)).generations)
 
     return asyncio.run(generate()), engine.num_graphs
@@ -309,8 +279,8 @@ def _memory(subject: Subject) -> Result:
     trained = parts["gradients"] + parts["optimizer"]
     kept = kept_bytes(config, free - (total - trained))
     if total + kept > free and not offloads:
-        taken = f"the embedded engine, which generates before they are there, keeps {_gib(kept)} for keys and values"
-        return FAILED, f"{text}; {taken}: set actor_rollout_ref.rollout.free_cache_engine=true, or"
+        text += f"; the embedded engine, which generates first, keeps {_gib(kept)} for keys and values"
+        return FAILED, f"{text}: set actor_rollout_ref.rollout.free_cache_engine=true, or"
     fitting, wanted = int((free - total) // (length * token_bytes)), config.actor_rollout_ref.rollout.max_num_seqs
     text += f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their prompts"
     return (OK, text) if fitting >= wanted else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
@@ -329,8 +299,8 @@ def resident_bytes(config: Config) -> dict[str, float]:
         num_trained["critic"] = _empty(critic_source(config)).num_parameters()
         num_weights += num_trained["critic"]
     optimizers = {"actor": settings.actor.optim.optimizer, "critic": config.critic.optim.optimizer}
-    moments = sum(_MOMENT_BYTES[optimizers[role]] * number for role, number in num_trained.items())
-    parts = {"weights": 4 * num_weights, "gradients": 4 * sum(num_trained.values()), "optimizer": moments}
+    parts = {"weights": 4 * num_weights, "gradients": 4 * sum(num_trained.values())}
+    parts["optimizer"] = sum(_MOMENT_BYTES[optimizers[role]] * number for role, number in num_trained.items())
     if "ref" in engines and adapt is None:
         parts["reference"] = 4 * whole
     ranks = trainer.nnodes * trainer.n_gpus_per_node if is_sharded(config) else 1
@@ -387,18 +357,14 @@ CHECKS: Final[dict[str, Check]] = {
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     },
     **{
-        f"attention, {kind.name.lower().removesuffix('_attention')}": Check(
-            partial(_attention, kind=kind), _OTHER_TORCH
-        )
-        for kind in SDPBackend.__members__.values()
-        if kind is not SDPBackend.ERROR
+        f"attention, {name.lower().removesuffix('_attention')}": Check(partial(_attention, kind=kind), _OTHER_TORCH)
+        for name, kind in SDPBackend.__members__.items()
+        if name != "ERROR"
     },
     "decode steps": Check(_decode, "set actor_rollout_ref.rollout.name=hf"),
     "CUDA graphs": Check(_graphs, "set actor_rollout_ref.rollout.enforce_eager=true"),
     "memory of the config": Check(
-        _memory,
-        "train adapters (actor_rollout_ref.model.lora_rank), offload (actor.fsdp_config.optimizer_offload=true), shard "
-        "over more devices (actor.strategy=fsdp), or take a smaller model",
+        _memory, "set actor_rollout_ref.model.lora_rank, actor.strategy=fsdp over more devices, or a smaller model"
     ),
 }
 """By name, in the order in which they are tried, but for those of whole runs."""

@@ -1,7 +1,7 @@
 """All checks of `distflow doctor --device`: those of launch/check_device.py, collectives in processes, and a run."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -31,10 +31,6 @@ def check_all(config: Config, folder: Path) -> Iterator[Finding]:
         yield from (try_check(name, check, subject) for name, check in CHECKS.items())
 
 
-def _collectives(subject: Subject) -> Result:
-    return OK, check_collectives(subject.device.type, subject.folder)
-
-
 def _grpo(subject: Subject) -> Result:
     """Rollout, reward, advantages, updates and a checkpoint of the selftest's run, on both devices."""
     recorded = read_recorded(RECORDED)["grpo"]
@@ -44,14 +40,16 @@ def _grpo(subject: Subject) -> Result:
     row = compare(lab, Pair(f"CPU = {subject.device.type}", EXACT, on_cpu, on_device))
     if row.found is None:
         return FAILED, row.fault
-    found = row.found
-    text = f"loss {found.loss:.0e}, gradient {found.grad_norm:.0e}, log-probs {found.log_prob:.0e}, weights"
-    text = f"{_STEPS} steps differ from the CPU's by: {text} {found.weight:.0e}; the limit is {EXACT:.0e}"
-    return OK if row.ok else FAILED, text
+    names = ("loss", "gradient", "log-probs", "weights")
+    found = ", ".join(f"{name} {value:.0e}" for name, value in zip(names, astuple(row.found), strict=True))
+    return OK if row.ok else FAILED, f"{_STEPS} steps differ from the CPU's by: {found} (limit {EXACT:.0e})"
 
 
 CHECKS: Final = {
     **check_device.CHECKS,
-    "collectives": Check(_collectives, "train on one device until they work; NCCL_DEBUG=INFO says more"),
+    "collectives": Check(
+        lambda subject: (OK, check_collectives(subject.device.type, subject.folder)),
+        "train on one device until they work; NCCL_DEBUG=INFO says more",
+    ),
     "GRPO steps": Check(_grpo, "do not train on this device"),
 }
