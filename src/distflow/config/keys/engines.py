@@ -220,3 +220,13 @@ class RolloutConfig:
     url: str | None = key(None, "address of a server that is there already; null starts one beside each rollout worker")
     engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    """The policy: its model, its update, its rollout, its reference."""
+
+    model: ModelConfig = group(ModelConfig)
+    actor: ActorConfig = group(ActorConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    ref: RefConfig = group(RefConfig)
