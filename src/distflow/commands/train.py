@@ -62,9 +62,11 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
-    from distflow.config import load_config
-    from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-    from distflow.config.derived_settings import check_keys, resume_override, with_own_policies
+    """Policies of one graph train one after another, over Ray side by side. What can be wrong with any of them is found
+    before the first starts."""
+    from distflow.config import describe
+    from distflow.config.derived_settings import check_keys, launch_target
+    from distflow.observe.writing.folder_lock import claimed
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
         if base != "grpo":
@@ -72,27 +74,10 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         return _train_several(commands, arguments)
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
-    overrides = [*arguments.overrides, *resume_override(arguments.resume)]
-    load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
-    loaded = load_own(overrides)
-    for line in loaded.notes:
-        say(line)
+    runs = _load_runs(arguments, base, say)
     check_keys(arguments.allow_change)
-    policies = with_own_policies(loaded.config)
-    if policies and loaded.config.trainer.launcher == "ray" and base == "grpo":
+    if len(runs) > 1 and runs[0].config.trainer.launcher == "ray" and base == "grpo":
         return _train_several(commands, arguments)
-    if policies and arguments.resume not in (None, "auto", "never"):
-        raise UserError("--resume takes the checkpoint of one policy: write dag.policy=NAME too")
-    return _train(arguments, [load_own([*overrides, *own]) for own in policies.values()] or [loaded], say)
-
-
-def _train(arguments: argparse.Namespace, runs: Sequence["Loaded"], say: Callable[[str], None]) -> int:
-    """The run, or the runs of a graph's policies one after another. What can be wrong is found before the first
-    starts."""
-    from distflow.config import describe
-    from distflow.config.derived_settings import launch_target
-    from distflow.observe.writing.folder_lock import claimed
-
     with ExitStack() as stack:
         for loaded in runs:
             stack.enter_context(claimed(loaded.config.trainer.run_dir))
@@ -119,6 +104,23 @@ def _train(arguments: argparse.Namespace, runs: Sequence["Loaded"], say: Callabl
             if outcome is not None and outcome.signal is not None:
                 return exit_status(outcome.signal)
     return 0
+
+
+def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], None]) -> list["Loaded"]:
+    """The config, or that of each of its policies."""
+    from distflow.config import load_config
+    from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
+    from distflow.config.derived_settings import resume_override, with_own_policies
+
+    overrides = [*arguments.overrides, *resume_override(arguments.resume)]
+    load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
+    loaded = load_own(overrides)
+    for line in loaded.notes:
+        say(line)
+    policies = with_own_policies(loaded.config)
+    if policies and arguments.resume not in (None, "auto", "never"):
+        raise UserError("--resume takes the checkpoint of one policy: write dag.policy=NAME too")
+    return [load_own([*overrides, *own]) for own in policies.values()] or [loaded]
 
 
 def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace) -> int:

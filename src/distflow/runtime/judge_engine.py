@@ -62,21 +62,23 @@ class Judge(FrozenWeights):
         """Of each response `score`, from 0 to 1, and `reason`; or `error`, which is never a score of 0."""
         asked = [self._question(batch, row) for row in range(len(batch))]
         with closing(JudgeCache(self.replies.file)) as cache:
-            found = [{"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked]
+            found: list[dict[str, object] | None] = [
+                {"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked
+            ]
             requests = {
                 row: GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row))
                 for row, ids in enumerate(asked)
-                if found[row] is None
+                if found[row] is None and not isinstance(ids, str)
             }
             with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
                 wanted = list(requests.values())
                 answers = thread.submit(asyncio.run, self._answer(wanted)).result() if wanted else []
             for (row, request), result in zip(requests.items(), answers, strict=True):
-                found[row] = self._read(result)
+                found[row] = said = self._read(result)
                 if self.replies.file:
                     cache.spend_tokens(len(request.prompt_ids) + len(result.generations[0].token_ids))
-                    if "score" in found[row]:
-                        cache.put(self._key(request.prompt_ids), json.dumps(found[row]))
+                    if "score" in said:
+                        cache.put(self._key(request.prompt_ids), json.dumps(said))
         return [each or {} for each in found]
 
     def _known(self, cache: JudgeCache, ids: Sequence[int]) -> dict[str, object] | None:

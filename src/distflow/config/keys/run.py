@@ -241,8 +241,8 @@ def parse_policies(value: object) -> Differing:
     found = parse_differing(value, keys, form, advice, of="policy")
     for name in found:
         if name == FIRST_POLICY or not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
-            advice = f"choose another word; '{FIRST_POLICY}' is the policy of actor_rollout_ref"
-            raise Mismatch(f"has a policy '{name}'", advice)
+            other = f"choose another word; '{FIRST_POLICY}' is the policy of actor_rollout_ref"
+            raise Mismatch(f"has a policy '{name}'", other)
     return found
 
 
