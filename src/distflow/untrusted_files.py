@@ -7,10 +7,12 @@ is refused raises an OSError whose `strerror` says why, as a file that may not b
 import errno
 import os
 import pwd
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from glob import glob
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -26,6 +28,9 @@ MAX_YAML_BYTES: Final = 200_000
 MAX_SOURCE_BYTES: Final = 4 * 2**20
 _MAX_YAML_VALUES: Final = 20_000
 
+COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
+"""Of JSON lines, with their names in pyarrow."""
+
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -33,6 +38,19 @@ _KINDS: Final = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+def matching_files(source: str) -> list[Path]:
+    """The files of a pattern such as `data/*.jsonl`, in the order of their names; none where it is no pattern."""
+    path = Path(source).expanduser()
+    if not re.search(r"[*?\[]", source) or path.exists():
+        return []
+    return sorted(found for found in map(Path, glob(str(path), recursive=True)) if found.is_file())
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether its name is that of compressed JSON lines."""
+    return path.suffix.lower() in COMPRESSIONS and path.with_suffix("").suffix.lower() in (".jsonl", ".ndjson")
 
 
 def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BufferedReader:

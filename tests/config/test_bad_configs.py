@@ -542,6 +542,8 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("has no 'path' of the model 'a'", "a: {weight: 2}", ()),
             ("did you mean path?", "a: {pth: x}", ()),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
+            ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
+            ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
             ("'math' is a reward function too", "math: {path: builtin:tiny}", ("reward.functions.default=[math]",)),
             ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
         )

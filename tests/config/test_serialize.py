@@ -236,7 +236,7 @@ trainer:
   imports: [json]
 trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
         check_rewards: false}
-dag: {pipeline: ppo, generates: true, enable_perf: true}
+dag: {pipeline: ppo, generates: true, enable_perf: true, policy: b, policies: {b: {actor: {optim: {lr: 0.5}}}}}
 """
 
 TWO_DOMAINS = {"a": {"train_files": ["a.jsonl"], "reward": "math"}, "b": {"train_files": ["b.jsonl"], "reward": "math"}}

@@ -31,6 +31,8 @@ ELSEWHERE = {
     "algorithm.reward_clip": "tests/pipelines/test_by_domain.py",
     "algorithm.difficulty_mask": "tests/pipelines/test_by_domain.py",
     "algorithm.length_weight": "tests/pipelines/test_by_domain.py",
+    "dag.policies": "tests/e2e/test_two_policies.py",
+    "dag.policy": "tests/e2e/test_two_policies.py",
     "reward.retries": "tests/rewards/pool/test_domain_pools.py",
     "reward.backoff_s": "tests/rewards/pool/test_domain_pools.py",
     "reward.domains": "tests/e2e/test_rlvr.py",

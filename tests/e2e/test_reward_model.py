@@ -1,6 +1,7 @@
 """Runs judged by a reward model: whose score is whose, what a resume does, and what the run's folder says of it."""
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
     (tmp_path / "question.txt").write_text("{prompt}\n{response}")
     models = (
         f"reward_model.models={{helpful: {{path: {helpful}, weight: 0.5}}, strict: {{path: {strict}, weight: -1}}, "
-        f"critique: {{path: {judge}, judge: true, weight: 2, template: {tmp_path}/question.txt, answer_tokens: 4}}}}"
+        f"critique: {{path: {judge}, judge: true, weight: 2, template: {tmp_path}/question.txt, answer_tokens: 4, "
+        f"store: {tmp_path}/judge.sqlite}}}}"
     )
     keys = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trust.audit_freq=1", "data.max_prompt_length=60")
     whole = ground.run("grpo", *keys, models, name="whole")
@@ -116,6 +118,9 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
             total = parts["custom"] + parts["helpful"] / 2 - parts["strict"] + 2 * parts["critique"]
             assert row["score"] == pytest.approx(total, abs=1e-5)
     assert sum(each["reward/errors/critique"] for each in whole.metrics()) == len(silent)
+    scored = {(row["prompt"], row["response"]) for row in rows if judged(row) != NOTHING}
+    with sqlite3.connect(tmp_path / "judge.sqlite") as kept:
+        assert kept.execute("SELECT count(*) FROM answers").fetchone() == (len(scored),)
     proven = [event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
     assert not whole.notes("warning")

@@ -224,3 +224,21 @@ def test_a_reward_that_is_a_node_counts_too(
     assert cli.main(["train", "grpo", *keys, "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
     err = capsys.readouterr().err
     assert "more than reward.max_error_rate=0.5 allows" in err and said in err
+
+
+@pytest.mark.slow
+def test_a_reward_that_never_answers_is_reported_after_the_first_group(ground: Playground) -> None:
+    ground.write_reward("import time\ndef compute_score(*arguments, **more):\n    time.sleep(60)\n")
+    assert train(ground, "reward.timeout_s=0.2") == 2
+    (warning,) = notes(ground.folder / "run", "warning")
+    assert warning.startswith("the first prompt group has too few scores: no score within 0.2 s from custom")
+
+
+@pytest.mark.slow
+def test_what_the_judgement_says_at_the_end_is_not_said_before_it(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight steps are the first that say it of a run that goes on."""
+    ground.write_reward("def compute_score(*arguments, **more):\n    return 0.0\n")
+    assert train(ground, "trainer.total_training_steps=8", "trainer.total_epochs=9") == 0
+    assert capsys.readouterr().out.count("The reward was 0 for every response of all 8 steps") == 1

@@ -130,3 +130,30 @@ def test_an_update_of_a_derived_column_runs_behind_its_sources():
 def test_each_update_of_a_derived_column_runs_behind_its_sources():
     nodes = ("one", updates("loss_mask")), ("two", updates("loss_mask"), "one"), ("write", makes("response_mask"))
     assert order(*nodes) == ["write", "one", "two"]
+
+
+def test_nodes_of_two_policies_have_columns_of_their_own():
+    pipeline = Pipeline("p").add_node("shared", makes("returns", reads="advantages"))
+    for policy in ("a", "b"):
+        pipeline.add_node(f"write_{policy}", makes("advantages"), policy=policy)
+        pipeline.add_node(f"read_{policy}", reads("advantages", "returns"), policy=policy)
+    graph = pipeline.build()
+    bound_pipeline = graph.path_of("b").bind(None, LOADED)
+    assert [n.node_id for n in bound_pipeline.nodes] == ["write_b", "shared", "read_b"]
+    assert bound_pipeline.node("read_b").deps == ("write_b", "shared")
+    assert {n.node_id for n in graph.get_dependencies("read_a")} == {"write_a", "shared"}
+    assert {n.node_id for n in graph.get_dependencies("shared")} == {"write_a", "write_b"}
+
+
+def test_a_shared_node_runs_after_those_of_its_deps_that_are_on_the_path():
+    pipeline = Pipeline("p").add_node("last", makes("returns"), ["one", "two"])
+    pipeline.add_node("one", makes("values"), policy="a").add_node("two", makes("values"), policy="b")
+    assert pipeline.build().path_of("a").get_node("last").deps == ("one",)
+
+
+def test_paths_of_two_policies_do_not_meet():
+    pipeline = Pipeline("p").add_node("one", makes("values"), policy="a").add_node("two", reads("values"), ["one"])
+    pipeline.build()
+    pipeline.add_node("three", makes("returns"), ["one"], policy="b")
+    with pytest.raises(PipelineError, match="'three' of the policy 'b' depends on 'one' of 'a'"):
+        pipeline.build()

@@ -54,6 +54,17 @@ def test_the_larger_model_gets_more_devices_unless_they_are_shared_evenly(files:
     assert (nodes(small), nodes(large)) == ([0, 1, 1], [0]), "the sizes that a config says itself count"
 
 
+def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) -> None:
+    model_b = Path(files["large"]).parent / "model"
+    policies = f"dag.policies={{large: {{model: {{path: {model_b}}}}}}}"
+    planned = plan_runs({"both": (files["small"], *RAY, policies)}, lambda line: None)
+    assert [run.name for run in planned] == ["both-actor", "both-large"]
+    assert [run.words[-1] for run in planned] == ["trainer.devices=[[0]]", "trainer.devices=[[1, 2, 3]]"]
+    folder = Path(files["small"]).parent / "run"
+    own = ["dag.policy=large", f"trainer.default_local_dir='{folder}-large'"]
+    assert list(planned[1].words[-3:-1]) == own
+
+
 @pytest.mark.parametrize(
     ("words", "of_large", "said"),
     [

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.judge_reward import BudgetSpent, JudgeCache, compute_score
+from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
+from distflow.rewards.judge_reward import compute_score
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline

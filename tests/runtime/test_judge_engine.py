@@ -1,7 +1,9 @@
 """The judge as an engine: what it reads of a batch, and what becomes of what it cannot read."""
 
+import sqlite3
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +11,14 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer
+from distflow.rewards.judge_cache import JudgeCache
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.judge_engine import Judge
+from distflow.runtime.judge_engine import Judge, ReplyStore
 from distflow.scheduling.groups import Version
 from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge
 
+NOTHING = ReplyStore()
 PROMPT = Segment("prompt", (7,))
 Ask = Callable[..., list[dict[str, object]]]
 
@@ -25,13 +29,18 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     make = partial(EmbeddedEngine, model, tokenizer, version=Version(0, 0))
 
-    def score(*responses: str, template: str = "{prompt}|{level}|{response}", positions: int = 128) -> list:
+    def score(
+        *responses: str,
+        template: str = "{prompt}|{level}|{response}",
+        positions: int = 128,
+        replies: ReplyStore = NOTHING,
+    ) -> list:
         params = SamplingParams(4, greedy=True, stop_token_ids=(2,))
         samples = [
             Sample(f"0-{i}", 0, [PROMPT], prompt="What?", response=text, extra_info={"level": "hard"})
             for i, text in enumerate(responses)
         ]
-        return Judge(model, tokenizer, make, template, params, positions).score(Batch.from_samples(samples))
+        return Judge(model, tokenizer, make, template, params, positions, replies).score(Batch.from_samples(samples))
 
     return score
 
@@ -64,3 +73,28 @@ def test_a_response_holds_no_token_that_ends_the_question(ask: Ask) -> None:
     """As one token the text would be answered by the end of the answer, which is no score."""
     assert ask(f"it is right{GOOD}")[0]["score"] == 0.75 and tiny_verdict(GOOD) == GOOD
     assert ask(f"b{EOS}")[0] == ask("x&lt;eos>")[0]
+
+
+def test_replies_are_kept_for_later_steps_and_their_cost_is_bounded(tmp_path: Path, ask: Ask) -> None:
+    """Three questions of about as many tokens: each call is counted, and each of the tokens read and written."""
+    file = str(tmp_path / "judge.sqlite")
+    first = ask("so a", "so 3", "so b", replies=ReplyStore(file, "m"))
+    assert [set(each) for each in first] == [{"score", "reason"}, {"error"}, {"score", "reason"}]
+    calls, tokens = JudgeCache(file).spent()
+    assert calls == 3 and tokens > 3 * len("What?|hard|")
+    assert ask("so a", "so b", replies=ReplyStore(file, "m", max_calls=3)) == [first[0], first[2]], "nothing was asked"
+    assert JudgeCache(file).spent() == (calls, tokens)
+    (spent,) = ask("so 3", replies=ReplyStore(file, "m", max_calls=3))
+    assert "3 calls of max_calls=3" in str(spent["error"]) and "score" not in spent, "an error is not stored"
+    bought = ask("so a", "so c", replies=ReplyStore(file, "another model", max_tokens=tokens + 1))
+    assert [set(each) for each in bought] == [{"score", "reason"}, {"score", "reason"}], "the next step is too late"
+    (spent,) = ask("so d", replies=ReplyStore(file, "another model", max_tokens=tokens + 1))
+    assert f"tokens of max_tokens={tokens + 1}" in str(spent["error"])
+
+
+def test_a_damaged_reply_is_asked_for_again(tmp_path: Path, ask: Ask) -> None:
+    file = str(tmp_path / "judge.sqlite")
+    (before,) = ask("so a", replies=ReplyStore(file, "m"))
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE answers SET content = '{\"score\": 7}'")
+    assert ask("so a", replies=ReplyStore(file, "m")) == [before] and JudgeCache(file).spent()[0] == 2

@@ -32,6 +32,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_thread import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Collective
 
@@ -262,6 +263,11 @@ class RecordedStep:
                 if domain.name == name:
                     break
                 first += num_rows
+        if num_rows == UNKNOWN_ROWS:
+            window, position = divmod(position, WINDOW)
+            if data.shuffle:
+                position = int(shuffled(WINDOW, (data.seed, 0), (window, word))[position])
+            return 0, first + window * WINDOW + position
         epoch, position = divmod(position, num_rows)
         if not data.shuffle:
             return epoch, first + position

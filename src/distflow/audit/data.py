@@ -19,6 +19,7 @@ from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
+from distflow.scheduling.data_plan import UNKNOWN_ROWS
 
 NUM_ROWS, NUM_PROMPTS, MOST_BYTES = 256, 32, 2**28
 _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
@@ -82,12 +83,14 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
     unread = {file for file in named if not _is_readable(_path(file))}
     names = ["train"] if split == "train" else [f"val {domain}" for domain in domains]
     num, most = len(rows) + sum(spec.num_left_out[name] for name in names), sum(num_rows.values())
-    if not unread and not num_wanted <= num <= most:  # more if bad ones are among the first
+    streams = split == "train" and any(source.num_rows == UNKNOWN_ROWS for source in spec.data.sources)
+    if not streams and not unread and not num_wanted <= num <= most:  # more if bad ones are among the first
         raise Wrong(
             f"{num_wanted:,} rows of the {split}_files are wanted, but {len(rows):,} are used and {num - len(rows):,} "
             "counted as left out: rows were lost or duplicated"
         )
-    drawn = random.Random(len(rows)).sample(range(len(rows)), min(NUM_ROWS * len(named), len(rows)))
+    places = _first_rows(run) if streams else range(len(rows))
+    drawn = random.Random(len(rows)).sample(places, min(NUM_ROWS * len(named), len(places)))
     usable = rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn)
     for number_drawn, row in enumerate(usable):
         place = _ORIGIN.fullmatch(row.origin)
@@ -105,6 +108,15 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             elif row.response_ids is not None:
                 _compare_response(run, row, get(number))
     return unread
+
+
+def _first_rows(run: AuditedRun) -> list[int]:
+    """Those of each source, where some have an unknown number of rows."""
+    found, first = list[int](), 0
+    for source in run.spec.data.sources:
+        found += range(first, first + min(source.num_rows, NUM_ROWS))
+        first += source.num_rows
+    return found
 
 
 def _tag(data: DataConfig, get: Callable[[int], Any], number: int) -> str:

@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,6 +17,7 @@ from distflow.import_target import load
 from distflow.runtime.stop import exit_status
 
 if TYPE_CHECKING:
+    from distflow.config import Loaded
     from distflow.runtime.spec import Launch
 
 
@@ -60,9 +62,10 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
-    from distflow.config import describe, load_config
-    from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
-    from distflow.config.derived_settings import check_keys, launch_target, resume_override
+    """Policies of one graph train one after another, over Ray side by side. What can be wrong with any of them is found
+    before the first starts."""
+    from distflow.config import describe
+    from distflow.config.derived_settings import check_keys, launch_target
     from distflow.observe.writing.folder_lock import claimed
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
@@ -71,27 +74,53 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         return _train_several(commands, arguments)
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
-    overrides = [*arguments.overrides, *resume_override(arguments.resume)]
-    loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN, base=base)
-    for line in loaded.notes:
-        say(line)
+    runs = _load_runs(arguments, base, say)
     check_keys(arguments.allow_change)
-    with claimed(loaded.config.trainer.run_dir), rewards_ahead(loaded.config):
+    if len(runs) > 1 and runs[0].config.trainer.launcher == "ray" and base == "grpo":
+        return _train_several(commands, arguments)
+    with ExitStack() as stack:
+        for loaded in runs:
+            stack.enter_context(claimed(loaded.config.trainer.run_dir))
+        stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
             from distflow.launch.make_spec import make_spec
             from distflow.runtime.rollout_thread import call_rewards_once
 
-            launch = cast("Launch", load(launch_target(loaded.config)))
-        spec = make_spec(loaded, say)
-        for line in describe(spec.config):
-            say(line)
-        call_rewards_once(spec)
-        outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
-    if outcome is None:
-        return 0
-    for line in outcome.lines():
-        print(line)
-    return 0 if outcome.signal is None else exit_status(outcome.signal)
+            launch = cast("Launch", load(launch_target(runs[0].config)))
+        specs = []
+        for loaded in runs:
+            if len(runs) > 1:
+                say(f"policy {loaded.config.dag.policy}, in {loaded.config.trainer.run_dir}")
+            specs.append(make_spec(loaded, say))
+            for line in describe(specs[-1].config):
+                say(line)
+        call_rewards_once(specs[0])
+        for spec in specs:
+            if len(runs) > 1:
+                say(f"training policy {spec.config.dag.policy}")
+            outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
+            for line in outcome.lines() if outcome is not None else ():
+                say(line)
+            if outcome is not None and outcome.signal is not None:
+                return exit_status(outcome.signal)
+    return 0
+
+
+def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], None]) -> list["Loaded"]:
+    """The config, or that of each of its policies."""
+    from distflow.config import load_config
+    from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
+    from distflow.config.derived_settings import resume_override, with_own_policies
+
+    overrides = [*arguments.overrides, *resume_override(arguments.resume)]
+    load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
+    loaded = load_own(overrides)
+    for line in loaded.notes:
+        say(line)
+    policies = with_own_policies(loaded.config)
+    if policies and arguments.resume not in (None, "auto", "never"):
+        raise UserError("--resume takes the checkpoint of one policy: write dag.policy=NAME too")
+    return [load_own([*overrides, *own]) for own in policies.values()] or [loaded]
 
 
 def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace) -> int:

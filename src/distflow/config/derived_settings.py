@@ -14,6 +14,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.reward import RewardPart, scoring_models
+from distflow.config.keys.run import FIRST_POLICY
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError
@@ -209,6 +210,27 @@ def resume_override(mode: str | None) -> list[str]:
     if not isinstance(mode, str | None):
         raise UserError(f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a str")
     return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
+
+
+def policies_of(config: Config) -> tuple[str, ...]:
+    return (FIRST_POLICY, *config.dag.policies)
+
+
+def policy_of(config: Config) -> str:
+    """The one that a run of this config trains."""
+    return config.dag.policy or FIRST_POLICY
+
+
+def with_own_policies(config: Config) -> dict[str, list[str]]:
+    """By policy, the overrides of the run that trains it, in a folder of its own; empty if the config is of one run."""
+    dag, trainer = config.dag, config.trainer
+    if not dag.policies or dag.policy is not None:
+        return {}
+    key, own = "default_local_dir", str(trainer.run_dir)
+    if trainer.default_local_dir is None:
+        key, own = "experiment_name", trainer.experiment_name
+    own = own.replace("'", r"\'")
+    return {name: [f"dag.policy={name}", f"trainer.{key}='{own}-{name}'"] for name in policies_of(config)}
 
 
 def check_keys(allow_change: Sequence[str]) -> None:

@@ -23,11 +23,13 @@ _RESUMABLE = {
     "actor_rollout_ref": ("model.path", "model.tokenizer_path", "actor.strategy", "actor.weight_update_mode"),
     "critic": ("model.path",),
     "custom_reward_function": ("path", "name"),
+    "dag": ("policies",),
     "reward": ("num_actors", "actor_cpus", "timeout_s", "max_error_rate"),
 }
 RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
 """Keys that may change when a run is resumed. Data are compared by fingerprint, not by path (`changed_keys` ignores the
-files of domains too); changed code of a reward function is reported."""
+files of domains too), and what dag.policies says of a run's own policy is in actor_rollout_ref; changed code of a
+reward function is reported."""
 
 
 def flatten(config: Config) -> dict[str, object]:

@@ -137,7 +137,7 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
 
 
 _NOT_HERE = {
-    "agent_group": "is not implemented yet (several agents in one pipeline)",
+    "agent_group": "is not implemented yet (several agents in one pipeline); independent policies have policy=NAME",
     "filter_plugin": "does not exist: a filter is a node whose function returns Drop(reason) for a prompt group",
 }
 """Arguments of other systems' `add_node`."""

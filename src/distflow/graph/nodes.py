@@ -77,7 +77,7 @@ class Node:
     config: the part of the config that it receives: a dotted key, or a mapping.
     engine: the one that it uses if its type says so and no parameter does. writes: the fields that it writes.
     scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
-    validates: whether validation runs it too.
+    validates: whether validation runs it too. policy: the one in whose path it is; None is in the path of each.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
 
@@ -95,6 +95,7 @@ class Node:
     phase: str | None = None
     validates: bool | None = None
     retry_limit: int = 0
+    policy: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     fn: Callable[..., object] = field(init=False, repr=False, compare=False)
     spec: NodeSpec = field(init=False, repr=False, compare=False)
@@ -244,6 +245,7 @@ def _check_arguments(node: Node) -> None:
         ("engine", str | None, "the name of one"),
         ("config", str | Mapping | None, "a dotted key of the config or a mapping"),
         ("phase", str | None, "a str"),
+        ("policy", str | None, "the name of one"),
         ("validates", bool | None, "True or False"),
     ):
         if not isinstance(getattr(node, name), kind):

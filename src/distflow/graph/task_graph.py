@@ -103,6 +103,15 @@ class TaskGraph:
                 check_options(vertex.node, vertex.contract)
         wiring.check()
 
+    def path_of(self, policy: str) -> "TaskGraph":
+        """The graph that trains this policy alone: its nodes, and those that all policies share."""
+        path = TaskGraph(self.graph_id, self.description)
+        path.nodes = {name: node for name, node in self.nodes.items() if node.policy in (None, policy)}
+        for name, node in path.nodes.items():
+            kept = tuple(dep for dep in node.deps if dep in path.nodes or dep not in self.nodes)
+            path.nodes[name] = replace(node, deps=kept)
+        return path
+
     def copy(self) -> "TaskGraph":
         graph = TaskGraph(self.graph_id, self.description)
         graph.nodes = dict(self.nodes)

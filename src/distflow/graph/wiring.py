@@ -128,6 +128,13 @@ class Wiring:
                 )
             for name in self._sources(node_id):
                 self._check_read(node_id, name)
+            for dep in self.vertices[node_id].node.deps:
+                if not self._share_a_path(node_id, dep):
+                    own, other = self.vertices[node_id].node.policy, self.vertices[dep].node.policy
+                    raise PipelineError(
+                        f"node '{node_id}' of the policy '{own}' depends on '{dep}' of '{other}', but the paths of two "
+                        "policies do not meet: each has columns of its own"
+                    )
 
     def _writers_before(self, node_id: str, given: Mapping[str, frozenset[str]]) -> Iterator[str]:
         """Writers of what the node reads, if the explicit deps do not order the two."""
@@ -135,6 +142,8 @@ class Wiring:
         for name in self._sources(node_id):
             for writer in self.writers.get(name, ()):
                 updates = name in self.vertices[writer].reads
+                if not self._share_a_path(writer, node_id):
+                    continue
                 if writer == node_id or node_id in given[writer] or (name in own and updates):
                     continue
                 yield writer
@@ -180,18 +189,26 @@ class Wiring:
         for name, writers in self.writers.items():
             for one, other in combinations(writers, 2):
                 is_ordered = one in self.before[other] or other in self.before[one]
+                if not self._share_a_path(one, other):
+                    continue
                 if not is_ordered and not (self._is_late(one) or self._is_late(other)):
                     raise PipelineError(
                         f"nodes '{one}' and '{other}' both write '{name}' and neither comes before the other; "
                         f"add '{one}' to the deps of '{other}', or write another field"
                     )
 
+    def _share_a_path(self, one: str, other: str) -> bool:
+        """Whether one may read what the other writes: nodes of different policies have columns of their own."""
+        policies = {self.vertices[one].node.policy, self.vertices[other].node.policy} - {None}
+        return len(policies) < 2
+
     def _is_late(self, node_id: str) -> bool:
         """Whether a factory makes its function, so that what it reads is unknown without a config."""
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
-        writers = [w for w in self.writers.get(name, ()) if w != node_id and not self._is_late(w)]
+        others = (w for w in self.writers.get(name, ()) if w != node_id and self._share_a_path(w, node_id))
+        writers = [writer for writer in others if not self._is_late(writer)]
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:

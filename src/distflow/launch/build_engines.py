@@ -21,7 +21,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import HttpEngine
-from distflow.runtime.judge_engine import Judge
+from distflow.runtime.judge_engine import Judge, ReplyStore
 from distflow.runtime.spec import Get
 from distflow.scheduling.groups import Version
 from distflow.training.engine import TrainEngine
@@ -138,6 +138,7 @@ class JudgeParts(NamedTuple):
     options: Options
     template: str
     answer_tokens: int
+    replies: ReplyStore
 
 
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
@@ -148,8 +149,9 @@ def build_judge(get: Get, device: torch.device, key: str, source: Source, parts:
         tokenizer = load_tokenizer(source["path"])
         make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
         make()  # a family that the engine cannot run is found here
+        replies = parts.replies.of_model(source["path"], source.get("revision"))
     params = SamplingParams(parts.answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
-    return Judge(model, tokenizer, make, parts.template, params, context_length(**source))
+    return Judge(model, tokenizer, make, parts.template, params, context_length(**source), replies)
 
 
 def _make_engine(

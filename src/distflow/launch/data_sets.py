@@ -31,6 +31,7 @@ from distflow.config.keys.run import StopCondition
 from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.row_index import IndexedFile, index_file
+from distflow.data.row_stream import RowStream, is_streamed
 from distflow.data.sources import load_rows
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
@@ -39,7 +40,7 @@ from distflow.models.tokenizer import end_token_ids
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum
-from distflow.scheduling.data_plan import DataPlan, DomainPlan, Frequency, total_steps
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
@@ -51,6 +52,8 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     """
     data, trainer = config.data, config.trainer
     steps, epochs, num_rows = trainer.total_training_steps, trainer.total_epochs, sum(rows.values())
+    if UNKNOWN_ROWS in rows.values():
+        _check_in_steps(config, rows)
     plan = DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
@@ -86,6 +89,19 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     )
 
 
+def _check_in_steps(config: Config, rows: Mapping[str, int]) -> None:
+    """Raises UserError for a setting that counts epochs, where the number of rows is not known."""
+    data, trainer = config.data, config.trainer
+    wrong = [f"{name}_epochs" for name in ("save_freq", "test_freq") if getattr(trainer, f"{name}_epochs") is not None]
+    found = {f"trainer.{name}": f"set trainer.{name.removesuffix('_epochs')}, in steps" for name in wrong}
+    if trainer.total_training_steps is None:
+        found["trainer.total_epochs"] = "set trainer.total_training_steps"
+    if any(own_setting(config, name, data, "skip_outside") for name in rows):
+        found["data.skip_outside"] = "remove it"
+    for key, advice in found.items():
+        raise UserError(f"{key}: the rows of the training data are read forward, and their number is unknown: {advice}")
+
+
 def _validates(config: Config) -> Frequency:
     """Off is always accepted; a frequency has a meaning only where there is validation data."""
     trainer = config.trainer
@@ -110,7 +126,7 @@ Rows = tuple[list[RawRow], BadRows]
 class DataSource:
     """A source of rows, and how they become prompts. key: of the config, which names the files. domain: "" where rows
     name their own. rewards: by domain; rows that these cannot score are left out, or are an error, as `broken_tests`
-    says. None keeps them."""
+    says. None keeps them. streaming: reads no more of a data set than it takes."""
 
     key: str
     files: tuple[str, ...]
@@ -121,6 +137,7 @@ class DataSource:
     domain: str = ""
     rewards: Mapping[str, tuple[RewardPart, ...]] | None = None
     broken_tests: str = "skip"
+    streaming: bool = False
 
     def read(self, run_dir: Path) -> Rows:
         """Raises UserError for data that cannot be read, and where most rows are broken."""
@@ -131,6 +148,7 @@ class DataSource:
             bad_rows=self.bad_rows,
             max_samples=self.max_samples,
             run_folder=run_dir,
+            streaming=self.streaming,
         )
         return self._without_broken_tests(rows, bad), bad
 
@@ -158,7 +176,7 @@ class DataSource:
     def first(self) -> "DataSource":
         """The same with a few rows, which are looked at before a run with `data.lazy`."""
         has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
-        return self if has_fewer else replace(self, max_samples=NUM_LOOKED_AT)
+        return replace(self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT)
 
     def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
         """The usable ones of some rows. Raises UnusableRow where none is, and UserError as `read` and `encode` do."""
@@ -186,20 +204,25 @@ class LazyRows(PromptRows):
     ) -> None:
         """folder: for the index of the files. Raises UserError for files that cannot be read a row at a time."""
         self.first, self._load_tokenizer = first, load_tokenizer
-        self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile]](), dict[str, int]()
+        self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile | RowStream, int]](), dict[str, int]()
         self._held = dict[int, PromptRow]()
         for source in sources:
             if source.columns.domain_of_tag:
                 raise UserError("data.lazy cannot select rows by data.domains.NAME.tags: set data.lazy=false")
+            if any(map(is_streamed, source.files)):
+                stream = RowStream(source.files, source.key, source.max_samples)
+                self._files.append((source, stream, UNKNOWN_ROWS))
+                self.num_by_domain[source.domain] = UNKNOWN_ROWS
+                continue
             num_rows = 0
             for file in source.files:
                 found = index_file(Path(file).expanduser().absolute(), folder, source.key)
                 if source.max_samples >= 0:
                     found = replace(found, num_rows=min(found.num_rows, source.max_samples - num_rows))
-                self._files.append((source, found))
+                self._files.append((source, found, found.num_rows))
                 num_rows += found.num_rows
             self.num_by_domain[source.domain] = num_rows
-        self._ends = list(accumulate(found.num_rows for _, found in self._files))
+        self._ends = list(accumulate(num_rows for *_, num_rows in self._files))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -209,8 +232,8 @@ class LazyRows(PromptRows):
         return self._load_tokenizer()
 
     def fingerprint(self) -> str:
-        """A hash of the files' content."""
-        files = [(found.fingerprint, found.num_rows) for _, found in self._files]
+        """A hash of the files' content; of a source that is read forward only, of its first rows."""
+        files = [(found.fingerprint, num_rows) for _, found, num_rows in self._files]
         return hashlib.sha256(repr(files).encode()).hexdigest()
 
     def prepare(self, indices: Sequence[int]) -> None:
@@ -227,7 +250,7 @@ class LazyRows(PromptRows):
 
     def _read(self, number: int, indices: Sequence[int]) -> dict[int, PromptRow]:
         """The usable ones of these rows of the file."""
-        (source, file), first = self._files[number], self._ends[number - 1] if number else 0
+        (source, file, _), first = self._files[number], self._ends[number - 1] if number else 0
         records = [file.record(index - first) for index in indices]
         index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
         rows = source.prompts(records, self._tokenizer)

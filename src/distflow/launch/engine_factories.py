@@ -21,6 +21,7 @@ from distflow.rewards.judge_text import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.runtime.judge_engine import ReplyStore
 from distflow.runtime.spec import Factory
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import ScorerOptions
@@ -87,7 +88,8 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
             with model_sources.blaming(f"reward_model.models.{name}.template"):
                 template = judge_template(model.template)
             target, options = _engine_options(config)
-            parts = build_engines.JudgeParts(target, compute_dtype(config), options, template, model.answer_tokens)
+            dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
+            parts = build_engines.JudgeParts(target, dtype, options, template, model.answer_tokens, replies)
             factories[name] = partial(build_engines.build_judge, key=key, source=source, parts=parts)
         else:
             scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)

@@ -22,6 +22,7 @@ from distflow.launch.model_sources import policy_context, tokenizer_loader
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.runtime.node_errors import is_ours
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _REASONS = {
@@ -98,6 +99,13 @@ class Data:
     def looked_at(self) -> PromptSet:
         """The training rows that are known before the start."""
         return self.train.first if isinstance(self.train, LazyRows) else self.train
+
+    @property
+    def how_many(self) -> str:
+        """The training rows in words."""
+        if isinstance(self.train, LazyRows) and UNKNOWN_ROWS in self.train.num_by_domain.values():
+            return f"an unknown number of prompts (the run has steps, no epochs; shuffled among {WINDOW:,})"
+        return f"{len(self.train):,} prompts"
 
     def overlap(self) -> str:
         """A warning if validation prompts are trained on; else empty."""

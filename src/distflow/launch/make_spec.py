@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
-from distflow.config import Loaded, to_yaml
+from distflow.config import Loaded, UserError, to_yaml
+from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
@@ -29,6 +30,9 @@ Say = Callable[[str], None]
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: called with a line for each thing that is loaded, the user's code first. Raises UserError or
     PipelineError."""
+    if policies := with_own_policies(loaded.config):
+        names = ", ".join(policies)
+        raise UserError(f"dag.policies: set dag.policy to one of {names}; only `distflow train` trains all of them")
     for code in named_code(loaded.config):
         say(f"your code: {code}")
     loaded = follow_pipeline(follow_machines(follow_allocation(loaded)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distflow.config import Config, Loaded, flatten, load_config, with_changes
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
+from distflow.config.derived_settings import with_own_policies
 from distflow.errors import UserError
 from distflow.launch.hardware import follow_machines
 from distflow.launch.load_inputs import follow_pipeline, read_config
@@ -42,6 +43,7 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
     Raises UserError that names the config that is wrong, and for fewer devices than parts.
     """
     runs, parts = dict[str, Loaded](), list[list[Part]]()
+    commands = {own: words for name in commands for own, words in _by_policy(name, commands[name]).items()}
     for name, (preset, *overrides) in commands.items():
         with _naming(name):
             runs[name] = load_config(preset, overrides, needed=NEEDED_TO_TRAIN)
@@ -61,6 +63,13 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
         what = f"models of {sum(part.size for part in own_parts):,} parameters, in {loaded.config.trainer.run_dir}"
         say(f"{name}: {planned[-1].words[-1]} (machine {machines}), {what}")
     return planned
+
+
+def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
+    """The command, or one for each of its policies."""
+    with _naming(name):
+        overrides = with_own_policies(load_config(words[0], words[1:]).config)
+    return {f"{name}-{policy}": (*words, *own) for policy, own in overrides.items()} or {name: words}
 
 
 def _planned(name: str, words: Sequence[str], loaded: Loaded) -> PlannedRun:

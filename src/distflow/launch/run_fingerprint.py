@@ -77,7 +77,7 @@ def description(loaded: Loaded, data: Data) -> dict[str, object]:
     return {
         "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
         "model": str(config.actor_rollout_ref.model.path),
-        "data": ", ".join([f"{len(data.train):,} prompts", *(f"{n:,} {what}" for what, n in counts.items() if n)]),
+        "data": ", ".join([data.how_many, *(f"{n:,} {what}" for what, n in counts.items() if n)]),
         "batch": describe(config)[0],
         "command": shlex.join(sys.argv),
         "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores, {_threads(config)}",

@@ -11,9 +11,9 @@ from typing import cast
 from distflow.algorithms.objective import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config
-from distflow.config.derived_settings import CUSTOM, pipeline_name
+from distflow.config.derived_settings import CUSTOM, pipeline_name, policies_of, policy_of
 from distflow.data.prompts import PROMPT_FIELDS
-from distflow.errors import UserError
+from distflow.errors import UserError, hint
 from distflow.graph import (
     BoundNode,
     BoundPipeline,
@@ -54,7 +54,20 @@ _AS_ONE = (
 
 
 def select_pipeline(config: Config) -> TaskGraph:
-    """The pipeline of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
+    """The pipeline of `config`, of one policy. Raises PipelineError or UserError where the user's own cannot be
+    built."""
+    graph = _whole_graph(config)
+    known = policies_of(config)
+    for node in graph.nodes.values():
+        if node.policy is not None and node.policy not in known:
+            raise PipelineError(
+                f"{node.where} is of the policy '{node.policy}', which the config does not have"
+                f"{hint(node.policy, known)}: declare it, e.g. dag.policies={{{node.policy}: {{model: {{path: DIR}}}}}}"
+            )
+    return graph.path_of(policy_of(config))
+
+
+def _whole_graph(config: Config) -> TaskGraph:
     name, own = pipeline_name(config), config.dag.pipeline
     if name != CUSTOM:
         return cast(TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config))
@@ -67,8 +80,13 @@ def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
     standard node that would write a missing column."""
     try:
         pipeline = graph.bind(config, PROMPT_FIELDS)
+        using = [node.node_id for node in pipeline.nodes if "actor" in node.engines]
+        if config.dag.policies and all(graph.nodes[name].only_forward_compute for name in using):
+            raise PipelineError(f"no node of the pipeline '{graph.graph_id}' trains the policy '{policy_of(config)}'")
         return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
     except MissingColumn as err:
+        if config.dag.policies:
+            raise MissingColumn(f"{err} on the path of the policy '{policy_of(config)}'", err.column) from err
         if err.column not in _WRITERS:
             raise
         raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err

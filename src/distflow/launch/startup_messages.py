@@ -26,7 +26,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
     only_validates = not config.data.domains and config.data.train_files == config.data.val_files  # `distflow eval`
     named = {} if only_validates else {"train": data.looked_at}
     if data.train is not data.looked_at:
-        yield f"train data: {len(data.train):,} rows, each read when its group starts; checked so far:"
+        yield f"train data: {data.how_many}, each read when its group starts; checked so far:"
     named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"

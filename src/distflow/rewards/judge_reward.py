@@ -10,15 +10,14 @@ import functools
 import hashlib
 import json
 import os
-import sqlite3
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import cast
 
+from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
 from distflow.rewards.judge_text import (
     RESPONSE_CHARACTERS,
     SCHEMA,
@@ -48,81 +47,12 @@ _MOST_TOKENS = 2**31
 _BYTES_A_TOKEN = 4
 
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
-INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
-"""
-_BUSY_S = 30.0
-
-
-class BudgetSpent(ValueError):
-    """The budget of calls or tokens is spent: there is no score."""
-
-
 class Unavailable(Exception):
     """Another attempt may succeed. wait_s: the wait that the endpoint asked for, or None."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
         self.wait_s = wait_s
-
-
-class JudgeCache:
-    """Answers by request; calls and tokens of all that use the file."""
-
-    def __init__(self, file: str) -> None:
-        """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
-        damaged or cannot be written."""
-        if file:
-            Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        self._file = str(Path(file).expanduser()) if file else ":memory:"
-        try:
-            self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
-            self._connection.executescript(_TABLES)
-        except sqlite3.Error as error:
-            raise self._unusable(error) from None
-
-    def find(self, key: str) -> str | None:
-        """The answer to the request with that key."""
-        row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
-        return None if row is None else str(row[0])
-
-    def put(self, key: str, content: str) -> None:
-        self._do("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, content)
-
-    def spend_call(self, max_calls: int, max_tokens: int) -> None:
-        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent if none is left."""
-        changed = self._do(
-            "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
-            *(max_calls, max_calls, max_tokens, max_tokens),
-        ).rowcount
-        if not changed:
-            calls, tokens = self.spent()
-            raise BudgetSpent(
-                f"the judge's budget is exhausted: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
-                f"max_tokens={max_tokens or 'any'} ({self._file})"
-            )
-
-    def spend_tokens(self, tokens: int) -> None:
-        self._do("UPDATE spent SET tokens = tokens + ?", tokens)
-
-    def spent(self) -> tuple[int, int]:
-        """Calls and tokens."""
-        calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
-        return int(calls), int(tokens)
-
-    def _do(self, statement: str, *values: object) -> sqlite3.Cursor:
-        try:
-            return self._connection.execute(statement, values)
-        except sqlite3.Error as error:
-            raise self._unusable(error) from None
-
-    def _unusable(self, error: sqlite3.Error) -> ValueError:
-        return ValueError(
-            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or set the option 'store' to "
-            "another file, which starts empty and with a new budget"
-        )
 
 
 _WITHOUT_SCHEMA: set[tuple[str, str]] = set()  # (URL, model) that refused it and answered without

@@ -2,19 +2,44 @@
 
 import asyncio
 import gc
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
+from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
-from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, score_at_end
+from distflow.models.weight_fingerprints import identity
+from distflow.rewards.judge_cache import JudgeCache
+from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, read_score, score_at_end
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
 from distflow.training.torch_engine import FrozenWeights
+
+
+class ReplyStore(NamedTuple):
+    """The file of a judge's replies, "" for none; its model's fingerprint; the budget of all that use the file."""
+
+    file: str = ""
+    model: str = ""
+    max_calls: int = 0
+    max_tokens: int = 0
+
+    def of_model(self, path: str, revision: str | None) -> "ReplyStore":
+        """Raises UserError for a file that cannot be used."""
+        if not self.file:
+            return self
+        try:
+            JudgeCache(self.file).close()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return self._replace(model=identity(path, revision)["fingerprint"])
 
 
 @dataclass(eq=False, repr=False)
@@ -31,18 +56,44 @@ class Judge(FrozenWeights):
     template: str
     params: SamplingParams
     max_positions: int | None
+    replies: ReplyStore = ReplyStore()
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
         """Of each response `score`, from 0 to 1, and `reason`; or `error`, which is never a score of 0."""
-        asked: list[list[int] | str] = [self._question(batch, row) for row in range(len(batch))]
-        requests = [
-            GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row))
-            for row, ids in enumerate(asked)
-            if not isinstance(ids, str)
-        ]
-        with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
-            answers = iter(thread.submit(asyncio.run, self._answer(requests)).result() if requests else [])
-        return [{"error": each} if isinstance(each, str) else self._read(next(answers)) for each in asked]
+        asked = [self._question(batch, row) for row in range(len(batch))]
+        with closing(JudgeCache(self.replies.file)) as cache:
+            found: list[dict[str, object] | None] = [
+                {"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked
+            ]
+            requests = {
+                row: GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row))
+                for row, ids in enumerate(asked)
+                if found[row] is None and not isinstance(ids, str)
+            }
+            with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
+                wanted = list(requests.values())
+                answers = thread.submit(asyncio.run, self._answer(wanted)).result() if wanted else []
+            for (row, request), result in zip(requests.items(), answers, strict=True):
+                found[row] = said = self._read(result)
+                if self.replies.file:
+                    cache.spend_tokens(len(request.prompt_ids) + len(result.generations[0].token_ids))
+                    if "score" in said:
+                        cache.put(self._key(request.prompt_ids), json.dumps(said))
+        return [each or {} for each in found]
+
+    def _known(self, cache: JudgeCache, ids: Sequence[int]) -> dict[str, object] | None:
+        """The reply that is stored, or why none may be asked for; None counts a call."""
+        try:
+            if (content := cache.find(self._key(ids))) is not None:
+                with suppress(ValueError):  # damaged: it is asked for again
+                    return read_score(content)
+            cache.spend_call(self.replies.max_calls, self.replies.max_tokens)
+        except ValueError as error:
+            return {"error": str(error)}
+        return None
+
+    def _key(self, ids: Sequence[int]) -> str:
+        return hashlib.sha256(json.dumps([self.replies.model, self.params.max_tokens, list(ids)]).encode()).hexdigest()
 
     async def _answer(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         engine = self.make_engine()

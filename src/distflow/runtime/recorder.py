@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.data.global_generators import device_module
@@ -187,6 +188,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder = RunFolder(spec.run_dir, restart, resumed_at, process.part)
         self.view = view or make_view(spec, total_steps)
         config = to_dict(spec.config)
+        self._total_steps = total_steps
         self._findings = LiveFindings(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
@@ -204,7 +206,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.waits = Waits(
             lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
         )
-        self._step = 0
+        self._step, self._any_ended = 0, False
         self._num_dropped, self.decoded = Counter[int](), Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
@@ -245,6 +247,10 @@ class Recorder(AbstractContextManager["Recorder"]):
     def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group, with the reason if it was dropped."""
         self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
+        if not self._any_ended and outcome.startswith(TOO_FEW_SCORES):
+            why = f"{outcome.partition(': ')[2]}; two steps of such groups end the run"
+            self.note("warning", f"the first prompt group has too few scores: {why}")
+        self._any_ended = True
 
     def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
         """Writes the responses of the first groups of a step that nodes drop."""
@@ -278,7 +284,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         for found in self._findings.step(step, metrics):
-            self.note("finding", found)
+            if step < self._total_steps:  # the report's judgement, which follows, says it of the whole run
+                self.note("finding", found)
         if len(batch):
             is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
             self.view.sample(batch["prompts"][0], batch["responses"][0], float(scores(batch)[0]) if is_scored else None)

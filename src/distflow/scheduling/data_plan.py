@@ -22,6 +22,8 @@ EPOCHS, MINI_BATCHES = 0, 1
 """Streams of `keyed_permutation`: one per purpose, so that equal seeds and counts never give equal orders."""
 
 _WORD = (1 << 64) - 1
+UNKNOWN_ROWS, WINDOW = 1 << 40, 1024
+"""The number of rows of a source that is read forward only, and the rows among which its order is drawn."""
 
 
 def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
@@ -51,8 +53,11 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str
 
 def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:
     """Epoch and row of group `number`, for a data set of `num_rows` rows. For a domain, number and row are counted
-    within it."""
+    within it. A source of unknown length is one endless pass, shuffled window by window."""
     assert number >= 0 and num_rows > 0
+    if num_rows == UNKNOWN_ROWS:
+        window, row = place(number, WINDOW, seed, shuffle, domain)
+        return 0, window * WINDOW + row
     epoch, position = divmod(number, num_rows)
     return epoch, int(epoch_order(num_rows, seed, epoch, shuffle, domain)[position])
 

@@ -12,7 +12,7 @@ from distflow.config.keys.schema import Config
 from distflow.config.rules.check import where
 from distflow.errors import Problem, missing_path, nearest
 from distflow.import_target import SourceFile, split_name
-from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
+from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, read_file
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -81,9 +81,11 @@ def data_fault(source: str) -> tuple[str, str] | None:
     """The check of a path of `data.train_files`."""
     path, folder = Path(source).expanduser(), Path(source.partition(":")[0]).expanduser()
     if path.is_file():
-        known = path.suffix.lower() in DATA_SUFFIXES
+        known = path.suffix.lower() in DATA_SUFFIXES or is_compressed(path)
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
         return None if known else (f"its extension '{path.suffix}' is not a known format", advice)
+    if found := matching_files(source):
+        return next(filter(None, (data_fault(str(file)) for file in found)), None)
     if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
         return None
     if _FUNCTION_IN_FILE.fullmatch(source):
@@ -95,7 +97,7 @@ def data_fault(source: str) -> tuple[str, str] | None:
 
 
 def is_local_data(source: str) -> bool:
-    return source.startswith("builtin:") or Path(source).expanduser().is_file()
+    return source.startswith("builtin:") or Path(source).expanduser().is_file() or bool(matching_files(source))
 
 
 def is_local_model(text: str) -> bool:

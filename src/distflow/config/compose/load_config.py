@@ -200,6 +200,10 @@ def _finish(
     needed: Collection[str] = (),
 ) -> Loaded:
     config, unreadable, faulty = build(values, origins)
+    if own := config.dag.policies.get(config.dag.policy or ""):
+        own = {f"actor_rollout_ref.{name}": value for name, value in own.items()}
+        origin = f"dag.policies.{config.dag.policy}, {where('dag.policies', origins)}"
+        config, origins = with_values(config, own), origins | dict.fromkeys(own, origin)
     faulty |= set(refused)
     problems = [*problems, *unreadable]
     fitted: list[Fitted] = []

@@ -110,7 +110,7 @@ def parse_differing(
     """Settings by domain, or by what `of` says, from plain data, nested or dotted. keys: those that may differ; form:
     an example; elsewhere: advice about another key of a domain, or nothing. Raises Mismatch."""
     if not isinstance(value, Mapping):
-        raise Mismatch(f"is not a mapping from {of}s to their settings", form)
+        raise Mismatch(f"is not a mapping by {of}", form)
     found: Differing = {}
     for name, settings in value.items():
         if not isinstance(name, str) or not isinstance(settings, Mapping):

@@ -123,7 +123,7 @@ class DataConfig:
     truncation: str = key(
         "error", "how to truncate an overlong prompt that is not filtered", choices=("error", "left", "right", "middle")
     )
-    lazy: bool = key(False, "read each training row when its group starts, on its worker (.jsonl, .parquet)")
+    lazy: bool = key(False, "read each training row when its group starts, on its worker")
     bad_rows: str = key("error", "action for an unusable row", choices=("error", "skip"))
     pass_rate: tuple[float, float] | None = key(
         None, "[low, high]: train only on rows with a pass rate in this range; null is all", parse=parse_band

@@ -221,3 +221,13 @@ class RolloutConfig:
     data_parallel_size: int = key(1, "servers that each rollout worker starts, as one engine", minimum=1)
     engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    """The policy: its model, its update, its rollout, its reference."""
+
+    model: ModelConfig = group(ModelConfig)
+    actor: ActorConfig = group(ActorConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    ref: RefConfig = group(RefConfig)

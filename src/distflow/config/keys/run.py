@@ -8,12 +8,13 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, PIPELINES, TRACKERS, not_there_yet
-from distflow.config.compose.values import Differing, Mismatch, parse_differing, show
+from distflow.config.compose.values import Differing, Mismatch, did_you_mean, parse_differing, show
 from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.engines import ActorRolloutRefConfig
 
 NODE_KEYS = (
     *("id", "type", "role", "func", "deps", "options", "only_forward_compute", "config", "engine", "writes"),
-    *("scope", "plane", "phase", "validates", "retry_limit"),
+    *("scope", "plane", "phase", "validates", "retry_limit", "policy"),
 )
 _OF_SIIRL = {
     "node_id": "id",
@@ -225,6 +226,32 @@ class AsyncConfig:
     )
 
 
+FIRST_POLICY = "actor"
+"""The name of the policy of `actor_rollout_ref` beside those of `dag.policies`."""
+
+
+def parse_policies(value: object) -> Differing:
+    """Policies by name from plain data. Raises Mismatch."""
+    form = "write e.g. {policy_b: {model: {path: DIR}, actor: {optim: {lr: 1e-5}}}}"
+    keys = collect(ActorRolloutRefConfig())
+
+    def advice(policy: str, key: str) -> str:
+        return f"{did_you_mean(key, keys)}its keys are those of actor_rollout_ref; {form}"
+
+    found = parse_differing(value, keys, form, advice, of="policy")
+    for name in found:
+        if name == FIRST_POLICY or not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+            other = f"choose another word; '{FIRST_POLICY}' is the policy of actor_rollout_ref"
+            raise Mismatch(f"has a policy '{name}'", other)
+    return found
+
+
+def plain_policies(policies: Differing) -> Differing:
+    """The inverse of `parse_policies`."""
+    keys = collect(ActorRolloutRefConfig())
+    return {name: {key: keys[key].spec.plain(value) for key, value in own.items()} for name, own in policies.items()}
+
+
 @dataclass(frozen=True)
 class DagConfig:
     """The pipeline that runs, and how it is laid out on devices."""
@@ -235,6 +262,13 @@ class DagConfig:
         parse=parse_pipeline,
     )
     generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
+    policies: Differing = key(
+        {},
+        "name → keys of actor_rollout_ref that differ: additional policies, each trained by its own path of the graph",
+        parse=parse_policies,
+        plain=plain_policies,
+    )
+    policy: str | None = key(None, "the policy that this run trains; null: a run for each, if there are dag.policies")
     enable_perf: bool = key(False, "measure the time of each node")
     backend_threshold: int = key(32, "ranks from which objects use gloo in addition to nccl (GPUs)", minimum=1)
     apportion_strategy: str = key(

@@ -9,22 +9,12 @@ from distflow.config.compose.values import can_convert
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, yaml_name
-from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
+from distflow.config.keys.engines import ActorRolloutRefConfig, CriticConfig
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from distflow.config.keys.run import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-
-@dataclass(frozen=True)
-class ActorRolloutRefConfig:
-    """The policy: its model, its update, its rollout, its reference."""
-
-    model: ModelConfig = group(ModelConfig)
-    actor: ActorConfig = group(ActorConfig)
-    rollout: RolloutConfig = group(RolloutConfig)
-    ref: RefConfig = group(RefConfig)
 
 
 _user_groups: dict[str, type] = {}

@@ -12,6 +12,7 @@ from distflow.config.derived_settings import (
     may_have_critic,
     named_rewards,
     pipeline_name,
+    policies_of,
 )
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
@@ -103,6 +104,14 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
         )
 
 
+def known_policy(config: Config) -> Iterator[Finding]:
+    """`dag.policy` is a policy of this config."""
+    name, known = config.dag.policy, policies_of(config)
+    if name is not None and name not in known:
+        advice = f"{did_you_mean(name, known)}there are {', '.join(known)}"
+        yield Finding(("dag.policy", "dag.policies"), "is none of the policies", advice)
+
+
 def _is_reference(text: str) -> bool:
     if text.endswith(".py") or is_pickled(text):
         return is_pickled(text)
@@ -111,4 +120,7 @@ def _is_reference(text: str) -> bool:
     return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
-RULES = (named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, known_names, critic_warmup)
+RULES = (
+    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, known_names, critic_warmup),
+    known_policy,
+)

@@ -20,7 +20,7 @@ from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, R
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost
 from distflow.rollout.servers.server_process import WeightFiles
-from distflow.rollout.weights import stripe_hash
+from distflow.rollout.weights import stripe_hashes
 from distflow.scheduling.groups import Version
 
 T = TypeVar("T")
@@ -360,7 +360,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
-                hashes[name] = stripe_hash(tensor)
+                hashes.update(stripe_hashes([(name, tensor)]))
                 yield name, tensor
 
         engine = self._servers[0].engine
