@@ -157,8 +157,9 @@ def _user(text: str) -> Message:
 
 
 def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
-    is_list = isinstance(content, Sequence) and not isinstance(content, str | bytes)
-    return is_list and bool(content) and all(type(token) is int for token in content)
+    if not isinstance(content, Sequence) or isinstance(content, str | bytes):
+        return False
+    return bool(content) and all(type(token) is int for token in content)
 
 
 def _messages(content: object) -> list[Message]:
