@@ -245,6 +245,8 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.python": "python3",
     "actor_rollout_ref.rollout.url": "http://localhost:8000",
     "actor_rollout_ref.rollout.data_parallel_size": 2,
+    "actor_rollout_ref.rollout.workflow": "games.py:guess",
+    "actor_rollout_ref.rollout.workflow_kwargs": {"max_turns": 2},
     "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"max_model_len": 512}},
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",

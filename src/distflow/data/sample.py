@@ -33,7 +33,8 @@ class Sample:
 
     uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
     belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
-    agent: the one with these turns. valid: False once it has a reward error.
+    agent: the one with these turns. valid: False once it has a reward error. outcome: how a workflow scored its
+    episode, if there is one. rejected: that workflow wants it dropped.
     """
 
     uid: str
@@ -48,6 +49,8 @@ class Sample:
     extra_info: Mapping[str, object] = field(default_factory=dict)
     finish_reason: str = "stop"
     valid: bool = True
+    outcome: object = field(default=None, kw_only=True)
+    rejected: bool = field(default=False, kw_only=True)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -60,4 +63,4 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", "context")

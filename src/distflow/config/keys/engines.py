@@ -220,6 +220,12 @@ class RolloutConfig:
     url: tuple[str, ...] = key((), "addresses of servers that are there already: one or a list; none starts them")
     data_parallel_size: int = key(1, "servers that each rollout worker starts, as one engine", minimum=1)
     engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
+    workflow: str | None = key(
+        None,
+        "episodes of several turns: single_turn, multi_turn, or your async function or class as module:attribute or "
+        "file.py:attribute (docs/workflows.md); null: one prompt, one response",
+    )
+    workflow_kwargs: dict[str, object] = key({}, "options of the workflow")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
 
 
