@@ -25,7 +25,7 @@ LAYERS = (
     {"launch"},
     {"pipelines", "audit", "checks"},
     {"runtime"},
-    {"rollout", "training", "rewards"},
+    {"rollout", "training", "rewards", "environments"},
     {"models", "sandbox", "algorithms", "planning"},
     {"scheduling", "data"},
     {"graph", "config", "observe"},

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from distflow.api.load_run import Run, load_run
     from distflow.api.own_training_loop import Rollouts, rollouts
     from distflow.api.train import train
+    from distflow.environments import Chat, Reply, Row, workflow
     from distflow.graph import (
         Drop,
         NodeOutput,
@@ -26,13 +27,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdvantageEstimator",
+    "Chat",
     "Drop",
     "NodeOutput",
     "NodeRole",
     "NodeType",
     "Pipeline",
     "PipelineError",
+    "Reply",
     "Rollouts",
+    "Row",
     "Run",
     "TaskGraph",
     "load_run",
@@ -42,6 +46,7 @@ __all__ = [
     "register_policy_loss",
     "rollouts",
     "train",
+    "workflow",
 ]
 
 _ROOMS = {
@@ -49,6 +54,7 @@ _ROOMS = {
     "distflow.api.load_run": ("Run", "load_run"),
     "distflow.api.own_training_loop": ("Rollouts", "rollouts"),
     "distflow.api.train": ("train",),
+    "distflow.environments": ("Chat", "Reply", "Row", "workflow"),
 }
 
 

@@ -123,6 +123,7 @@ TRAIN_ENGINES = _entries("TRAIN_ENGINES", TrainEngineEntry)
 ROLLOUT_ENGINES = _entries("ROLLOUT_ENGINES", RolloutEngineEntry)
 TRACKERS, LAUNCHERS = _entries("TRACKERS", Tracker), _entries("LAUNCHERS", Entry)
 CURRICULA, MODELS = _entries("CURRICULA", Entry), _entries("MODELS", Entry)
+WORKFLOWS = _entries("WORKFLOWS", Entry)
 
 REGISTERED: set[str] = set()
 """Estimators and losses of the user's that this process has registered."""

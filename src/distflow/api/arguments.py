@@ -27,6 +27,7 @@ _FUNCTIONS = {
     "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage"),
     "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
+    "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.multi_turn:single_turn"),
 }
 """The keys of functions by the names of arguments, and what each names until then."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
@@ -87,8 +88,8 @@ def _text(value: Any, key: str) -> str:
 class PythonInputs:
     """Rows and functions given from Python, each None where it was not. A text in place of rows is the key's value.
 
-    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one. Raises UserError
-    for what is no function, or has parameters that nothing gives.
+    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one; workflow: of
+    episodes, a function or a class. Raises UserError for what is no function, or has parameters that nothing gives.
     """
 
     data: Rows | None = None
@@ -97,11 +98,13 @@ class PythonInputs:
     advantage: Callable[..., object] | None = None
     loss: Callable[..., object] | None = None
     pipeline: Callable[..., object] | None = None
+    workflow: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         for name, (key, _) in _FUNCTIONS.items():
             function = getattr(self, name)
-            if function is not None and (not callable(function) or isinstance(function, type)):
+            is_class = isinstance(function, type) and name != "workflow"
+            if function is not None and (not callable(function) or is_class):
                 raise UserError(f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}")
         if self.reward is None:
             return
@@ -148,7 +151,7 @@ class PythonInputs:
         from distflow.rewards.load_functions import name_of
 
         config, keys = loaded.config, list[str]()
-        for name in ("reward", "advantage", "loss"):
+        for name in ("reward", "advantage", "loss", "workflow"):
             if getattr(self, name) is not None and not is_rl(config):
                 raise UserError(
                     f"{name} is given, and the pipeline {pipeline_name(config)} does not score responses: remove it"
@@ -194,7 +197,7 @@ class PythonInputs:
         for argument, (key, _) in _FUNCTIONS.items():
             entry, chosen = getattr(self, argument), str(values[key])
             name = name_of(entry) if entry is not None else split_name(chosen)[1] if is_pickled(chosen) else chosen
-            if argument != "pipeline" and is_rl(config):
+            if argument in ("advantage", "loss") and is_rl(config):
                 entry = entry_to_send(key, name, config, entry)
             if entry is not None:
                 yield key, _folder(config) / f"{argument}.pkl", name, entry

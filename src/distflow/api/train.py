@@ -102,6 +102,7 @@ def train(
     advantage: Callable[..., object] | None = None,
     loss: Callable[..., object] | None = None,
     pipeline: Callable[..., object] | None = None,
+    workflow: Callable[..., object] | None = None,
     on_step: Callable[[int, dict[str, float]], object] | None = None,
     on_validation: Callable[[int, dict[str, float]], object] | None = None,
     on_save: Callable[[int, Path], object] | None = None,
@@ -116,7 +117,8 @@ def train(
     data, val_data: rows in place of `data.train_files` and `data.val_files`: a list of dicts, a `datasets.Dataset`, a
     pandas `DataFrame`, an iterator, a function that returns one of them; or, as a text, what the keys take.
     reward: a function that scores responses: sync, async or batched (`docs/python.md`). advantage, loss: an advantage
-    estimator and a policy loss, as their decorators take them. pipeline: a function that builds one.
+    estimator and a policy loss, as their decorators take them. pipeline: a function that builds one. workflow: of
+    episodes of several turns (`docs/workflows.md`).
     on_step, on_validation: called with (step, metrics by their names). on_save: with (step, folder of the checkpoint).
     resume, allow_change: as `--resume` and `--allow-change` of the command line.
     Raises UserError or PipelineError for a mistake of the user's, with the message of the command line; TrustError
@@ -125,7 +127,7 @@ def train(
     from distflow.runtime.user_calls.sync_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
-    inputs = PythonInputs(data, val_data, reward, advantage, loss, pipeline)
+    inputs = PythonInputs(data, val_data, reward, advantage, loss, pipeline, workflow)
     loaded = read(preset_or_config, overrides, inputs, resume)
     check_keys(allow_change)
     with claimed_for_a_run(loaded.config.trainer.run_dir):

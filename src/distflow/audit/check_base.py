@@ -19,7 +19,7 @@ from torch import Tensor
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.recorded_calls import GroupRecord, UpdateRecord
 from distflow.config import Config
-from distflow.config.derived_settings import algorithms
+from distflow.config.derived_settings import BY_WORKFLOW, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
@@ -234,7 +234,9 @@ class RecordedStep:
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
-        known."""
+        known. A workflow decides itself what is said and which score that has."""
+        if column in BY_WORKFLOW and self.config.actor_rollout_ref.rollout.workflow is not None:
+            return False
         writers = [plain_function(node.fn) for node in self.run.pipeline.nodes if column in node.contract.writes]
         return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)
 

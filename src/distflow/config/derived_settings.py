@@ -62,6 +62,10 @@ def takes_values(algorithm: AlgorithmConfig) -> bool:
 
 CUSTOM = "custom"
 
+WORKFLOW = "actor_rollout_ref.rollout.workflow"
+BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_parts", "acc"})
+"""Columns whose content a workflow decides (`rollout.workflow`)."""
+
 
 def pipeline_name(config: Config) -> str:
     """The built-in pipeline that runs, or `custom` if `dag.pipeline` is the user's own. If it is null,

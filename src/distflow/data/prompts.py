@@ -68,7 +68,7 @@ class PromptOptions:
     system_prompt: chat only; a row's own takes precedence.
     template_kwargs: for the chat template; a row's own take precedence.
     keep_messages: keep the prompt's messages in the row's extra info, for reward functions that read them; keep_chats:
-    those of chats alone.
+    those of chats alone, also for workflows.
     num_workers: threads that tokenise; 0 uses the calling thread. The result is the same.
     pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages. pair: the columns
     of the chosen and the rejected response, of preference pairs.

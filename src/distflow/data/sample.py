@@ -33,7 +33,8 @@ class Sample:
 
     uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
     belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
-    agent: the one with these turns. valid: False once it has a reward error.
+    agent: the one with these turns. valid: False once it has a reward error. outcome: how a workflow scored its
+    episode; None if it rejected it, or there is none.
     """
 
     uid: str
@@ -48,6 +49,7 @@ class Sample:
     extra_info: Mapping[str, object] = field(default_factory=dict)
     finish_reason: str = "stop"
     valid: bool = True
+    outcome: object = field(default=None, kw_only=True)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -60,4 +62,4 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", "context")

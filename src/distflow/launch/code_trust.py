@@ -14,6 +14,7 @@ from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
 from distflow.config import Config
 from distflow.config.derived_settings import (
     POLICY_LOSS,
+    WORKFLOW,
     functions_of_pipeline,
     named_algorithms,
     named_rewards,
@@ -22,7 +23,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.data.sources import is_function
 from distflow.errors import UserError
-from distflow.import_target import innermost, is_pickled, load_function
+from distflow.import_target import innermost, is_pickled, load
 from distflow.models.paths import code_of
 from distflow.runtime.spec import Spec
 
@@ -41,6 +42,8 @@ def named_code(config: Config) -> list[str]:
         code += [f"{key}: {file}" for file in files if is_function(file)]
     accepts = config.algorithm.filter_groups.should_accept
     code += [f"algorithm.filter_groups.should_accept: {accepts}"] if accepts else []
+    workflow = config.actor_rollout_ref.rollout.workflow
+    code += [f"{WORKFLOW}: {workflow}"] if workflow and ":" in workflow else []
     return [*code, *model_code(config)]
 
 
@@ -119,9 +122,12 @@ def check_pickles(spec: Spec) -> None:
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
     """(key that names it, function) for all functions that are found by name."""
     named = [("dag.pipeline", name) for name in functions_of_pipeline(config)] + named_algorithms(config)
+    workflow = config.actor_rollout_ref.rollout.workflow
+    named += [(WORKFLOW, workflow)] if workflow and ":" in workflow else []
     for key, name in named:
         if not is_pickled(name):  # those are sent as they are
-            yield key, load_function(name) if key == "dag.pipeline" else _registry(key).find(name).fn
+            found: Any = load(name) if key in ("dag.pipeline", WORKFLOW) else _registry(key).find(name).fn
+            yield key, found
 
 
 def _registry(key: str) -> Registry[Any]:

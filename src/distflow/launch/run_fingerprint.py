@@ -130,6 +130,8 @@ def _users_facts(config: Config) -> dict[str, object]:
     chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
     chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
     pipeline = config.dag.pipeline
+    workflow = config.actor_rollout_ref.rollout.workflow
+    chosen["workflow"] = workflow if workflow and ":" in workflow else None
     chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
     facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
     if any(

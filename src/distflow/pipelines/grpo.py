@@ -37,8 +37,9 @@ def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False
 
 def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     """The nodes of the rollout loop: from a prompt to a scored and filtered group."""
-    pipeline.add_node("rollout_actor", nodes.generate)
-    pipeline.add_node("function_reward", nodes.compute_reward)
+    has_workflow = config.actor_rollout_ref.rollout.workflow is not None
+    pipeline.add_node("rollout_actor", nodes.run_workflow if has_workflow else nodes.generate)
+    pipeline.add_node("function_reward", nodes.take_scores if has_workflow else nodes.compute_reward)
     baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
     if all(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)

@@ -66,6 +66,13 @@ class RewardOutcome:
         """Scores of the parts that have one."""
         return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
 
+    def discounted(self, factor: float) -> "RewardOutcome":
+        """With this factor on the score; accuracy and parts are as they were."""
+        result = self.reward_result
+        if not isinstance(result, Score):
+            return self
+        return replace(self, reward_result=replace(result, value=result.value * factor))
+
     def remarks(self) -> dict[str, JSON]:
         """Further values of the parts that have a score, as PART/KEY."""
         return _remarks(self.parts)

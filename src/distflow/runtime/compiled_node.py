@@ -2,9 +2,9 @@
 checked and stored. A training or rollout loop iterates over such steps."""
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,10 @@ NodeState = dict[str, dict[str, Any]]
 """JSON values of each node by its id: they persist across steps and are in every checkpoint."""
 
 
+async def _no_user_calls(function: Callable[[], Awaitable[Any]], *identity: object) -> Any:
+    raise AssertionError("only the rollout loop calls async functions of the user's")
+
+
 @dataclass(frozen=True)
 class NodeContext:
     """Passed to nodes that name `ctx`.
@@ -53,7 +57,8 @@ class NodeContext:
     after_update: to be called after each optimizer step of an engine, so that it is checked.
     group_ids: of the whole step, over all ranks, in order; they determine the mini-batches. Empty in the rollout loop.
     group: in the rollout loop only. validating: the group is of a validation set. router: the reward functions of
-    `reward_fn`; None in the training loop, and if the pipeline starts none.
+    `reward_fn`; None in the training loop, and if the pipeline starts none. call_user: awaits an async function of the
+    user's with a deadline and random generators of its own (`run_async`); the further arguments identify the call.
     """
 
     config: Config
@@ -66,6 +71,7 @@ class NodeContext:
     group: Group | None = None
     validating: bool = False
     router: RewardRouter | None = None
+    call_user: Callable[..., Awaitable[Any]] = _no_user_calls
 
     def minibatches(self, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         """This rank's part of each mini-batch of one pass over the step, of `num_prompts` whole groups each.
@@ -230,7 +236,7 @@ class Step:
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
-                output = await self._call(group, ctx, plain_calls, timeout_s * len(group), retries_left)
+                output = await self._call(group, ctx, plain_calls, timeout_s, retries_left)
                 break
             except (NodeError, UserError):
                 raise
@@ -241,13 +247,17 @@ class Step:
             return self._keep(group, output)
 
     async def _call(
-        self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, deadline_s: float, retries_left: int
+        self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float, retries_left: int
     ) -> object:
-        call = {"group": group, "samples": group.samples, "ctx": ctx}
+        identity, deadline_s = (self.node.node_id, group.stream, retries_left), timeout_s * len(group)
+
+        async def call_user(function: Callable[[], Awaitable[Any]], *more: object) -> Any:
+            return await run_async(function, timeout_s, plain_calls.turn, *identity, *more)
+
+        call = {"group": group, "samples": group.samples, "ctx": replace(ctx, call_user=call_user)}
         if "batch" in self.node.contract.reserved:
             call["batch"] = group.batch()
         positional, keyword = self.inputs(group, call)
-        identity = (self.node.node_id, group.stream, retries_left)
         try:
             if not is_async(self.fn):
                 return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity)

@@ -34,6 +34,7 @@ NEEDED_TO_EVALUATE = frozenset(
         "custom_reward_function.path",
         "reward.functions",
         "dag.pipeline",
+        derived_settings.WORKFLOW,
     }
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
@@ -74,6 +75,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     chosen = zip(_CHOSEN, (config.data.curriculum.function, config.algorithm.filter_groups.should_accept), strict=True)
     yield from ((key, name, _function_fault) for key, name in chosen if name)
     yield from ((key, name, _function_fault) for key, name in derived_settings.named_algorithms(config))
+    if workflow := config.actor_rollout_ref.rollout.workflow:
+        yield derived_settings.WORKFLOW, workflow, _function_fault
     yield from (("dag.pipeline", name, _function_fault) for name in derived_settings.functions_of_pipeline(config))
 
 

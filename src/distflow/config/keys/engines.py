@@ -219,4 +219,10 @@ class RolloutConfig:
     python: str | None = key(None, "Python of the environment that has the engine's server; null is this one")
     url: str | None = key(None, "address of a server that is there already; null starts one beside each rollout worker")
     engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
+    workflow: str | None = key(
+        None,
+        "episodes of several turns: single_turn, multi_turn, or your async function or class as module:attribute or "
+        "file.py:attribute (docs/workflows.md); null: one prompt, one response",
+    )
+    workflow_kwargs: dict[str, object] = key({}, "options of the workflow")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

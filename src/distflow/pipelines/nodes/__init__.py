@@ -12,6 +12,7 @@ from distflow.pipelines.nodes.advantages import (
     weigh_samples,
     whiten_rewards,
 )
+from distflow.pipelines.nodes.episodes import run_workflow
 from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref_log_prob, compute_value
 from distflow.pipelines.nodes.rollout import (
     compute_reward,
@@ -21,6 +22,7 @@ from distflow.pipelines.nodes.rollout import (
     greedy_baseline,
     load_pairs,
     load_responses,
+    take_scores,
 )
 from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
 from distflow.pipelines.nodes.scoring_models import add_model_scores, ask_model, score_by_models

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.import_target import LoadError, load_function
-from distflow.rewards.router import RewardRouter
+from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
@@ -89,12 +90,24 @@ def compute_reward(config: Config) -> Callable[..., object]:
     An estimator that compares samples needs two scores; a group with fewer is dropped. So is one with any reward error
     where `reward.on_error` says so.
     """
+    return partial(reward_samples, **_scoring(config))
+
+
+@node_factory
+@node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
+def take_scores(config: Config) -> Callable[..., object]:
+    """The scores that a workflow gave its episodes, by the rules of `compute_reward`."""
+    return partial(reward_episodes, **_scoring(config))
+
+
+def _scoring(config: Config) -> dict[str, Any]:
+    """How reward errors count: options of the reward nodes."""
     own = {
         name: (num_needed(algorithm_of(config, name).adv_estimator), on_error_of(config.reward, name))
         for name in {**config.reward.domains, **config.algorithm.domains}
     }
     needed, on_error = num_needed(config.algorithm.adv_estimator), config.reward.on_error
-    return partial(reward_samples, min_valid=needed, on_error=on_error, domains=own)
+    return {"min_valid": needed, "on_error": on_error, "domains": own}
 
 
 def num_needed(adv_estimator: str) -> int:
@@ -117,15 +130,46 @@ async def reward_samples(
 
     domains: `min_valid` and `on_error` by domain, where they may differ.
     """
-    outcomes = await reward_fn(samples)
+    min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
+    return _scored(await reward_fn(samples), ctx.validating, min_valid, on_error)
+
+
+@node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain"))
+async def reward_episodes(
+    samples: Sequence[Sample],
+    ctx: NodeContext,
+    *,
+    min_valid: int,
+    on_error: OnError = "mask",
+    domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
+) -> dict[str, list[object]] | Drop:
+    """As `reward_samples`, of episodes. One that its workflow rejected is invalid, without an error; a group of which
+    too few are left is dropped as rejected, and another starts."""
+    min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
+    outcomes = [each.outcome if isinstance(each.outcome, RewardOutcome) else None for each in samples]
+    num_left = sum(outcome is not None for outcome in outcomes)
+    if num_left < len(samples) and not ctx.validating and num_left < max(min_valid, 1):
+        return Drop(REJECTED)
+    columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, min_valid, on_error)
+    if not isinstance(columns, Drop):
+        columns["valid"] = [bool(v) and o is not None for v, o in zip(columns["valid"], outcomes, strict=True)]
+    return columns
+
+
+NO_OUTCOME = RewardOutcome(Score(0.0))
+"""Of an episode that was rejected."""
+
+
+def _scored(
+    outcomes: Sequence[RewardOutcome], validating: bool, min_valid: int, on_error: OnError
+) -> dict[str, list[object]] | Drop:
     results = [outcome.reward_result for outcome in outcomes]
     scores = [result if isinstance(result, Score) else None for result in results]
     errors = [None if isinstance(result, Score) else str(result) for result in results]
     failed = [error for error in errors if error is not None]
-    min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
-    substitute = on_error if isinstance(on_error, float) and not ctx.validating else None
-    if failed and substitute is None and not ctx.validating:
-        too_few = len(samples) > 1 and len(samples) - len(failed) < min_valid
+    substitute = on_error if isinstance(on_error, float) and not validating else None
+    if failed and substitute is None and not validating:
+        too_few = len(outcomes) > 1 and len(outcomes) - len(failed) < min_valid
         if too_few or on_error == "drop":
             return Drop(TOO_FEW_SCORES, failed[0])
     return {

@@ -1,0 +1,160 @@
+"""The conversation of one agent with the policy: append-only token segments, in which each turn's prompt is the exact
+ids of everything before it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.data.sample import Segment
+from distflow.environments.turn_tokens import TurnTokens
+from distflow.errors import UserError
+
+Message = Mapping[str, Any]
+Content = str | Message | Sequence[Message] | Sequence[int]
+Generate = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[tuple[Segment, str]]]
+"""(prompt ids, max_tokens, stop, tokens drawn before) → the tokens that the policy drew, and why it stopped."""
+
+
+class ChatError(UserError):
+    """A workflow asks what its chat cannot do."""
+
+
+class Prompt(str):
+    """The prompt of a row: its text, with the token ids that the data set made of it. messages: of a chat."""
+
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+
+    def __new__(cls, text: str, token_ids: Sequence[int], messages: Sequence[Message] = ()) -> "Prompt":
+        prompt = super().__new__(cls, text)
+        prompt.token_ids, prompt.messages = tuple(token_ids), tuple(messages)
+        return prompt
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said in one turn. text: without special tokens. token_ids: with the one that ended it.
+
+    finish_reason: "stop"; "length" if it was cut off, or there was no room left for it in the response; "context" if
+    the context had no room. A reply without room has no tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+    @property
+    def message(self) -> dict[str, str]:
+        return {"role": "assistant", "content": self.text}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """In tokens. response: everything after the first prompt, given tokens too. context: with that prompt."""
+
+    response: int
+    context: int
+
+
+@dataclass
+class Chat:
+    """One agent's conversation. A workflow may read all of it, and calls `ask`.
+
+    turns: how often it has asked. messages: what was said so far. finish_reason: of the last reply; a workflow may set
+    another one, which the sample then has. templated: whether text becomes messages of the tokenizer's chat template;
+    else its tokens follow as they are.
+    """
+
+    tokens: TurnTokens
+    generate: Generate
+    limits: Limits
+    templated: bool
+    segments: list[Segment] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0
+    finish_reason: str = "stop"
+    last: Reply | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything so far."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def num_drawn(self) -> int:
+        """How many of the tokens the policy drew."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.owner == "policy")
+
+    @property
+    def response_left(self) -> int:
+        """Tokens that still fit into the response."""
+        return self.limits.response - sum(len(segment.token_ids) for segment in self.segments[1:])
+
+    @property
+    def context_left(self) -> int:
+        """Tokens that still fit into the context."""
+        return self.limits.context - sum(len(segment.token_ids) for segment in self.segments)
+
+    async def ask(self, content: Content, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Reply:
+        """Say something, and return the policy's reply.
+
+        content: text, a message, several messages, token ids, or a row's prompt. stop: strings that end the reply,
+        besides those of the config. max_tokens: of the reply. Raises ChatError for what cannot be said.
+        """
+        if max_tokens is not None and max_tokens < 1:
+            raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
+        given, messages = self._encoded(content)
+        begins = not self.segments
+        if begins and len(given) >= self.limits.context:
+            raise ChatError(
+                f"the context is full before the first token: the first prompt has {len(given)} tokens, and the "
+                f"context {self.limits.context} (data.max_prompt_length and data.max_response_length)"
+            )
+        self.turns += 1
+        response, context = self.response_left - len(given) * (not begins), self.context_left - len(given)
+        if min(response, context) < 1:
+            await asyncio.sleep(0)  # so that a workflow that asks for ever meets its deadline
+            return self._replied(Reply("", (), "length" if response < 1 else "context"))
+        most = min(response, context, max_tokens or response)
+        prompt = (*self.token_ids, *given)
+        drawn, reason = await self.generate(prompt, most, tuple(stop), self.num_drawn)
+        if given:
+            self.segments.append(Segment("prompt" if begins else "environment", given))
+        self.segments.append(drawn)
+        reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
+        self.messages += [*messages, reply.message]
+        return self._replied(reply)
+
+    def fork(self) -> "Chat":
+        """Not there yet. Raises ChatError."""
+        raise ChatError("chat.fork: conversations that branch are not implemented yet; ask in one conversation")
+
+    def _replied(self, reply: Reply) -> Reply:
+        self.last, self.finish_reason = reply, reply.finish_reason
+        return reply
+
+    def _encoded(self, content: Content) -> tuple[tuple[int, ...], list[Message]]:
+        """The token ids to append, and the messages that they stand for."""
+        begins, said = not self.segments, list[Message]()
+        if isinstance(content, Prompt) and begins:
+            return content.token_ids, list(content.messages) or [{"role": "user", "content": str(content)}]
+        if isinstance(content, str) or _are_ids(content):
+            said = [{"role": "user", "content": content if isinstance(content, str) else self.tokens.decode(content)}]
+            if not isinstance(content, str):
+                return tuple(content), said
+            if not self.templated:
+                return self.tokens.of_text(content, begins=begins), said
+        else:
+            said = [content] if isinstance(content, Mapping) else list(content)
+        if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
+            raise ChatError(
+                f"ask({content!r:.80}): pass a text, a message with 'role' and 'content', messages, or token ids"
+            )
+        if begins:
+            return self.tokens.opening(said), said
+        return self.tokens.between(said, self.segments[-1].token_ids[-1]), said
+
+
+def _are_ids(content: object) -> bool:
+    return isinstance(content, Sequence) and bool(content) and all(type(token) is int for token in content)

@@ -1,0 +1,121 @@
+"""The tokens between two turns: those that the chat template writes after a reply, found by rendering the template with
+a stand-in for the reply. What was drawn is never decoded and encoded again."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from distflow.data.chat_template import Chat as Rows
+from distflow.data.chat_template import ChatTemplate, template_of
+from distflow.data.messages import RowError
+from distflow.errors import UserError
+
+_ASKED, _STAND_IN = "stand-in question", "stand-in reply"
+_THINKING = "stand-in thinking"
+
+
+class TemplateError(UserError):
+    """The chat template cannot be used for several turns, or not with these messages."""
+
+
+class TurnTokens:
+    """Encodes what a chat is told, by a tokenizer and its template. stop_ids: tokens that end a reply. kwargs: further
+    arguments of the template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], kwargs: Mapping[str, object]
+    ) -> None:
+        self._tokenizer: Any = tokenizer
+        self._stop_ids, self._kwargs = frozenset(stop_ids), kwargs
+        self._between: dict[str, tuple[tuple[int, ...], int]] = {}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
+        """Plain text; at the beginning with the tokenizer's own special tokens."""
+        return tuple(self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The first prompt. Raises TemplateError."""
+        return self._ids(self._render(messages))
+
+    def between(self, messages: Sequence[Mapping[str, Any]], last_drawn: int) -> tuple[int, ...]:
+        """From the end of a reply to the prompt of the next: the end of the turn unless the reply drew one, the new
+        messages, the generation prompt. Raises TemplateError."""
+        key = json.dumps(messages, default=str)
+        if key not in self._between:
+            self._between[key] = self._rendered_between(messages)
+        ids, num_closing = self._between[key]
+        return ids[num_closing:] if last_drawn in self._stop_ids else ids
+
+    def _rendered_between(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], int]:
+        """The ids after a reply, and how many of them the end of the reply's turn has, up to its first stop token."""
+        asked = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _STAND_IN}]
+        ids = self._after_reply(self._render([*asked, *messages]))
+        closed = self._after_reply(self._render(asked, prompts=False))
+        for number, (token, same) in enumerate(zip(ids, closed, strict=False), 1):
+            if token != same:
+                break
+            if token in self._stop_ids:
+                return ids, number
+        return ids, 0
+
+    def _after_reply(self, text: str) -> tuple[int, ...]:
+        before, found, after = text.partition(_STAND_IN)
+        if not found or _STAND_IN in after:
+            raise TemplateError(
+                f"{template_of(self._tokenizer)} does not write each reply once, as it is, so the tokens after it "
+                "are not known: use another template, or data.prompt_format=text"
+            )
+        start, whole = self._ids(before + found), self._ids(text)
+        if whole[: len(start)] != start:
+            raise TemplateError(
+                f"{template_of(self._tokenizer)} goes on after a reply with {after[:20]!r}, which the tokenizer joins "
+                "with the reply, so its tokens depend on what was drawn: use a template that ends a turn by a token of "
+                "its own, or data.prompt_format=text"
+            )
+        return whole[len(start) :]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompts: bool = True) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise TemplateError(
+                "messages need a chat template, and the tokenizer has none: pass text, or set "
+                "actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
+            )
+        try:
+            rows = Rows([dict(message) for message in messages], kwargs=self._kwargs)
+            return ChatTemplate(self._tokenizer).render(rows, prompts=prompts)
+        except (jinja2.TemplateError, RowError, TypeError, KeyError, AttributeError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(
+                f"{template_of(self._tokenizer)} refuses messages of {roles}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def describe_template(tokens: TurnTokens) -> str:
+    """What the chat template does between turns, in words. Raises TemplateError where it cannot be used."""
+    asked = {"role": "user", "content": _ASKED}
+    more = {"role": "user", "content": f"another {_ASKED}"}
+    ids, num_closing = tokens._rendered_between([more])
+    said = ["turns follow each other token by token"]
+    if not num_closing:
+        said.append("a turn has no end token of its own, so what the template writes there is added to every reply")
+    try:
+        for reply, what in (
+            (_STAND_IN, "earlier turns"),
+            (f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}", "thinking"),
+        ):
+            first = tokens._render([asked])
+            whole = tokens._render([asked, {"role": "assistant", "content": reply}, more])
+            if not whole.startswith(first + reply):
+                said.append(f"the template writes {what} anew in later prompts; episodes keep them as they were drawn")
+    except TemplateError as error:
+        said.append(str(error))
+    return "; ".join(said)

@@ -1,0 +1,118 @@
+"""What a workflow is, and loading the one that a config names."""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from distflow.builtin_names import WORKFLOWS
+from distflow.environments.chat import Chat, Prompt
+from distflow.errors import UserError, hint
+from distflow.import_target import LoadError, load
+
+KEY = "actor_rollout_ref.rollout.workflow"
+REWARD = "reward_fn"
+"""The parameter of a workflow that calls the run's reward functions."""
+
+Run = Callable[..., Awaitable[object]]
+F = TypeVar("F", bound=Callable[..., Awaitable[object]])
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a workflow gets of a row of the data. prompt: for `chat.ask`. ground_truth: the column of the answer.
+    extra_info: all other columns."""
+
+    prompt: Prompt
+    ground_truth: object = None
+    domain: str = "default"
+    extra_info: Mapping[str, object] = field(default_factory=dict)
+
+
+class Rewarded(Protocol):
+    """What the run's reward functions give for a reply. accuracy: 1 is correct, whatever the score."""
+
+    @property
+    def accuracy(self) -> float: ...
+
+    def discounted(self, factor: float) -> "Rewarded":
+        """With this factor on the score."""
+        ...
+
+
+RewardFn = Callable[[Any], Awaitable[Rewarded]]
+
+
+def workflow(function: F) -> F:
+    """Marks an async function `f(chat, row, *, option=...)` as a workflow. Raises UserError for any other."""
+    if fault := _fault(function):
+        raise UserError(f"@workflow: {getattr(function, '__name__', function)} {fault}")
+    return function
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """One that is ready to run. scores: whether it calls the run's reward functions."""
+
+    name: str
+    run: Run
+    scores: bool
+
+    def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
+        return self.run(chat, row, **({REWARD: reward_fn} if self.scores else {}))
+
+
+def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
+    """The workflow that a config names, with its options: built in, a function, or a class that is made with them.
+    Raises UserError."""
+    target = WORKFLOWS[name].target if name in WORKFLOWS else name
+    if ":" not in target:
+        raise UserError(
+            f"{KEY}={name}: there is no built-in workflow of that name{hint(name, WORKFLOWS)}. Built in are "
+            f"{', '.join(WORKFLOWS)}; write your own as module:function or file.py:function"
+        )
+    try:
+        found = load(target)
+    except LoadError as error:
+        raise UserError(f"{KEY}: {error}") from error
+    is_class = isinstance(found, type)
+    _check_options(name, found, options, skipped=0 if is_class else 2)
+    run: Any = found(**options) if is_class else functools.partial(found, **options)  # type: ignore[operator]
+    plain = run if is_class else found
+    if fault := _fault(plain):
+        raise UserError(f"{KEY}: '{name}' {fault}")
+    return Workflow(name, run, REWARD in inspect.signature(plain).parameters)
+
+
+def _fault(function: object) -> str:
+    """Why it is no workflow; empty if it is one."""
+    if not callable(function):
+        return f"is {function!r:.60}, which cannot be called: name an async function f(chat, row)"
+    if hasattr(function, "arun_episode") or hasattr(function, "run_episode"):
+        return (
+            "is a workflow of AReaL, which gets an engine: those are not run yet. Write it as an async function "
+            "f(chat, row), where `await chat.ask(...)` takes the place of `engine.agenerate`"
+        )
+    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
+        return "is no async function: write `async def f(chat, row)`"
+    if list(inspect.signature(function).parameters)[:2] != ["chat", "row"]:
+        return "must take `chat` and `row` first: async def f(chat, row, *, option=...)"
+    return ""
+
+
+def _check_options(name: str, function: object, options: Mapping[str, object], skipped: int) -> None:
+    """Raises UserError for `workflow_kwargs` that do not fit. skipped: parameters that are none."""
+    if not callable(function):
+        return
+    parameters = list(inspect.signature(function).parameters.values())[skipped:]
+    own = [p for p in parameters if p.name != REWARD and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    known = [p.name for p in own]
+    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
+    if unknown:
+        raise UserError(
+            f"{KEY}_kwargs.{unknown[0]}: '{name}' has no such option{hint(unknown[0], known)}; it has "
+            f"{', '.join(known) or 'none'}"
+        )
+    if missing := [p.name for p in own if p.default is p.empty and p.name not in options]:
+        raise UserError(f"{KEY}_kwargs: '{name}' needs {', '.join(missing)}")

@@ -1,0 +1,236 @@
+"""The rollout node of workflows: it runs a group's episodes side by side, each with a chat of its own, and the reward
+node that takes their scores."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.builtin_names import PROMPT_CHAT
+from distflow.config import Config
+from distflow.config.compose.key_usage import peek
+from distflow.data.sample import Sample, Segment
+from distflow.environments.chat import Chat, Limits, Prompt, Reply
+from distflow.environments.turn_tokens import TurnTokens
+from distflow.environments.workflows import Row, Workflow, load_workflow
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.nodes.rollout import SAMPLED_FIELDS, policy_segment
+from distflow.rewards.router import RewardOutcome, RewardRouter
+from distflow.rewards.score import ACC, Error, Score, read_score
+from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.runtime.compiled_node import NodeContext
+from distflow.runtime.prompt_group import Group
+from distflow.runtime.user_calls.async_calls import deadline_paused
+from distflow.runtime.user_calls.sync_calls import DeadlinePassed
+
+_SHARES_WITHIN_S = 0.01
+"""How long the first request of a group waits for those of its other episodes, with which it shares the prefill."""
+
+Outcome = RewardOutcome | None
+
+
+@node_factory
+@node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+def run_workflow(config: Config) -> Callable[..., object]:
+    """The node for `rollout.workflow`. Raises UserError for one that cannot be used."""
+    settings = config.actor_rollout_ref.rollout
+    workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
+    return partial(run_scored_episodes if workflow.scores else run_episodes, workflow=workflow)
+
+
+@node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+async def run_scored_episodes(
+    group: Group,
+    rollout: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_fn: RewardRouter,
+    ctx: NodeContext,
+    *,
+    workflow: Workflow,
+) -> NodeOutput:
+    """Episodes of a workflow that calls the reward functions."""
+    return await _Episodes(group, rollout, tokenizer, ctx, workflow, reward_fn).run()
+
+
+@node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+async def run_episodes(
+    group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase, ctx: NodeContext, *, workflow: Workflow
+) -> NodeOutput:
+    """Episodes of a workflow that scores them itself."""
+    return await _Episodes(group, rollout, tokenizer, ctx, workflow, None).run()
+
+
+class _Requests:
+    """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their prefill.
+
+    in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
+    depends on no timing. failure: what the engine raised.
+    """
+
+    def __init__(self, group: Group, rollout: RolloutEngine, in_rounds: bool) -> None:
+        self._group, self._rollout, self._in_rounds = group, rollout, in_rounds
+        self._num_running = len(group)
+        self._asked: dict[tuple[tuple[int, ...], SamplingParams, int], dict[int, asyncio.Future[Generation]]] = {}
+        self._sent: set[asyncio.Task[None]] = set()
+        self.failure: BaseException | None = None
+
+    async def ask(
+        self, index: int, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
+    ) -> tuple[Segment, str]:
+        """See `distflow.environments.chat.Generate`. index: of the episode's sample."""
+        own = self._group.params
+        params = replace(own, max_tokens=max_tokens, stop=tuple(dict.fromkeys((*own.stop, *stop))))
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        with deadline_paused():
+            self._asked.setdefault((prompt, params, num_drawn), {})[index] = future
+            if sum(map(len, self._asked.values())) >= self._num_running or (num_drawn and not self._in_rounds):
+                self._send()
+            elif not self._in_rounds:
+                asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
+            made = await future
+        return policy_segment(made), made.finish_reason
+
+    def ended(self) -> None:
+        """An episode asks no more."""
+        self._num_running -= 1
+        if self._asked and sum(map(len, self._asked.values())) >= self._num_running:
+            self._send()
+
+    def close(self) -> None:
+        for task in self._sent:
+            task.cancel()
+
+    def _send(self) -> None:
+        asked, self._asked = self._asked, {}
+        for (prompt, params, num_drawn), waiting in sorted(asked.items(), key=lambda item: min(item[1])):
+            indices = tuple(sorted(waiting))
+            request = GenerateRequest(prompt, indices, params, self._group.stream, num_drawn)
+            task = asyncio.ensure_future(self._generate(request, waiting))
+            self._sent.add(task)
+            task.add_done_callback(self._sent.discard)
+
+    async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
+        try:
+            made = {each.sample: each for each in (await self._rollout.generate(request)).generations}
+        except BaseException as error:  # whatever it is, the episodes that wait must end
+            self.failure = error
+            for future in waiting.values():
+                future.cancel()
+            if not isinstance(error, Exception):
+                raise
+            return
+        for index, future in waiting.items():
+            if not future.done():
+                future.set_result(made[index])
+
+
+@dataclass
+class _Episodes:
+    """The episodes of a group."""
+
+    group: Group
+    rollout: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    ctx: NodeContext
+    workflow: Workflow
+    reward_fn: RewardRouter | None
+    requests: _Requests = field(init=False)
+    tokens: TurnTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, group = self.ctx.config, self.group
+        in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
+        self.requests = _Requests(group, self.rollout, in_rounds)
+        kwargs = template_kwargs(config, group.row.domain)
+        self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
+
+    async def run(self) -> NodeOutput:
+        """One sample for each episode, in order."""
+        try:
+            samples = await asyncio.gather(*map(self._episode, self.group.wanted))
+        finally:
+            self.requests.close()
+        if self.requests.failure is not None:
+            raise self.requests.failure
+        ended = [sample for sample in samples if len(sample.segments) > 1]
+        turns = sum(segment.owner == "policy" for sample in ended for segment in sample.segments)
+        given = [s for sample in ended for s in sample.response_segments if s.owner != "policy"]
+        metrics = {
+            "episodes/turns": turns / len(samples),
+            "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
+            "episodes/rejected": sum(sample.outcome is None for sample in samples) / len(samples),
+        }
+        return NodeOutput(list(samples), metrics)
+
+    async def _episode(self, index: int) -> Sample:
+        group, row = self.group, self.group.row
+        extra = dict(row.extra_info or {})
+        messages = extra.pop(PROMPT_CHAT, None)
+        longest = group.params.max_tokens
+        limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
+        chat = Chat(self.tokens, partial(self.requests.ask, index), limits, templated=messages is not None)
+        prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
+        told = Row(prompt, row.ground_truth, row.domain, extra)
+        try:
+            outcome = await self._outcome(chat, told, index)
+        finally:
+            self.requests.ended()
+        return self._sample(index, chat, outcome)
+
+    async def _outcome(self, chat: Chat, row: Row, index: int) -> Outcome:
+        """What the workflow returned. An error of it, by name, is no score."""
+        reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
+        work = partial(self.workflow, chat, row, reward)
+        try:
+            outcome = read_outcome(await self.ctx.call_user(work, self.group.stream, index))
+        except DeadlinePassed as late:
+            return RewardOutcome(Error(f"workflow: the episode did not end in time (reward.timeout_s){late}"))
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
+            return RewardOutcome(Error(f"workflow: {type(error).__name__}: {error}"[:1000]))
+        if outcome is not None and not chat.num_drawn:
+            return RewardOutcome(Error("workflow: it ended without a token of the policy: it must await chat.ask"))
+        return outcome
+
+    async def _reward(self, chat: Chat, index: int, reply: Reply | str | None = None) -> RewardOutcome:
+        """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last one), or a text."""
+        assert self.reward_fn is not None
+        sample = self._sample(index, chat, None)
+        text = reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
+        (outcome,) = await self.reward_fn([replace(sample, response=text)])
+        return outcome
+
+    def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
+        text = chat.last.text if chat.last is not None else ""
+        for segment in reversed(chat.segments):
+            if segment.owner == "policy":
+                text = self.tokens.decode(segment.token_ids)
+                break
+        sample = self.group.sample(index, None, text, chat.finish_reason)
+        own = chat.segments or sample.segments
+        failed = outcome is None or not isinstance(outcome.reward_result, Score)
+        return replace(sample, segments=own, outcome=outcome, valid=not failed)
+
+
+def read_outcome(returned: object) -> Outcome:
+    """The result of an episode: a number, a mapping of parts by name (their sum is the score, unless one is called
+    `score`), what `reward_fn` gave, or None, by which it is rejected. Raises ValueError for anything else."""
+    if returned is None or isinstance(returned, RewardOutcome):
+        return returned
+    if not isinstance(returned, Mapping):
+        value, extra = read_score(returned)
+        return RewardOutcome(Score(value, extra), {}, value)
+    parts = {str(name): read_score(part)[0] for name, part in returned.items() if name not in ("score", ACC)}
+    if not returned:
+        raise ValueError("it returned a mapping without a part")
+    value = read_score(returned["score"])[0] if "score" in returned else sum(parts.values())
+    accuracy = read_score(returned[ACC])[0] if ACC in returned else value
+    return RewardOutcome(Score(value), {name: Score(part) for name, part in parts.items()}, accuracy)
+
+
+def template_kwargs(config: Config, domain: str) -> dict[str, object]:
+    """Further arguments of the chat template, as the data set's prompts were rendered with."""
+    own = peek(config.data).domains.get(domain)
+    thinks = own.enable_thinking if own is not None and own.enable_thinking is not None else config.data.enable_thinking
+    return {"enable_thinking": thinks, **config.data.apply_chat_template_kwargs}
