@@ -2,6 +2,7 @@
 node that takes their scores."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -138,6 +139,7 @@ class _Episodes:
     reward_fn: RewardRouter | None
     requests: _Requests = field(init=False)
     tokens: TurnTokens = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
@@ -161,6 +163,7 @@ class _Episodes:
             "episodes/turns": turns / len(samples),
             "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
             "episodes/rejected": sum(sample.outcome is None for sample in samples) / len(samples),
+            **self.counts,
         }
         return NodeOutput(list(samples), metrics)
 
@@ -171,12 +174,14 @@ class _Episodes:
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index), limits, templated=messages is not None)
+        chat.clock_stopped = deadline_paused
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         told = Row(prompt, row.ground_truth, row.domain, extra)
         try:
             outcome = await self._outcome(chat, told, index)
         finally:
             self.requests.ended()
+        self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
     async def _outcome(self, chat: Chat, row: Row, index: int) -> Outcome:
