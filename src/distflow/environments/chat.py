@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distflow.data.sample import Segment
 from distflow.errors import UserError
@@ -157,27 +157,35 @@ class Chat:
 
     def _encoded(self, content: Content) -> tuple[tuple[int, ...], list[Message]]:
         """The token ids to append, and the messages that they stand for."""
-        begins, said = not self.segments, list[Message]()
+        begins = not self.segments
         if isinstance(content, Prompt) and begins:
             if self.tools:
                 return self.tokens.opening(content.messages, self.tools), list(content.messages)
-            return content.token_ids, list(content.messages) or [{"role": "user", "content": str(content)}]
-        if isinstance(content, str) or _are_ids(content):
-            said = [{"role": "user", "content": content if isinstance(content, str) else self.tokens.decode(content)}]
-            if not isinstance(content, str):
-                return tuple(content), said
-            if not self.templated:
-                return self.tokens.of_text(content, begins=begins), said
-        else:
-            said = [content] if isinstance(content, Mapping) else list(content)
-        if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
-            raise ChatError(
-                f"ask({content!r:.80}): pass a text, a message with 'role' and 'content', messages, or token ids"
-            )
+            return content.token_ids, list(content.messages) or [_user(str(content))]
+        if _are_ids(content):
+            return tuple(content), [_user(self.tokens.decode(content))]
+        if isinstance(content, str) and not self.templated:
+            return self.tokens.of_text(content, begins=begins), [_user(content)]
+        said = [_user(content)] if isinstance(content, str) else _messages(content)
         if begins:
             return self.tokens.opening(said, self.tools), said
         return self.tokens.between(said, self.segments[-1].token_ids[-1], self.tools), said
 
 
-def _are_ids(content: object) -> bool:
-    return isinstance(content, Sequence) and bool(content) and all(type(token) is int for token in content)
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
+    is_list = isinstance(content, Sequence) and not isinstance(content, str | bytes)
+    return is_list and bool(content) and all(type(token) is int for token in content)
+
+
+def _messages(content: object) -> list[Message]:
+    """Raises ChatError for anything else."""
+    said = [content] if isinstance(content, Mapping) else list(content) if isinstance(content, list | tuple) else []
+    if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
+        raise ChatError(
+            f"ask({content!r:.80}): pass a text, a message with 'role' and 'content', messages, or token ids"
+        )
+    return said

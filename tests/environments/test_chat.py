@@ -1,0 +1,255 @@
+"""Chats over templates of six families, against an engine that records what it was shown."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from distflow.data.sample import Segment
+from distflow.environments.chat import Chat, ChatError, Limits, Prompt
+from distflow.environments.turn_tokens import TemplateError, TurnTokens, describe_template
+from tests.data import chat_templates as of
+
+
+@dataclass
+class Family:
+    tokenizer: PreTrainedTokenizerFast
+    end: str
+    kwargs: dict[str, object] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Callable[[], Family]] = {
+    "llama3": lambda: Family(
+        of.byte_level(of.LLAMA3, of.LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>"), "<|eot_id|>"
+    ),
+    "qwen2.5": lambda: Family(of.byte_level(of.QWEN2, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>"),
+    "qwen3": lambda: Family(of.byte_level(of.QWEN3, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>"),
+    "qwen3 without thinking": lambda: Family(
+        of.byte_level(of.QWEN3, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>", {"enable_thinking": False}
+    ),
+    "mistral": lambda: Family(of.metaspace(of.MISTRAL, of.MISTRAL_TOKENS, "</s>", "<s>"), "</s>"),
+    "gemma": lambda: Family(of.metaspace(of.GEMMA, of.GEMMA_TOKENS, "<end_of_turn>", "<bos>"), "<end_of_turn>"),
+    "deepseek": lambda: Family(
+        of.byte_level(of.DEEPSEEK, of.DEEPSEEK_TOKENS, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+        "<｜end▁of▁sentence｜>",
+    ),
+}
+
+
+@dataclass
+class Engine:
+    """Replies as it is told, and records what it was asked."""
+
+    replies: Sequence[Sequence[int]]
+    asked: list[tuple[tuple[int, ...], int, tuple[str, ...], int]] = field(default_factory=list)
+
+    async def __call__(
+        self, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
+    ) -> tuple[Segment, str]:
+        ids = tuple(self.replies[len(self.asked)])
+        self.asked.append((prompt, max_tokens, stop, num_drawn))
+        reason = "stop" if len(ids) <= max_tokens else "length"
+        ids = ids[:max_tokens]
+        numbers = tuple(-0.5 * i for i in range(len(ids)))
+        return Segment("policy", ids, numbers, numbers, (0,) * len(ids)), reason
+
+
+def chat_of(family: Family, engine: Engine, limits: Limits = Limits(1000, 2000)) -> Chat:  # noqa: B008  immutable
+    end = family.tokenizer.convert_tokens_to_ids(family.end)
+    return Chat(TurnTokens(family.tokenizer, (end,), family.kwargs), engine, limits, templated=True)
+
+
+def ids(family: Family, text: str) -> list[int]:
+    return list(family.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def rendered(family: Family, messages: list[dict[str, str]]) -> list[int]:
+    """The whole conversation by the template at once."""
+    text: Any = family.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **family.kwargs
+    )
+    return ids(family, text)
+
+
+def without_given(family: Family, chat: Chat) -> list[int]:
+    return [token for segment in chat.segments if segment.owner == "policy" for token in segment.token_ids]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("cut", [False, True])
+def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(name: str, cut: bool) -> None:
+    """The last prompt is that of the template over the whole conversation, where it keeps what was said; and each
+    begins with the one before and the drawn tokens as they are. cut: replies lack their end token."""
+    family = FAMILIES[name]()
+    end = [] if cut else [family.tokenizer.convert_tokens_to_ids(family.end)]
+    words = ("3 + 4 = 7", "so the answer is 8")
+    replies = [[*ids(family, word), *end] for word in words]
+    engine = Engine([*replies, ids(family, "9")])
+    chat = chat_of(family, engine)
+
+    async def talk() -> None:
+        await chat.ask("what is 3 + 4?")
+        await chat.ask("No, that is wrong.")
+        await chat.ask([{"role": "user", "content": "Once more:\nwhat is it?"}])
+
+    asyncio.run(talk())
+    prompts = [prompt for prompt, *_ in engine.asked]
+    for before, reply, after in zip(prompts, replies, prompts[1:], strict=False):
+        assert after[: len(before) + len(reply)] == (*before, *reply)
+    assert [num_drawn for *_, num_drawn in engine.asked] == [0, len(replies[0]), len(replies[0]) + len(replies[1])]
+    assert without_given(family, chat) == [*replies[0], *replies[1], *ids(family, "9")]
+    assert chat.token_ids == (*prompts[-1], *ids(family, "9")) and chat.turns == 3
+    messages = [
+        {"role": "user", "content": "what is 3 + 4?"},
+        {"role": "assistant", "content": words[0]},
+        {"role": "user", "content": "No, that is wrong."},
+        {"role": "assistant", "content": words[1]},
+        {"role": "user", "content": "Once more:\nwhat is it?"},
+    ]
+    assert [{**m, "content": m["content"].strip()} for m in chat.messages[:5]] == messages
+    whole = rendered(family, messages)
+    if name == "qwen3 without thinking":  # its generation prompt stays where it was, and later prompts leave it out
+        thought = ids(family, "<think>\n\n</think>\n\n")
+        assert sum(prompts[-1][i : i + len(thought)] == tuple(thought) for i in range(len(prompts[-1]))) == 3
+    elif name not in ("mistral", "gemma"):  # SentencePiece puts a space in front of what follows a special token
+        assert list(prompts[-1]) == whole
+    else:
+        text = family.tokenizer.decode(prompts[-1]).replace(" ", "")
+        assert text == family.tokenizer.decode(whole).replace(" ", "")
+
+
+def test_thinking_stays_as_it_was_drawn() -> None:
+    """The template would strip it from earlier turns."""
+    family = FAMILIES["qwen3"]()
+    drawn = ids(family, "<think>\nlet me see\n</think>\n\n7<|im_end|>")
+    engine = Engine([drawn, drawn])
+    chat = chat_of(family, engine)
+
+    async def talk() -> None:
+        await chat.ask("3 + 4?")
+        await chat.ask("Again.")
+
+    asyncio.run(talk())
+    second = family.tokenizer.decode(engine.asked[1][0])
+    first = family.tokenizer.decode(engine.asked[0][0])
+    assert second == (
+        f"{first}<think>\nlet me see\n</think>\n\n7<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "rewrites"),
+    [("llama3", True, ""), ("qwen3", True, "thinking"), ("deepseek", True, "thinking"), ("gemma", True, "")],
+)
+def test_what_a_template_does_is_told(name: str, kept: bool, rewrites: str) -> None:
+    family = FAMILIES[name]()
+    told = describe_template(chat_of(family, Engine([])).tokens)
+    assert ("in later prompts" in told) == bool(rewrites) and rewrites in told
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "does not write each reply once"),
+        ("{{ messages[-1]['content'] }}", "does not write each reply once"),
+        (None, "the tokenizer has none"),
+        ("{{ raise_exception('only once') }}", "refuses messages of user, assistant, user: TemplateError: only once"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template: str | None, said: str) -> None:
+    family = FAMILIES["qwen2.5"]()
+    family.tokenizer.chat_template = template
+    with pytest.raises(TemplateError, match=said):
+        describe_template(chat_of(family, Engine([])).tokens)
+
+
+def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of, "_CORPUS", ["a replyetc"] * 4)
+    template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
+    family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
+    with pytest.raises(TemplateError, match="goes on after a reply with 'etc.*the tokenizer joins"):
+        describe_template(chat_of(family, Engine([])).tokens)
+
+
+def test_a_template_without_end_tokens_adds_its_own_text() -> None:
+    family = Family(of.byte_level(of.PLAIN, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
+    engine = Engine([ids(family, "seven"), ids(family, "eight")])
+    chat = chat_of(family, engine)
+
+    async def talk() -> None:
+        await chat.ask("3 + 4?")
+        await chat.ask("No.")
+
+    asyncio.run(talk())
+    wanted = "user: 3 + 4?\nassistant: seven\nuser: No.\nassistant: "
+    assert family.tokenizer.decode(engine.asked[1][0]) == wanted
+    assert "no end token" in describe_template(chat.tokens)
+
+
+def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
+    family = FAMILIES["qwen2.5"]()
+    engine = Engine([[5, 6], [7], [8]])
+    chat = chat_of(family, engine)
+    chat.templated = False
+
+    async def talk() -> None:
+        await chat.ask(Prompt("any text", (1, 2, 3)), stop=("x",))
+        await chat.ask((9, 10))
+        await chat.ask("=?")
+
+    asyncio.run(talk())
+    assert engine.asked[0] == ((1, 2, 3), 1000, ("x",), 0)
+    assert engine.asked[1][0] == (1, 2, 3, 5, 6, 9, 10)
+    assert engine.asked[2][0] == (1, 2, 3, 5, 6, 9, 10, 7, *ids(family, "=?"))
+    assert [s.owner for s in chat.segments] == ["prompt", "policy", "environment", "policy", "environment", "policy"]
+
+
+def test_limits_end_a_chat_at_a_whole_turn() -> None:
+    """12 tokens of response: 5 drawn, 2 given, 4 drawn leave 1, and two more given do not fit."""
+    family = FAMILIES["qwen2.5"]()
+    engine = Engine([[5] * 5, [6] * 4, [7]])
+    chat = chat_of(family, engine, Limits(12, 100))
+    chat.templated = False
+
+    async def talk() -> list[Any]:
+        return [
+            await chat.ask((1, 2, 3)),
+            await chat.ask((9, 10), max_tokens=4),
+            await chat.ask((9, 10)),
+            await chat.ask((9, 10)),
+        ]
+
+    first, second, third, fourth = asyncio.run(talk())
+    assert [most for _, most, *_ in engine.asked] == [12, 4]
+    assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
+    assert third.token_ids == fourth.token_ids == () and third.finish_reason == chat.finish_reason == "length"
+    assert len(chat.token_ids) == 3 + 5 + 2 + 4 and chat.response_left == 1 and chat.turns == 4
+
+
+def test_a_full_context_is_named() -> None:
+    family = FAMILIES["qwen2.5"]()
+    chat = chat_of(family, Engine([[5], [6]]), Limits(50, 10))
+    with pytest.raises(ChatError, match="the context is full before the first token: the first prompt has 10 tokens"):
+        asyncio.run(chat.ask(tuple(range(10))))
+
+    async def talk() -> str:
+        await chat.ask(tuple(range(8)))
+        return (await chat.ask((1,))).finish_reason
+
+    assert asyncio.run(talk()) == "context" and chat.context_left == 1
+
+
+@pytest.mark.parametrize("content", [[], {}, [{"content": "x"}], 7, b"x", [[1]]])
+def test_what_cannot_be_said_is_refused(content: Any) -> None:
+    chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5]]))
+    with pytest.raises(ChatError, match="pass a text, a message"):
+        asyncio.run(chat.ask(content))
+
+
+def test_there_are_no_branches_yet() -> None:
+    with pytest.raises(ChatError, match="not implemented yet"):
+        chat_of(FAMILIES["qwen2.5"](), Engine([])).fork()
