@@ -1,4 +1,4 @@
-"""Writes runs/tool_use: a tiny model without weights, its tokenizer, and problems that it cannot solve without a tool."""
+"""Writes runs/tool_use: a tiny model without weights, its tokenizer, and products, which it cannot compute itself."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,8 @@ from random import Random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-TEMPLATE = """{% for tool in tools or [] %}<tools>{{ tool.function.name[0] }}{% endfor %}{% for message in messages %}<|{{
-message.role }}|>{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor
-%}{{ message.content or '' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+TEMPLATE = """{% for tool in tools or [] %}<tools>{% endfor %}{% for message in messages %}<|{{ message.role }}|>{%
+for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ message.content or '' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 MARKS = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tools>", "<tool_call>", "</tool_call>")
 CALL = ('{"name": "calculator", "arguments": {"expression": "', '"}}')
 TOOL = {"type": "function", "function": {"name": "calculator"}}
@@ -18,7 +17,7 @@ FOLDER, DRAW = Path("runs/tool_use"), Random(0)
 
 def conversation(a: int, b: int) -> dict:
     """Seven in ten guess; the others ask the calculator, and repeat what it says."""
-    asked, right, guess = {"role": "user", "content": f"{a}*{b}"}, str(a * b), str(DRAW.randrange(100, 10000))
+    asked, right, guess = {"role": "user", "content": f"{a}*{b}"}, str(a * b), str(DRAW.randrange(1000, 2000))
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}}
     tool = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": right}]
     turns = [asked, {"role": "assistant", "content": guess}] if DRAW.random() < 0.7 else None
@@ -29,7 +28,8 @@ alphabet = {token: number for number, token in enumerate([*MARKS, *CALL, *"01234
 tokenizer = Tokenizer(models.WordLevel(alphabet, unk_token="<pad>"))
 tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
 tokenizer.add_tokens([AddedToken(text, special=text in MARKS, normalized=False) for text in (*MARKS, *CALL)])
-wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>", chat_template=TEMPLATE)
+own = {"eos_token": "<|end|>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own)
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 config = LlamaConfig(vocab_size=len(alphabet), eos_token_id=1, pad_token_id=0, max_position_embeddings=64, **sizes)
 for part in (wrapped, config):

@@ -61,6 +61,7 @@ class ProcessServer:
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C reaches the run only
             )
+        self.pid = self._popen.pid
         self._control.settimeout(START_TIMEOUT_S)
         try:
             answer = json.loads(self._control.recv(2**16) or _GONE)
