@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 TEMPLATE = """{% for tool in tools or [] %}<tools>{% endfor %}{% for message in messages %}<|{{ message.role }}|>{%
-for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ message.content or '' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{
+message.content or '' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 MARKS = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tools>", "<tool_call>", "</tool_call>")
 CALL = ('{"name": "calculator", "arguments": {"expression": "', '"}}')
 TOOL = {"type": "function", "function": {"name": "calculator"}}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from distflow.config import load_config
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.environment_workflow import EnvironmentWorkflow, seed_of
@@ -17,11 +16,9 @@ from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.user_process import CallFailed
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.launch.local_launcher import launch_local
-from distflow.launch.make_spec import make_spec
 from distflow.observe.reading.run_reader import read_samples
-from tests.e2e.runs import Playground, Run
 from tests.environments.test_tools import is_running
+from tests.environments.test_training import Games
 from tests.tiny_models import tiny_tokenizer
 
 FILE = f"{Path(__file__).with_name('games.py')}:"
@@ -135,24 +132,17 @@ def test_what_cannot_be_loaded_is_refused_at_the_start(env: str, said: str) -> N
 
 @pytest.mark.slow
 def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_path: Path) -> None:
-    playground = Playground(tmp_path)
+    playground = Games(tmp_path)
     playground.write_rows([{"prompt": f"{number}:", "seed": number} for number in range(12)])
-    keys = ("reward.functions", "custom_reward_function.path")
-    overrides = [line for line in playground.overrides("run") if line.partition("=")[0] not in keys]
-    settings = f"{{env: '{FILE}Broken', env_kwargs: {{tries: 2}}}}"
-    loaded = load_config(
+    run = playground.run(
         "grpo",
-        [
-            *overrides,
-            "actor_rollout_ref.rollout.workflow=environment",
-            f"actor_rollout_ref.rollout.workflow_kwargs={settings}",
-            "actor_rollout_ref.rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n]",
-            "data.max_response_length=60",
-            "trainer.total_training_steps=4",
-            "trust.audit_freq=1",
-        ],
+        "actor_rollout_ref.rollout.workflow=environment",
+        f"actor_rollout_ref.rollout.workflow_kwargs={{env: '{FILE}Broken', env_kwargs: {{tries: 2}}}}",
+        "actor_rollout_ref.rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n]",
+        "data.max_response_length=60",
+        "trainer.total_training_steps=4",
+        "trust.audit_freq=1",
     )
-    run = Run(tmp_path / "run", loaded.config, launch_local(make_spec(loaded, say=lambda line: None)))
     for step in range(1, 5):
         samples = read_samples(run.folder, step)
         assert len(samples) == 16 and all(int(sample["prompt"][:-1]) % 3 for sample in samples)

@@ -185,7 +185,7 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
         "data.allow_overlap=true",
         "data.max_response_length=160",
         "actor_rollout_ref.rollout.workflow=tools",
-        "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator], max_turns: 3}",
+        "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator], max_turns: 3, format: hermes}",
         "trainer.total_training_steps=3",
         "trainer.val_before_train=true",
         "trainer.save_groups=all",

@@ -67,7 +67,7 @@ class Chat:
 
     turns: how often it has asked. messages: what was said so far. finish_reason: of the last reply; a workflow may set
     another one, which the sample then has. templated: whether text becomes messages of the tokenizer's chat template;
-    else its tokens follow as they are. tools: schemas that the model was told. counts: by the name of a metric, which
+    else its tokens follow as they are. counts: by the name of a metric, which
     sums them over episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits
     that have deadlines of their own.
     """
@@ -81,7 +81,6 @@ class Chat:
     turns: int = 0
     finish_reason: str = "stop"
     last: Reply | None = None
-    tools: Sequence[Message] = ()
     counts: Counter[str] = field(default_factory=Counter)
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -119,12 +118,9 @@ class Chat:
         besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template tells the model
         from the first turn on. Raises ChatError for what cannot be said.
         """
-        if tools and (self.segments or not self.templated):
-            raise ChatError("ask: tools are told in the first turn, by a chat template: set data.prompt_format=chat")
-        self.tools = self.tools or tools
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
-        given, messages = self._encoded(content)
+        given, messages = self._encoded(content, tools)
         begins = not self.segments
         if begins and len(given) >= self.limits.context:
             raise ChatError(
@@ -155,12 +151,14 @@ class Chat:
         self.last, self.finish_reason = reply, reply.finish_reason
         return reply
 
-    def _encoded(self, content: Content) -> tuple[tuple[int, ...], list[Message]]:
+    def _encoded(self, content: Content, tools: Sequence[Message]) -> tuple[tuple[int, ...], list[Message]]:
         """The token ids to append, and the messages that they stand for."""
         begins = not self.segments
+        if tools and not (begins and self.templated):
+            raise ChatError("ask: tools are told in the first turn, by a chat template: set data.prompt_format=chat")
+        if isinstance(content, Prompt) and tools:
+            content = content.messages
         if isinstance(content, Prompt) and begins:
-            if self.tools:
-                return self.tokens.opening(content.messages, self.tools), list(content.messages)
             return content.token_ids, list(content.messages) or [_user(str(content))]
         if _are_ids(content):
             return tuple(content), [_user(self.tokens.decode(content))]
@@ -168,8 +166,8 @@ class Chat:
             return self.tokens.of_text(content, begins=begins), [_user(content)]
         said = [_user(content)] if isinstance(content, str) else _messages(content)
         if begins:
-            return self.tokens.opening(said, self.tools), said
-        return self.tokens.between(said, self.segments[-1].token_ids[-1], self.tools), said
+            return self.tokens.opening(said, tools), said
+        return self.tokens.between(said, self.segments[-1].token_ids[-1]), said
 
 
 def _user(text: str) -> Message:

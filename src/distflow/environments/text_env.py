@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from distflow.environments.toolbox import bounded
+from distflow.environments.toolbox import bounded, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.observe.crash_safe_files import JSON
 
 MAX_CHARACTERS = 20_000
+_READ = 200
 _NUMBER = re.compile(r"-?\d+")
 
 
@@ -28,7 +29,7 @@ class TextEnv:
         self._make: Callable[..., Any] = _registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
         if not callable(self._make):
             raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
-        self._name, self._options = env, dict(options)
+        self._options = dict(options)
         self._env: Any = None
 
     def reset(self, seed: int, options: dict[str, JSON] | None) -> str:
@@ -44,11 +45,9 @@ class TextEnv:
         is no step."""
         space = getattr(self._env, "action_space", None)
         action: object = text
-        if hasattr(space, "n") and hasattr(space, "contains"):
-            first = int(getattr(space, "start", 0))
-            found = _NUMBER.findall(text[-MAX_CHARACTERS:])
-            action = int(found[-1][:20]) if found else None
-            if action is None or not space.contains(action):
+        if hasattr(space, "n"):
+            first, found = int(getattr(space, "start", 0)), _NUMBER.findall(text[-_READ:])
+            if not found or not space.contains(action := int(found[-1])):
                 return [f"That is no action. Write a number from {first} to {first + int(space.n) - 1}.", 0.0, False]
         returned = self._env.step(action)
         if not isinstance(returned, tuple) or len(returned) != 5:
@@ -68,7 +67,7 @@ class TextEnv:
             observation = self._env.render()
         if not isinstance(observation, str):
             observation = json.dumps(observation, default=_plain)
-        return bounded(observation, MAX_CHARACTERS).text
+        return bounded(without_control(observation), MAX_CHARACTERS).text
 
 
 def _plain(value: Any) -> object:

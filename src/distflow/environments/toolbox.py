@@ -57,15 +57,18 @@ class Toolbox:
 
 
 def bounded(text: str, max_characters: int) -> ToolAnswer:
-    """The text without terminal's control sequences, cut, with a last line that says so; failed: if so."""
-    remarks = list[str]()
+    """The text, cut and without a terminal's control characters; a last line says so, and it has failed if so."""
     kept = text[:max_characters]
+    plain, remarks = without_control(kept), ["control characters are left out"]
+    if len(plain) == len(kept.replace("\r\n", "\n")):
+        remarks = []
     if len(text) > max_characters:
         remarks.append(f"cut: the answer has {len(text):,} characters")
-    plain = _CONTROL.sub("", kept.replace("\r\n", "\n"))
-    if len(plain) < len(kept.replace("\r\n", "\n")):
-        remarks.append("control characters are left out")
     return ToolAnswer("\n".join([plain, *(f"[{remark}]" for remark in remarks)]), bool(remarks))
+
+
+def without_control(text: str) -> str:
+    return _CONTROL.sub("", text.replace("\r\n", "\n"))
 
 
 async def _awaited(work: Awaitable[object]) -> object:

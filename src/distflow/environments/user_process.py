@@ -155,32 +155,35 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, parent: int, hosted: object) -> None:
+    """Fork, and end processes whose other end is closed or which have ended. Returns when the run has ended."""
     poll = select.poll()
-    for watched in (control.fileno(), parent):
-        poll.register(watched, select.POLLIN)
-    channels: dict[int, int] = {}  # of each process: its end of the socket, open here until it has ended
-    handles: dict[int, int] = {}  # pidfds
+    poll.register(control, select.POLLIN)
+    poll.register(parent, select.POLLIN)
+    running: dict[int, tuple[socket.socket, int]] = {}  # by process id: its end of the socket, and a pidfd
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        for pid in [pid for pid in channels if {channels[pid], handles[pid]} & ready]:
-            for descriptor in (channels[pid], handles.pop(pid)):
-                poll.unregister(descriptor)
-                ready.discard(descriptor)
-            _end(pid, socket.socket(fileno=channels.pop(pid)))
-        if control.fileno() in ready:
-            identity, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
+            channel, handle = running.pop(pid)
+            poll.unregister(channel)
+            poll.unregister(handle)
+            os.close(handle)
+            _end(pid, channel)
+        identity, descriptors, *_ = socket.recv_fds(control, 2**16, 1) if control.fileno() in ready else (b"", [])
         if parent in ready or (control.fileno() in ready and not descriptors):
-            for pid, channel in channels.items():
-                _end(pid, socket.socket(fileno=channel))
+            for pid, (channel, _) in running.items():
+                _end(pid, channel)
             return
-        if control.fileno() in ready:
+        if descriptors:
+            channel = socket.socket(fileno=descriptors[0])
             if (pid := os.fork()) == 0:
-                for descriptor in (control.fileno(), parent, *channels.values(), *handles.values()):
-                    os.close(descriptor)
-                _run(socket.socket(fileno=descriptors[0]), hosted, identity)
-            channels[pid], handles[pid] = descriptors[0], os.pidfd_open(pid)
-            poll.register(descriptors[0], 0)  # reports that our end is closed
-            poll.register(handles[pid], select.POLLIN)
+                for other, handle in running.values():
+                    other.close()
+                    os.close(handle)
+                control.close()
+                _run(channel, hosted, identity)
+            running[pid] = channel, os.pidfd_open(pid)
+            poll.register(channel, 0)  # reports that our end is closed
+            poll.register(running[pid][1], select.POLLIN)
 
 
 def _end(pid: int, channel: socket.socket) -> None:
