@@ -21,23 +21,24 @@ def conversation(a: int, b: int) -> dict:
     asked, right, guess = {"role": "user", "content": f"{a}*{b}"}, str(a * b), str(DRAW.randrange(1000, 2000))
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}}
     tool = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": right}]
-    turns = [asked, {"role": "assistant", "content": guess}] if DRAW.random() < 0.7 else None
-    return {"messages": turns or [asked, *tool, {"role": "assistant", "content": right}], "tools": [TOOL]}
+    turns, answer = ([], guess) if DRAW.random() < 0.7 else (tool, right)
+    return {"messages": [asked, *turns, {"role": "assistant", "content": answer}], "tools": [TOOL]}
 
 
-alphabet = {token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}
-tokenizer = Tokenizer(models.WordLevel(alphabet, unk_token="<pad>"))
+tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}))
 tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
 tokenizer.add_tokens([AddedToken(text, special=text in MARKS, normalized=False) for text in (*MARKS, *CALL)])
-own = {"eos_token": "<|end|>", "pad_token": "<pad>", "chat_template": TEMPLATE}
-wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own)
+wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")
+wrapped.chat_template = TEMPLATE
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-config = LlamaConfig(vocab_size=len(alphabet), eos_token_id=1, pad_token_id=0, max_position_embeddings=64, **sizes)
+config = LlamaConfig(vocab_size=21, eos_token_id=1, pad_token_id=0, max_position_embeddings=64, **sizes)
 for part in (wrapped, config):
     part.save_pretrained(FOLDER / "start")
 pairs = DRAW.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 4000)
-rows = {"sft": [conversation(*pair) for pair in pairs[:3000]], "rl": [], "val": []}
-for name, some in (("rl", pairs[3000:3800]), ("val", pairs[3800:])):
-    rows[name] = [{"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)} for a, b in some]
-for name, some in rows.items():
+rows = [{"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)} for a, b in pairs]
+for name, some in (
+    ("sft", [conversation(*pair) for pair in pairs[:3000]]),
+    ("rl", rows[3000:3800]),
+    ("val", rows[3800:]),
+):
     (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))

@@ -199,9 +199,8 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
         batch = Batch.load(path)
         for ids, mask, trained in zip(batch["response_ids"], batch["response_mask"], batch["loss_mask"], strict=True):
             given = tokenizer.decode(ids[: len(mask)][~mask.bool()].tolist()).replace("<pad>", "")
-            assert given.replace("<|tool|>42<|end|>", "").replace("<|assistant|>", "").count("<|tool|>") == given.count(
-                "error"
-            )
+            answers = given.replace("<|assistant|>", "").split("<|tool|>")[1:]
+            assert all(each == "42<|end|>" or each.startswith("xxxxx:") for each in answers), "no letters but x"
             assert not (trained.bool() & ~mask.bool()).any()
             calls += given.count("<|tool|>")
     counted = sum(

@@ -86,7 +86,7 @@ def _registered(name: str) -> Callable[..., Any]:
         gymnasium.spec(name)
     except ImportError as error:
         raise UserError(
-            f"'{name}' is an id of gymnasium, which is not installed ({error}): pip install gymnasium"
+            f"'{name}' is an id of gymnasium, which is not installed ({error}): pip install 'distflow[gymnasium]'"
         ) from None
     except gymnasium.error.Error as error:
         raise UserError(f"gymnasium has no environment '{name}': {error}") from None
