@@ -36,9 +36,6 @@ for part in (wrapped, config):
     part.save_pretrained(FOLDER / "start")
 pairs = DRAW.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 4000)
 rows = [{"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)} for a, b in pairs]
-for name, some in (
-    ("sft", [conversation(*pair) for pair in pairs[:3000]]),
-    ("rl", rows[3000:3800]),
-    ("val", rows[3800:]),
-):
+examples = [conversation(*pair) for pair in pairs[:3000]]
+for name, some in (("sft", examples), ("rl", rows[3000:3800]), ("val", rows[3800:])):
     (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))

@@ -206,5 +206,5 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
     counted = sum(
         metrics.get(f"tool/{name}/calls", 0) for metrics in run.metrics() for name in ("calculator", "unknown")
     )
-    assert calls == counted > 10
+    assert 10 < calls <= counted, "the answers to the last calls of a response may have no room in it"
     assert sum(len(read_samples(run.folder, step)) for step in (1, 2, 3)) == 48

@@ -17,7 +17,7 @@ from distflow.environments.tools import Tools
 async def episode(tools, file):
     with tools.episode() as own:
         await own.run(ToolCall("starts", {"file": file}))
-        print(tools._server.pid, flush=True)
+        print(tools.server.pid, flush=True)
         await own.run(ToolCall("hangs"))
 
 asyncio.run(episode(Tools([sys.argv[1] + name for name in ("starts", "hangs")], 600.0, 100), sys.argv[2]))

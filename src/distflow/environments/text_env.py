@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from distflow.environments.toolbox import bounded, without_control
@@ -90,8 +91,4 @@ def _registered(name: str) -> Callable[..., Any]:
         ) from None
     except gymnasium.error.Error as error:
         raise UserError(f"gymnasium has no environment '{name}': {error}") from None
-
-    def make(**options: Any) -> Any:
-        return gymnasium.make(name, **options)
-
-    return make
+    return partial(gymnasium.make, name)

@@ -30,8 +30,7 @@ class ToolCall:
 
 
 def find_tool_calls(text: str, format: str) -> list[ToolCall]:
-    """All calls in a reply, in order. text: with special tokens, since a
-    format may mark its calls by one, but without the token that ends the turn."""
+    """All calls in a reply, in order. text: with special tokens, but without the one that ends the turn."""
     thought, closed, answer = text.partition(_THOUGHT_END)
     if not closed:
         answer = "" if thought.lstrip().startswith("<think>") else thought

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any, cast
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
@@ -39,30 +39,26 @@ class Tools:
 
     def __init__(self, entries: Sequence[Entry], timeout_s: float, max_characters: int) -> None:
         """Raises UserError for a tool that cannot be used."""
-        targets, self.schemas = {}, list[dict[str, Any]]()
-        for entry in entries:
-            target, options = _read(entry)
-            schema = _schema(target, options)
-            if (name := schema["function"]["name"]) in targets:
-                raise UserError(f"two tools have the name '{name}'")
-            targets[name] = target, options
-            self.schemas.append(schema)
-        self._server = ProcessServer(f"{toolbox.__name__}:Toolbox", {"targets": targets})
-        self._parameters = {
-            own["name"]: own["parameters"]["properties"] for own in (schema["function"] for schema in self.schemas)
-        }
+        targets = [_read(entry) for entry in entries]
+        self.schemas = [_schema(target, options) for target, options in targets]
+        functions = [schema["function"] for schema in self.schemas]
+        self.parameters = {function["name"]: function["parameters"]["properties"] for function in functions}
+        if len(self.parameters) < len(targets):
+            raise UserError(f"two tools have the same name: {', '.join(function['name'] for function in functions)}")
+        named = dict(zip(self.parameters, targets, strict=True))
+        self.server = ProcessServer(f"{toolbox.__name__}:Toolbox", {"targets": named})
         self.timeout_s, self.max_characters = timeout_s, max_characters
         self.sandbox = None
-        if PYTHON in self._parameters:
+        if PYTHON in self.parameters:
             limits = DEFAULT_LIMITS._replace(wall_s=timeout_s, cpu_s=_SESSION_CPU_S, output_bytes=4 * max_characters)
             self.sandbox = Sandbox(limits)
 
     def episode(self, *identity: object) -> "EpisodeTools":
         """identity: seeds what the tools draw."""
-        return EpisodeTools(self, self._parameters, partial(self._server.fork, *identity))
+        return EpisodeTools(self, identity)
 
     def close(self) -> None:
-        self._server.close()
+        self.server.close()
         if self.sandbox is not None:
             self.sandbox.close()
 
@@ -70,8 +66,8 @@ class Tools:
 class EpisodeTools:
     """A context manager: leaving it ends what the calls have started. calls, errors: how many, by tool."""
 
-    def __init__(self, tools: Tools, parameters: Mapping[str, Mapping[str, Any]], fork: Callable[..., Any]) -> None:
-        self._tools, self._parameters, self._fork = tools, parameters, fork
+    def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
+        self._tools, self._identity = tools, identity
         self._process: UserProcess | None = None
         self._session: Session | None = None
         self.calls, self.errors = Counter[str](), Counter[str]()
@@ -87,7 +83,7 @@ class EpisodeTools:
     async def run(self, call: ToolCall) -> str:
         """The text of the tool message that answers a call, whatever happened."""
         answer = await self._answer(call)
-        name = call.name if call.name in self._parameters else "unknown"
+        name = call.name if call.name in self._tools.parameters else "unknown"
         self.calls[name] += 1
         self.errors[name] += answer.failed
         return answer.text
@@ -95,10 +91,11 @@ class EpisodeTools:
     async def _answer(self, call: ToolCall) -> ToolAnswer:
         if problem := call.problem or self._misfit(call):
             return ToolAnswer(f"error: {bounded(problem, _SHOWN).text}", True)
-        arguments = dict(call.arguments) if call.typed else self._typed(call)
+        arguments, declared = dict(call.arguments), self._tools.parameters[call.name]
+        if not call.typed:
+            arguments = {name: _typed(str(text), declared[name]) for name, text in arguments.items()}
         try:
-            run = self._run_python if call.name == PYTHON else self._call
-            return await run(call.name, arguments)
+            return await (self._run_python if call.name == PYTHON else self._call)(call.name, arguments)
         except ProcessEnded as error:
             self._process = None
             return ToolAnswer(f"error: {call.name} ended its process: {bounded(str(error), _SHOWN).text}", True)
@@ -107,20 +104,15 @@ class EpisodeTools:
 
     def _misfit(self, call: ToolCall) -> str:
         """Why the call fits no tool; empty if it does."""
-        if call.name not in self._parameters:
-            return f"there is no tool {call.name!r}{hint(call.name, self._parameters)}"
-        if unknown := [name for name in call.arguments if name not in self._parameters[call.name]]:
-            return f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], self._parameters[call.name])}"
-        return ""
-
-    def _typed(self, call: ToolCall) -> dict[str, JSON]:
-        """Arguments that are text, as their schema declares them: text stays, everything else is JSON where it can."""
-        declared = self._parameters[call.name]
-        return {name: _typed_value(str(text), declared[name]) for name, text in call.arguments.items()}
+        known = self._tools.parameters.get(call.name)
+        if known is None:
+            return f"there is no tool {call.name!r}{hint(call.name, self._tools.parameters)}"
+        unknown = [name for name in call.arguments if name not in known]
+        return f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], known)}" if unknown else ""
 
     async def _call(self, name: str, arguments: dict[str, JSON]) -> ToolAnswer:
         if self._process is None:
-            self._process = await self._fork(sum(self.calls.values()))
+            self._process = await self._tools.server.fork(*self._identity, sum(self.calls.values()))
         asked: dict[str, JSON] = {"name": name, "arguments": arguments, "max_characters": self._tools.max_characters}
         text, failed = cast(tuple[str, bool], await self._process.call("call", self._tools.timeout_s, **asked))
         return ToolAnswer(text, failed)
@@ -153,16 +145,13 @@ class EpisodeTools:
 
 def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
     """Target and options. Raises UserError."""
-    name, options = (entry, {}) if isinstance(entry, str) else (entry.get("name"), entry.get("options", {}))
-    if (
-        not isinstance(name, str)
-        or not isinstance(options, dict)
-        or (entry != name and set(entry) - {"name", "options"})
-    ):
+    whole = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(whole, Mapping) or not isinstance(whole.get("name"), str) or set(whole) - {"name", "options"}:
         raise UserError(
             f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: search, options: {{file: "
             "texts.txt}}"
         )
+    name, options = str(whole["name"]), dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
         return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name].__name__}", options
     if "." not in name and ":" not in name:
@@ -196,11 +185,9 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
     return schema
 
 
-def _typed_value(text: str, declared: Mapping[str, Any]) -> JSON:
-    if declared.get("type") == "string":
-        return text
-    try:
-        value: JSON = json.loads(text)
-        return value
-    except ValueError:
-        return text
+def _typed(text: str, declared: Mapping[str, Any]) -> JSON:
+    """An argument of a format without types, as its schema declares it: a text stays, others are JSON where they can
+    be."""
+    with suppress(ValueError):
+        return text if declared.get("type") == "string" else cast(JSON, json.loads(text))
+    return text

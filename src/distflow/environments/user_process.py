@@ -10,6 +10,7 @@ Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`,
 
 import asyncio
 import ctypes
+import hashlib
 import json
 import os
 import resource
@@ -72,14 +73,15 @@ class ProcessServer:
             raise UserError(answer.get("error") or "its modules ended the process that imported them")
 
     async def fork(self, *identity: object) -> "UserProcess":
-        """identity: seeds the random generators of the process. Raises ProcessEnded."""
+        """identity: seeds the random generators of the process. Raises RuntimeError if the server is gone."""
+        seed = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [repr(identity).encode()], [theirs.fileno()])
+                socket.send_fds(self._control, [seed], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise ProcessEnded(f"no process can be started ({error})") from None
+                raise RuntimeError(f"the server of processes for tools and environments is gone ({error})") from None
         return UserProcess(*await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES))
 
     def close(self) -> None:
@@ -93,7 +95,7 @@ class ProcessServer:
 
 
 class UserProcess:
-    """The process of one episode. It runs one call at a time; leaving the context ends it and all that it started."""
+    """The process of one episode, which runs one call at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -105,11 +107,9 @@ class UserProcess:
             async with asyncio.timeout(timeout_s):
                 answer = await self._answer()
         except TimeoutError:
-            self.close()
-            raise ProcessEnded(f"no answer within {timeout_s:g} s") from None
+            answer = {"died": f"no answer within {timeout_s:g} s"}
         except (ValueError, OSError) as error:
-            self.close()
-            raise ProcessEnded(f"its answer cannot be read: {error}") from None
+            answer = {"died": f"its answer cannot be read: {error}"}
         if "died" in answer:
             self.close()
             raise ProcessEnded(str(answer["died"]))
@@ -118,7 +118,7 @@ class UserProcess:
         return answer["value"]
 
     def close(self) -> None:
-        """Idempotent."""
+        """End it and all that it started. Idempotent."""
         if not self._writer.is_closing():
             with suppress(OSError):  # the other end is closed
                 self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # whoever else has inherited it
@@ -156,41 +156,38 @@ def main() -> None:
 
 def _serve(control: socket.socket, parent: int, hosted: object) -> None:
     """Fork, and end processes whose other end is closed or which have ended. Returns when the run has ended."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(parent, select.POLLIN)
     running: dict[int, tuple[socket.socket, int]] = {}  # by process id: its end of the socket, and a pidfd
     while True:
+        poll = select.poll()
+        for watched in (control.fileno(), parent, *(handle for _, handle in running.values())):
+            poll.register(watched, select.POLLIN)
+        for channel, _ in running.values():
+            poll.register(channel, 0)  # reports that our end is closed
         ready = {descriptor for descriptor, _ in poll.poll()}
         for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
-            channel, handle = running.pop(pid)
-            poll.unregister(channel)
-            poll.unregister(handle)
-            os.close(handle)
-            _end(pid, channel)
-        identity, descriptors, *_ = socket.recv_fds(control, 2**16, 1) if control.fileno() in ready else (b"", [])
+            _end(pid, *running.pop(pid))
+        seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
         if parent in ready or (control.fileno() in ready and not descriptors):
-            for pid, (channel, _) in running.items():
-                _end(pid, channel)
+            for pid, (channel, handle) in running.items():
+                _end(pid, channel, handle)
             return
         if descriptors:
             channel = socket.socket(fileno=descriptors[0])
             if (pid := os.fork()) == 0:
-                for other, handle in running.values():
+                for other, handle in running.values():  # or nobody would see that they are closed
                     other.close()
                     os.close(handle)
                 control.close()
-                _run(channel, hosted, identity)
+                _run(channel, hosted, seed)
             running[pid] = channel, os.pidfd_open(pid)
-            poll.register(channel, 0)  # reports that our end is closed
-            poll.register(running[pid][1], select.POLLIN)
 
 
-def _end(pid: int, channel: socket.socket) -> None:
+def _end(pid: int, channel: socket.socket, handle: int) -> None:
     """Kill the process and those that it started, and tell why it ended whoever still listens."""
     for kill in (os.killpg, os.kill):  # it may not have its own group yet
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
+    os.close(handle)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     with channel, suppress(OSError):
@@ -198,11 +195,11 @@ def _end(pid: int, channel: socket.socket) -> None:
         channel.send(b"\n" + json.dumps({"died": f"its process {how}"}).encode() + b"\n")
 
 
-def _run(channel: socket.socket, hosted: object, identity: bytes) -> NoReturn:
+def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     """The process of an episode: answer calls until it is killed."""
     _die_with(signal.SIGKILL)
     os.setsid()
-    global_generators.seed(identity)
+    global_generators.seed(seed)
     own = os.getpid()
     with channel.makefile("rb") as calls:
         for line in calls:
