@@ -105,7 +105,7 @@ def _read_texts(file: Path) -> list[str]:
     return lines
 
 
-PYTHON_PROGRAM = '''
+PYTHON_SESSION = '''
 import ast as _ast, contextlib as _contextlib, io as _io, traceback as _traceback
 
 _names = {"__name__": "__main__"}

@@ -16,7 +16,7 @@ from typing import Any, cast
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from distflow.environments import builtin_tools, toolbox
-from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_PROGRAM
+from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.tool_calls import ToolCall
 from distflow.environments.toolbox import ToolAnswer, bounded
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
@@ -138,7 +138,7 @@ class EpisodeTools:
     def _execute(self, code: object) -> Any:
         assert self._tools.sandbox is not None
         if self._session is None:
-            self._session = self._tools.sandbox.open(PYTHON_PROGRAM)
+            self._session = self._tools.sandbox.open(PYTHON_SESSION)
         self._session.renew_time()
         return self._session.call("run", [code])
 
