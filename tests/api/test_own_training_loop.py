@@ -425,7 +425,7 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
                 rollouts.wait(count)
         with pytest.raises(UserError, match="should_accept is 3"):
             rollouts.submit(OWN[0], should_accept=3)
-        with pytest.raises(UserError, match="workflow: multi-turn episodes are not supported"):
+        with pytest.raises(UserError, match="workflow: all groups of a run have the same one"):
             rollouts.prepare_batch(workflow=object())
         with pytest.raises(UserError, match="has no ref"):
             _ = rollouts.ref

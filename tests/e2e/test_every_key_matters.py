@@ -22,6 +22,8 @@ CASES: tuple[Case, ...] = (
     *trainer.CASES,
 )
 ELSEWHERE = {
+    "actor_rollout_ref.rollout.workflow": "tests/environments/test_training.py",
+    "actor_rollout_ref.rollout.workflow_kwargs": "tests/environments/test_training.py",
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
     "algorithm.domains": "tests/e2e/test_rlvr.py",
     "algorithm.filter_groups.mean_range": "tests/e2e/test_group_filters.py",

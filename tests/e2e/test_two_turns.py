@@ -1,7 +1,7 @@
 """A user's rollout node that asks the engine twice for a sample, with given tokens between: it trains rightly, the
 audits follow both requests, and faults of such nodes are found."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,20 +17,17 @@ from distflow.observe.reading.run_reader import read_events
 from distflow.pipelines.nodes import generate
 from distflow.rollout.engine import GenerateRequest
 from tests.e2e.runs import Playground
-from tests.user_code import forgotten
 
 pytestmark = pytest.mark.slow
 
-GRPO = ("grpo", "dag.pipeline=examples.two_turns:two_turns", "trust.audit_freq=1")
-GIVEN = 2  # tokens of the example's "=?"
+GRPO = ("grpo", "dag.pipeline=tests.e2e.two_turns_node:two_turns", "trust.audit_freq=1")
+GIVEN = 2  # tokens of the node's "=?"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, as the run will import it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    with forgotten("examples"):
-        yield import_module("examples.two_turns")
+def example() -> Any:
+    """The node's module, as the run imports it."""
+    return import_module("tests.e2e.two_turns_node")
 
 
 @pytest.fixture

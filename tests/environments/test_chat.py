@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
-from distflow.environments.turn_tokens import TemplateError, TurnTokens, describe_template
+from distflow.environments.turn_tokens import TemplateError, TurnTokens
 from tests.data import chat_templates as of
 
 
@@ -141,14 +141,16 @@ def test_thinking_stays_as_it_was_drawn() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "kept", "rewrites"),
-    [("llama3", True, ""), ("qwen3", True, "thinking"), ("deepseek", True, "thinking"), ("gemma", True, "")],
-)
-def test_what_a_template_does_is_told(name: str, kept: bool, rewrites: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_template_does_is_told(name: str) -> None:
+    """Qwen 3 and DeepSeek strip thinking; Qwen 3 without thinking leaves out the empty block that it prompts with."""
     family = FAMILIES[name]()
-    told = describe_template(chat_of(family, Engine([])).tokens)
-    assert ("in later prompts" in told) == bool(rewrites) and rewrites in told
+    told = chat_of(family, Engine([])).tokens.describe()
+    assert told.startswith("each turn follows the tokens of the one before") and "no end token" not in told
+    assert ("it would write the thinking of earlier turns anew" in told) == (
+        name.partition(" ")[0] in ("qwen3", "deepseek")
+    )
+    assert ("it would write earlier turns anew" in told) == (name in ("qwen3 without thinking", "mistral"))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, said: s
     family = FAMILIES["qwen2.5"]()
     family.tokenizer.chat_template = template
     with pytest.raises(TemplateError, match=said):
-        describe_template(chat_of(family, Engine([])).tokens)
+        chat_of(family, Engine([])).tokens.describe()
 
 
 def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
     template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
     family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
     with pytest.raises(TemplateError, match="goes on after a reply with 'etc.*the tokenizer joins"):
-        describe_template(chat_of(family, Engine([])).tokens)
+        chat_of(family, Engine([])).tokens.describe()
 
 
 def test_a_template_without_end_tokens_adds_its_own_text() -> None:
@@ -187,7 +189,7 @@ def test_a_template_without_end_tokens_adds_its_own_text() -> None:
     asyncio.run(talk())
     wanted = "user: 3 + 4?\nassistant: seven\nuser: No.\nassistant: "
     assert family.tokenizer.decode(engine.asked[1][0]) == wanted
-    assert "no end token" in describe_template(chat.tokens)
+    assert "no end token is known" in chat.tokens.describe()
 
 
 def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:

@@ -1,11 +1,13 @@
 """Whole runs with a workflow: a game of several turns trains, and the audits follow every request."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from distflow.data.batch import Batch
+from distflow.errors import UserError
 from distflow.observe.reading.run_reader import read_events
 from tests.e2e.runs import Playground
 
@@ -21,6 +23,31 @@ async def echo(chat, row, *, rounds: int = 2):
         reply = await chat.ask("=?", max_tokens=3)
     return {"length": len(reply.text) / 4, "letters": sum(map(ord, reply.text)) % 7 / 6}
 """
+FAULTY = """
+import random
+
+async def faulty(chat, row):
+    chance = random.random()
+    if chance < 0.2:
+        raise RuntimeError("before a token")
+    reply = await chat.ask(row.prompt)
+    if chance < 0.4:
+        return "seven"
+    if chance < 0.6:
+        return None
+    return len(reply.text)
+
+class Twice:
+    def __init__(self, *, question="=?", extra):
+        self.question = question
+
+    async def __call__(self, chat, row, reward_fn):
+        await chat.ask(row.prompt, max_tokens=2)
+        reply = await chat.ask(self.question)
+        rewarded = await reward_fn()
+        assert rewarded.reward_result == (await reward_fn(reply)).reward_result
+        return rewarded
+"""
 WORKFLOW = "actor_rollout_ref.rollout.workflow"
 
 
@@ -28,13 +55,13 @@ class Games(Playground):
     """Runs without reward functions."""
 
     def overrides(self, name: str, *more: str) -> list[str]:
-        return [line for line in super().overrides(name, *more) if "reward" not in line.partition("=")[0]]
+        return [line for line in super().overrides(name) if "reward" not in line.partition("=")[0]] + list(more)
 
 
 @pytest.fixture
 def playground(tmp_path: Path) -> Playground:
     playground = Games(tmp_path)
-    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "game.py").write_text(GAME + FAULTY)
     return playground
 
 
@@ -59,3 +86,157 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playgroun
             edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, "two turns, given tokens between"
             assert torch.equal(mask, trained)
+
+
+def saved(run: Any) -> Batch:
+    return Batch.concat([Batch.load(path) for path in sorted((run.folder / "tokens").glob("*.safetensors"))])
+
+
+def test_single_turn_is_bit_equal_to_a_run_without_a_workflow(tmp_path: Path) -> None:
+    playground = Playground(tmp_path)
+    common = ("grpo", "trainer.total_training_steps=2", "trainer.save_groups=all")
+    plain = saved(playground.run(*common, name="plain"))
+    single = saved(playground.run(*common, f"{WORKFLOW}=single_turn", "trust.audit_freq=1", name="single"))
+    names = ("prompt_ids", "response_ids", "rollout_log_probs", "response_mask", "scores", "acc", "advantages")
+    for name in names:
+        assert torch.equal(plain.flat(name), single.flat(name)), name
+    for name in ("responses", "finish_reason", "reward_parts", "uid"):
+        assert plain[name] == single[name]
+
+
+def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Playground) -> None:
+    """Of 48 episodes a fifth each raises before a token, returns a text, or is rejected."""
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/game.py:faulty",
+        "trainer.total_training_steps=3",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        "reward.max_error_rate=1",
+    )
+    batch = saved(run)
+    errors = batch["reward_errors"]
+    kinds = {
+        "raised": [error is not None and "RuntimeError: before a token (at " in error for error in errors],
+        "text": [error is not None and "it returned 'seven', which is not a number" in error for error in errors],
+    }
+    rejected = [not valid and error is None for valid, error in zip(batch["valid"], errors, strict=True)]
+    assert any(kinds["raised"]) and any(kinds["text"]) and any(rejected)
+    lengths = batch.lengths("response")
+    for i in range(len(batch)):
+        wrong = kinds["raised"][i] or kinds["text"][i] or rejected[i]
+        assert bool(batch["valid"][i]) != wrong and (not wrong or not batch["loss_mask"][i].any())
+        assert (int(lengths[i]) == 0) == kinds["raised"][i]
+    told = sum(row["episodes/rejected"] * 16 for row in run.metrics())
+    assert round(told) >= sum(rejected)
+    (warning,) = [note for note in run.notes("warning") if "reward errors" in note][:1]
+    assert "workflow faulty: " in warning
+
+
+def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: Path) -> None:
+    playground = Playground(tmp_path)
+    (tmp_path / "game.py").write_text(FAULTY)
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}={tmp_path}/game.py:Twice",
+        f"{WORKFLOW}_kwargs={{question: ab, extra: 1}}",
+        "trainer.total_training_steps=1",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+    )
+    batch = saved(run)
+    for text, score in zip(batch["responses"], batch["scores"].tolist(), strict=True):
+        assert score == pytest.approx(sum(map(ord, text)) % 7 / 6)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["=nobody"], "there is no built-in workflow of that name"),
+        (["=game.py:nobody"], "has no 'nobody'"),
+        (["=game.py:GAME"], "has no 'GAME'"),
+        (
+            ["=game.py:echo", "_kwargs={round: 2}"],
+            r"workflow_kwargs.round: .* has no such option; did you mean 'rounds'",
+        ),
+        (["=game.py:Twice"], "needs extra"),
+        (["=game.py:echo", "reward.functions={default: [format]}"], "keys without effect.*reward.functions"),
+        (["_kwargs={rounds: 2}"], "keys without effect|workflow_kwargs"),
+    ],
+)
+def test_a_workflow_that_cannot_run_is_refused_at_the_start(
+    playground: Playground, lines: list[str], said: str
+) -> None:
+    folder = str(playground.folder)
+    keys = [
+        line if "reward" in line else f"{WORKFLOW}{line}".replace("=game.py", f"={folder}/game.py") for line in lines
+    ]
+    with pytest.raises(UserError, match=f"(?s){said}"):
+        playground.spec("grpo", *keys)
+
+
+def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> None:
+    """Scores of the run's reward function, discounted by turn; accuracies are of the last answer."""
+    playground = Playground(tmp_path)
+    playground.write_reward(REWARDED)
+    keys = "{max_turns: 3, feedback: '=?', turn_discount: 0.5}"
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}=multi_turn",
+        f"{WORKFLOW}_kwargs={keys}",
+        "data.max_response_length=24",
+        "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        "data.val_files=${data.train_files}",
+        "trainer.val_before_train=true",
+    )
+    batch, seen = saved(run), set[int]()
+    for i, mask in enumerate(batch["response_mask"].split(1)):
+        length = int(batch.lengths("response")[i])
+        turns = int((torch.nn.functional.pad(mask[0, :length], (1, 0)).diff() > 0).sum())
+        right = sum(map(ord, batch["responses"][i])) % 3 == 0
+        assert float(batch["acc"][i]) == float(right)
+        assert float(batch["scores"][i]) == pytest.approx(0.5 ** (turns - 1) * right)
+        seen.add(turns)
+        reasons = {"stop"} if right else {"length", "max_turns"}
+        assert batch["finish_reason"][i] in reasons
+    assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
+
+
+REWARDED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 3 == 0)
+"""
+SLOW = """
+import asyncio, random
+
+async def slow(chat, row):
+    reply = await chat.ask(row.prompt)
+    while chat.turns < 4 and sum(reply.token_ids) % 5:
+        await asyncio.sleep(random.random() / 50)
+        reply = await chat.ask(reply.text[:1] + "=")
+        if not reply.token_ids:
+            break
+    return sum(chat.token_ids) % 7 / 6
+"""
+
+
+def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
+    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does not matter."""
+    (playground.folder / "slow.py").write_text(SLOW)
+    common = (
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/slow.py:slow",
+        "data.max_response_length=30",
+        "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
+        "trainer.save_freq=2",
+        "trainer.lr_total_steps=4" if False else "actor_rollout_ref.actor.optim.scheduler=constant",
+    )
+    whole = playground.run(*common, "trainer.total_training_steps=4", name="whole")
+    playground.run(*common, "trainer.total_training_steps=2", name="parts")
+    parts = playground.run(*common, "trainer.total_training_steps=4", name="parts")
+    assert max(row["episodes/turns"] for row in whole.metrics()) > 1.2
+    for name, weight in whole.weights(4).items():
+        assert torch.equal(weight, parts.weights(4)[name]), name

@@ -35,6 +35,7 @@ def rollouts(
     data: Rows | None = None,
     val_data: Rows | None = None,
     reward: Reward | None = None,
+    workflow: Callable[..., object] | None = None,
     should_accept: ShouldAccept | None = None,
     resume: str | None = None,
 ) -> "Rollouts":
@@ -44,12 +45,12 @@ def rollouts(
     nodes after the rollout loop, which run only in `Rollouts.train`. With `trainer.launcher=ray` your loop is in this
     process, and the engines are in the workers.
     data: rows for `prepare_batch`; without any, prompts come by `submit` alone, and `trainer.total_training_steps` says
-    how many steps there are. should_accept: given the batch of a finished group, whether to train on it; a group that
-    is not accepted is dropped as rejected, or for the reason that was returned as a str, and another starts. It runs on
-    a thread of its own.
+    how many steps there are. workflow: of episodes of several turns, as of `distflow.train`. should_accept: given the
+    batch of a finished group, whether to train on it; a group that is not accepted is dropped as rejected, or for the
+    reason that was returned as a str, and another starts. It runs on a thread of its own.
     Raises UserError or PipelineError for a mistake of the user's.
     """
-    inputs, has_data = PythonInputs(data, val_data, reward), True
+    inputs, has_data = PythonInputs(data, val_data, reward, workflow=workflow), True
     if data is None:
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
         has_data = any(train_files(named).values())
@@ -394,8 +395,8 @@ def _check_should_accept(should_accept: object, workflow: object = None) -> None
         raise UserError("should_accept is an async function, which would never be awaited: use a synchronous one")
     if workflow is not None:
         raise UserError(
-            "workflow: multi-turn episodes are not supported. Each prompt has rollout.n responses, which the "
-            "`reward` of distflow.rollouts scores: remove workflow"
+            "workflow: all groups of a run have the same one: pass it to distflow.rollouts(..., workflow=...), and "
+            "tell prompts apart by the columns of their rows"
         )
 
 

@@ -34,7 +34,7 @@ class Sample:
     uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
     belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
     agent: the one with these turns. valid: False once it has a reward error. outcome: how a workflow scored its
-    episode; None if it rejected it, or there is none.
+    episode, if there is one. rejected: that workflow wants it dropped.
     """
 
     uid: str
@@ -50,6 +50,7 @@ class Sample:
     finish_reason: str = "stop"
     valid: bool = True
     outcome: object = field(default=None, kw_only=True)
+    rejected: bool = field(default=False, kw_only=True)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

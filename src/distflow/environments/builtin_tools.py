@@ -106,7 +106,7 @@ def _read_texts(file: Path) -> list[str]:
 
 
 PYTHON_SESSION = '''
-import ast as _ast, contextlib as _contextlib, io as _io, traceback as _traceback
+import ast as _ast, contextlib as _contextlib, io as _io, sys as _sys, traceback as _traceback
 
 _names = {"__name__": "__main__"}
 
@@ -122,8 +122,8 @@ def run(code):
                 value = eval(compile(_ast.Expression(last.value), "<tool>", "eval"), _names)
                 if value is not None:
                     print(repr(value))
-        except BaseException as error:
-            return printed.getvalue() + "".join(_traceback.format_exception_only(error)), True
+        except:
+            return printed.getvalue() + "".join(_traceback.format_exception_only(_sys.exception())), True
     return printed.getvalue() or "(no output)", False
 '''
 """Executed in the sandbox once for each episode, so that names stay from call to call."""
@@ -138,4 +138,5 @@ def python(code: str) -> str:
     raise AssertionError("it runs in the sandbox")
 
 
-BUILTIN_TOOLS = {"calculator": calculator, "python": python, "search": Search}
+BUILTIN_TOOLS = {"calculator": "calculator", "python": "python", "search": "Search"}
+"""The function or class of each, by its name in a config."""

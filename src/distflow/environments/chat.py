@@ -141,7 +141,10 @@ class Chat:
         self.segments.append(drawn)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
-        return self._replied(reply)
+        self._replied(reply)
+        if reason == "length" and most < min(response, context):
+            self.finish_reason = "stop"  # by the workflow's own max_tokens, which cuts no episode off
+        return reply
 
     def fork(self) -> "Chat":
         """Not there yet. Raises ChatError."""

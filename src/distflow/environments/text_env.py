@@ -44,7 +44,7 @@ class TextEnv:
     def step(self, text: str) -> list[JSON]:
         """The observation, the reward, and whether the episode has ended. A text without an action is answered so, and
         is no step."""
-        space = getattr(self._env, "action_space", None)
+        space: Any = getattr(self._env, "action_space", None)
         action: object = text
         if hasattr(space, "n"):
             first, found = int(getattr(space, "start", 0)), _NUMBER.findall(text[-_READ:])

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -153,7 +153,7 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
         )
     name, options = str(whole["name"]), dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
-        return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name].__name__}", options
+        return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name]}", options
     if "." not in name and ":" not in name:
         raise UserError(
             f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is \"file.py:function\""
@@ -164,14 +164,13 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
 def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
     """How the model is told of a tool: without the parameters that are options. Raises UserError."""
     try:
-        found = load(target)
+        found: Any = load(target)
     except LoadError as error:
         raise UserError(f"the tool {error}") from error
     is_class = isinstance(found, type)
-    described = cast(Any, found).__call__ if is_class else found
     try:
-        inspect.signature(cast(Callable[..., object], found)).bind_partial(**options)
-        schema: dict[str, Any] = get_json_schema(described)
+        inspect.signature(found).bind_partial(**options)
+        schema: dict[str, Any] = get_json_schema(found.__call__ if is_class else found)
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UserError(
             f"the tool '{target}' cannot be described to the model or does not take its options: {error}. Give every "

@@ -67,7 +67,7 @@ class TurnTokens:
 
     def _rendered_between(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], int]:
         """The ids after a reply, and how many of them the end of the reply's turn has, up to its first stop token."""
-        asked = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _STAND_IN}]
+        asked = [_user(_ASKED), {"role": "assistant", "content": _STAND_IN}]
         ids = self._after_reply(self._render([*asked, *messages]))
         closed = self._after_reply(self._render(asked, prompts=False))
         for number, (token, same) in enumerate(zip(ids, closed, strict=False), 1):
@@ -111,24 +111,22 @@ class TurnTokens:
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def describe(self) -> str:
+        """What the template does between turns, in words. Raises TemplateError where it cannot be used."""
+        asked, more = _user(_ASKED), _user(f"another {_ASKED}")
+        _, num_closing = self._rendered_between([more])
+        said = ["each turn follows the tokens of the one before"]
+        if not num_closing:
+            said.append("no end token is known to end a reply, so the template's text after a reply is always added")
+        thought = f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"
+        for reply, what in ((_STAND_IN, "earlier turns"), (thought, "the thinking of earlier turns")):
+            begun = self._render([asked]) + reply
+            if not self._render([asked, {"role": "assistant", "content": reply}, more]).startswith(begun):
+                said.append(
+                    f"it would write {what} anew in later prompts, but an episode keeps them as they were drawn"
+                )
+        return "; ".join(said)
 
-def describe_template(tokens: TurnTokens) -> str:
-    """What the chat template does between turns, in words. Raises TemplateError where it cannot be used."""
-    asked = {"role": "user", "content": _ASKED}
-    more = {"role": "user", "content": f"another {_ASKED}"}
-    ids, num_closing = tokens._rendered_between([more])
-    said = ["turns follow each other token by token"]
-    if not num_closing:
-        said.append("a turn has no end token of its own, so what the template writes there is added to every reply")
-    try:
-        for reply, what in (
-            (_STAND_IN, "earlier turns"),
-            (f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}", "thinking"),
-        ):
-            first = tokens._render([asked])
-            whole = tokens._render([asked, {"role": "assistant", "content": reply}, more])
-            if not whole.startswith(first + reply):
-                said.append(f"the template writes {what} anew in later prompts; episodes keep them as they were drawn")
-    except TemplateError as error:
-        said.append(str(error))
-    return "; ".join(said)
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

@@ -47,8 +47,8 @@ class ProcessEnded(CallFailed):
 class ProcessServer:
     """Forks processes that each have the object `target(**options)`, which is made once, in the server."""
 
-    def __init__(self, target: str, options: Mapping[str, JSON]) -> None:
-        """Raises UserError if the object cannot be made."""
+    def __init__(self, target: str, options: Mapping[str, Any]) -> None:
+        """options: plain values. Raises UserError if the object cannot be made."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
@@ -100,7 +100,7 @@ class UserProcess:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def call(self, method: str, timeout_s: float, **arguments: JSON) -> JSON:
+    async def call(self, method: str, timeout_s: float, **arguments: Any) -> JSON:
         """What the object's method returns. Raises CallFailed; ProcessEnded."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
         try:
@@ -216,7 +216,7 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
         text = json.dumps({"value": function(**arguments)}, allow_nan=False)
     except MemoryError:
         return b'{"died": "it ran out of memory"}'
-    except BaseException as error:  # the user's code may raise anything, and may not end the process by it
+    except (Exception, SystemExit, GeneratorExit) as error:  # the user's code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
         text = json.dumps({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
     if len(text) >= MAX_MESSAGE_BYTES:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from distflow.builtin_names import WORKFLOWS
 from distflow.environments.chat import Chat, Prompt
 from distflow.errors import UserError, hint
-from distflow.import_target import LoadError, load
+from distflow.import_target import LoadError, load, split_name
 
 KEY = "actor_rollout_ref.rollout.workflow"
 REWARD = "reward_fn"
@@ -82,7 +82,7 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
     plain = run if is_class else found
     if fault := _fault(plain):
         raise UserError(f"{KEY}: '{name}' {fault}")
-    return Workflow(name, run, REWARD in inspect.signature(plain).parameters)
+    return Workflow(split_name(target)[1], run, REWARD in inspect.signature(plain).parameters)
 
 
 def _fault(function: object) -> str:

@@ -67,7 +67,8 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
             users,
             f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
             "Remove them, or choose a pipeline, estimator or loss that uses them; turn a key that only your own "
-            "node reads into an option of its function",
+            "node reads into an option of its function; a workflow calls reward functions if it has a parameter "
+            "`reward_fn`",
         )
     return list(inert.values())
 
@@ -128,6 +129,8 @@ def read_config(loaded: Loaded) -> Reading:
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
+    if config.actor_rollout_ref.rollout.workflow is not None and not scored:  # the rules read them
+        reads = {key for key in reads if not key.startswith("reward.functions")}
     unused = refuse_inert_keys(loaded, reads, pipeline)
     check_importable(loaded.config)
     return Reading(pipeline, unused, train, validation, lazy)

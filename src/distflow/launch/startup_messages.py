@@ -3,17 +3,21 @@
 from collections.abc import Iterator
 
 from distflow.algorithms.registry import describe_estimator
+from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_points import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
+from distflow.data.prompts import PromptRow
 from distflow.errors import hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.hardware import choose_device, own_cores, threads_of
 from distflow.launch.load_inputs import Data, Reading
+from distflow.models.tokenizer import end_token_ids
 from distflow.pipelines.nodes.by_domain import options_of
+from distflow.pipelines.nodes.episodes import describe_turns
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 
@@ -35,6 +39,8 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
         if "reward_fn" in reading.pipeline.services:
             check_domains(reward_functions(config), found.domains)
     validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
+    if config.actor_rollout_ref.rollout.workflow is not None and any(map(_is_chat, data.looked_at[:1])):
+        yield f"chat template: {describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer))}"
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
@@ -47,6 +53,10 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             of = "" if domain is None else f" of '{domain}'"
             options = {} if node is None else options_of(node, domain)
             yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+
+
+def _is_chat(row: PromptRow) -> bool:
+    return PROMPT_CHAT in (row.extra_info or {})
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:

@@ -58,7 +58,7 @@ class NodeContext:
     group_ids: of the whole step, over all ranks, in order; they determine the mini-batches. Empty in the rollout loop.
     group: in the rollout loop only. validating: the group is of a validation set. router: the reward functions of
     `reward_fn`; None in the training loop, and if the pipeline starts none. call_user: awaits an async function of the
-    user's with a deadline and random generators of its own (`run_async`); the further arguments identify the call.
+    user's with a deadline in seconds and random generators of its own (`run_async`); what follows identifies the call.
     """
 
     config: Config
@@ -236,7 +236,7 @@ class Step:
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
-                output = await self._call(group, ctx, plain_calls, timeout_s, retries_left)
+                output = await self._call(group, ctx, plain_calls, timeout_s * len(group), retries_left)
                 break
             except (NodeError, UserError):
                 raise
@@ -247,12 +247,12 @@ class Step:
             return self._keep(group, output)
 
     async def _call(
-        self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float, retries_left: int
+        self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, deadline_s: float, retries_left: int
     ) -> object:
-        identity, deadline_s = (self.node.node_id, group.stream, retries_left), timeout_s * len(group)
+        identity = (self.node.node_id, group.stream, retries_left)
 
-        async def call_user(function: Callable[[], Awaitable[Any]], *more: object) -> Any:
-            return await run_async(function, timeout_s, plain_calls.turn, *identity, *more)
+        async def call_user(function: Callable[[], Awaitable[Any]], within_s: float, *more: object) -> Any:
+            return await run_async(function, within_s, plain_calls.turn, *identity, *more)
 
         call = {"group": group, "samples": group.samples, "ctx": replace(ctx, call_user=call_user)}
         if "batch" in self.node.contract.reserved:

@@ -130,7 +130,7 @@ class RolloutLoop:
         if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
         batch = group.batch()
-        num_failed, errors = int((~batch["valid"]).sum()), []
+        num_failed, errors = int((~batch["valid"]).sum()) - sum(sample.rejected for sample in group.samples), []
         if drop is not None and drop.reason == TOO_FEW_SCORES:
             num_failed, errors = len(batch), [drop.detail]
         elif "reward_errors" in batch:

@@ -3,7 +3,7 @@ node that takes their scores."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt, Reply
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow
+from distflow.errors import users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.router import RewardOutcome, RewardRouter
@@ -38,7 +39,8 @@ def run_workflow(config: Config) -> Callable[..., object]:
     """The node for `rollout.workflow`. Raises UserError for one that cannot be used."""
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
-    return partial(run_scored_episodes if workflow.scores else run_episodes, workflow=workflow)
+    node = run_scored_episodes if workflow.scores else run_episodes
+    return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
@@ -50,17 +52,25 @@ async def run_scored_episodes(
     ctx: NodeContext,
     *,
     workflow: Workflow,
+    timeout_s: float,
 ) -> NodeOutput:
-    """Episodes of a workflow that calls the reward functions."""
-    return await _Episodes(group, rollout, tokenizer, ctx, workflow, reward_fn).run()
+    """Episodes of a workflow that calls the reward functions. timeout_s: of an episode, without the time in which it
+    waits for the policy or the reward functions."""
+    return await _Episodes(group, rollout, tokenizer, ctx, workflow, timeout_s, reward_fn).run()
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def run_episodes(
-    group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase, ctx: NodeContext, *, workflow: Workflow
+    group: Group,
+    rollout: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    ctx: NodeContext,
+    *,
+    workflow: Workflow,
+    timeout_s: float,
 ) -> NodeOutput:
     """Episodes of a workflow that scores them itself."""
-    return await _Episodes(group, rollout, tokenizer, ctx, workflow, None).run()
+    return await _Episodes(group, rollout, tokenizer, ctx, workflow, timeout_s, None).run()
 
 
 class _Requests:
@@ -136,6 +146,7 @@ class _Episodes:
     tokenizer: PreTrainedTokenizerBase
     ctx: NodeContext
     workflow: Workflow
+    timeout_s: float
     reward_fn: RewardRouter | None
     requests: _Requests = field(init=False)
     tokens: TurnTokens = field(init=False)
@@ -162,7 +173,7 @@ class _Episodes:
         metrics = {
             "episodes/turns": turns / len(samples),
             "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
-            "episodes/rejected": sum(sample.outcome is None for sample in samples) / len(samples),
+            "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
             **self.counts,
         }
         return NodeOutput(list(samples), metrics)
@@ -189,14 +200,18 @@ class _Episodes:
         reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
         work = partial(self.workflow, chat, row, reward)
         try:
-            outcome = read_outcome(await self.ctx.call_user(work, self.group.stream, index))
+            outcome = read_outcome(await self.ctx.call_user(work, self.timeout_s, index))
         except DeadlinePassed as late:
-            return RewardOutcome(Error(f"workflow: the episode did not end in time (reward.timeout_s){late}"))
+            return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
-            return RewardOutcome(Error(f"workflow: {type(error).__name__}: {error}"[:1000]))
+            place = f" (at {found})" if (found := users_place(error)) else ""
+            return self._error(f"{type(error).__name__}: {error}{place}"[:1000])
         if outcome is not None and not chat.num_drawn:
-            return RewardOutcome(Error("workflow: it ended without a token of the policy: it must await chat.ask"))
+            return self._error("an episode ended without a token of the policy: it must await chat.ask")
         return outcome
+
+    def _error(self, what: str) -> RewardOutcome:
+        return RewardOutcome(Error(f"workflow {self.workflow.name}: {what}"))
 
     async def _reward(self, chat: Chat, index: int, reply: Reply | str | None = None) -> RewardOutcome:
         """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last one), or a text."""
@@ -214,8 +229,8 @@ class _Episodes:
                 break
         sample = self.group.sample(index, None, text, chat.finish_reason)
         own = chat.segments or sample.segments
-        failed = outcome is None or not isinstance(outcome.reward_result, Score)
-        return replace(sample, segments=own, outcome=outcome, valid=not failed)
+        has_score = outcome is not None and isinstance(outcome.reward_result, Score)
+        return replace(sample, segments=own, outcome=outcome, valid=has_score, rejected=outcome is None)
 
 
 def read_outcome(returned: object) -> Outcome:
@@ -232,6 +247,11 @@ def read_outcome(returned: object) -> Outcome:
     value = read_score(returned["score"])[0] if "score" in returned else sum(parts.values())
     accuracy = read_score(returned[ACC])[0] if ACC in returned else value
     return RewardOutcome(Score(value), {name: Score(part) for name, part in parts.items()}, accuracy)
+
+
+def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
+    """What the chat template does between turns. Raises UserError where it cannot be used."""
+    return TurnTokens(tokenizer, stop_ids, template_kwargs(config, "")).describe()
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:

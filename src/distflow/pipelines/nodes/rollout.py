@@ -147,12 +147,12 @@ async def reward_episodes(
     too few are left is dropped as rejected, and another starts."""
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
     outcomes = [each.outcome if isinstance(each.outcome, RewardOutcome) else None for each in samples]
-    num_left = sum(outcome is not None for outcome in outcomes)
-    if num_left < len(samples) and not ctx.validating and num_left < max(min_valid, 1):
+    num_rejected = sum(sample.rejected for sample in samples)
+    if num_rejected and not ctx.validating and len(samples) - num_rejected < max(min_valid, 1):
         return Drop(REJECTED)
     columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, min_valid, on_error)
     if not isinstance(columns, Drop):
-        columns["valid"] = [bool(v) and o is not None for v, o in zip(columns["valid"], outcomes, strict=True)]
+        columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
     return columns
 
 

@@ -5,7 +5,7 @@ const MAX_DOTS = 32;
 
 const rewards = (group) => group.responses.map((response) => response.score).filter((score) => typeof score === "number");
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
-const isTruncated = (response) => response.finish_reason === "length";
+const isTruncated = (response) => ["length", "context"].includes(response.finish_reason);
 
 const prompts = (group) => String(group.prompt ?? "");
 const lengths = (group) => mean(group.responses.map((response) => response.response_length).filter((n) => typeof n === "number"));
