@@ -15,7 +15,6 @@ from typing import Any, cast
 from distflow.environments.toolbox import bounded, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.observe.crash_safe_files import JSON
 
 MAX_CHARACTERS = 20_000
 _READ = 200
@@ -33,7 +32,7 @@ class TextEnv:
         self._options = dict(options)
         self._env: Any = None
 
-    def reset(self, seed: int, options: dict[str, JSON] | None) -> str:
+    def reset(self, seed: int, options: dict[str, Any] | None) -> str:
         """The first observation. Raises what the environment raises."""
         self._env = self._make(**self._options)
         returned = self._env.reset(seed=seed, options=options)
@@ -41,7 +40,7 @@ class TextEnv:
             raise TypeError(f"reset returned {returned!r:.80}, not (observation, info)")
         return self._text(returned[0])
 
-    def step(self, text: str) -> list[JSON]:
+    def step(self, text: str) -> list[Any]:
         """The observation, the reward, and whether the episode has ended. A text without an action is answered so, and
         is no step."""
         space: Any = getattr(self._env, "action_space", None)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import JSON
 
 _THOUGHT_END = "</think>"
 _SHOWN = 80
@@ -24,7 +23,7 @@ class ToolCall:
     typed: False where the arguments are text whose types the format does not say."""
 
     name: str
-    arguments: Mapping[str, JSON] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     typed: bool = True
 
@@ -159,7 +158,7 @@ def _calls(body: str) -> Iterator[ToolCall]:
         yield _call(each)
 
 
-def _call(value: JSON, problem: str = "") -> ToolCall:
+def _call(value: Any, problem: str = "") -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str) or not name:
         return ToolCall("", problem='a tool call must be {"name": ..., "arguments": {...}}')
@@ -171,7 +170,7 @@ def _call(value: JSON, problem: str = "") -> ToolCall:
     return ToolCall(name, found if isinstance(found, dict) else {}, problem)
 
 
-def _first_json(text: str) -> tuple[JSON, str, str]:
+def _first_json(text: str) -> tuple[Any, str, str]:
     """The JSON value that the text begins with, what follows it, and why there is none."""
     try:
         value, end = _DECODER.raw_decode(text)

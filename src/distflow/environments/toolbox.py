@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 from distflow.errors import UserError
 from distflow.import_target import load, users_code
-from distflow.observe.crash_safe_files import JSON
 
 _CONTROL = re.compile(
     "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?"  # escape sequences of terminals
@@ -36,7 +35,7 @@ class Toolbox:
             with users_code(f"the tool '{name}' cannot be made:", passes=UserError):
                 self._functions[name] = found(**options) if isinstance(found, type) else partial(found, **options)
 
-    def call(self, name: str, arguments: dict[str, JSON], max_characters: int) -> list[JSON]:
+    def call(self, name: str, arguments: dict[str, Any], max_characters: int) -> list[Any]:
         """A `ToolAnswer`. Raises what the tool raises."""
         function = self._functions[name]
         returned = function(**arguments)

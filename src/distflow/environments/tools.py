@@ -22,11 +22,10 @@ from distflow.environments.toolbox import ToolAnswer, bounded
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load
-from distflow.observe.crash_safe_files import JSON
 from distflow.sandbox.interface import DEFAULT_LIMITS, Broken, Raised
 from distflow.sandbox.sandbox import Sandbox, Session
 
-Entry = str | Mapping[str, JSON]
+Entry = str | Mapping[str, Any]
 """A tool: a built-in name or a target ("file.py:function"), or {name, options} with keyword arguments that the model
 does not see."""
 PYTHON = "python"
@@ -110,14 +109,14 @@ class EpisodeTools:
         unknown = [name for name in call.arguments if name not in known]
         return f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], known)}" if unknown else ""
 
-    async def _call(self, name: str, arguments: dict[str, JSON]) -> ToolAnswer:
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         if self._process is None:
             self._process = await self._tools.server.fork(*self._identity, sum(self.calls.values()))
-        asked: dict[str, JSON] = {"name": name, "arguments": arguments, "max_characters": self._tools.max_characters}
+        asked: dict[str, Any] = {"name": name, "arguments": arguments, "max_characters": self._tools.max_characters}
         text, failed = cast(tuple[str, bool], await self._process.call("call", self._tools.timeout_s, **asked))
         return ToolAnswer(text, failed)
 
-    async def _run_python(self, name: str, arguments: dict[str, JSON]) -> ToolAnswer:
+    async def _run_python(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         """On a thread, which the sandbox's own deadline ends."""
         if not isinstance(arguments.get("code"), str):
             raise CallFailed("TypeError: code must be a text")
@@ -184,9 +183,9 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
     return schema
 
 
-def _typed(text: str, declared: Mapping[str, Any]) -> JSON:
+def _typed(text: str, declared: Mapping[str, Any]) -> Any:
     """An argument of a format without types, as its schema declares it: a text stays, others are JSON where they can
     be."""
     with suppress(ValueError):
-        return text if declared.get("type") == "string" else cast(JSON, json.loads(text))
+        return text if declared.get("type") == "string" else cast(Any, json.loads(text))
     return text

@@ -26,7 +26,6 @@ from typing import Any, NoReturn, cast
 from distflow.data import global_generators
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
-from distflow.observe.crash_safe_files import JSON
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
@@ -100,7 +99,7 @@ class UserProcess:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def call(self, method: str, timeout_s: float, **arguments: Any) -> JSON:
+    async def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
         """What the object's method returns. Raises CallFailed; ProcessEnded."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
         try:
@@ -124,7 +123,7 @@ class UserProcess:
                 self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # whoever else has inherited it
             self._writer.transport.abort()
 
-    async def _answer(self) -> dict[str, JSON]:
+    async def _answer(self) -> dict[str, Any]:
         """Raises ValueError, OSError."""
         line = b"\n"
         while line == b"\n":
