@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 import distflow
+from distflow.observe.reading.run_reader import read_events
 from tests.api.passed_functions import CELLS, REGISTERED, cells
 from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
 from tests.api.test_passed_functions import advantages
+from tests.api.test_workflows import game, scored, unscored
 from tests.user_code import forgotten
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
@@ -29,3 +31,21 @@ def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launch
         run = distflow.train(TINY, settings, data=ROWS, reward=lengths, **passed)
     assert run.status == "finished" and advantages(run) == pytest.approx([0.25])
     assert [row["rollout/rows"] for row in run.metrics("train")] == [2.0]
+
+
+def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = unscored(
+        folder,
+        data={"train_batch_size": 2, "max_response_length": 8},
+        trainer__launcher="ray",
+        trainer__n_gpus_per_node=2,
+        trainer__total_training_steps=4,
+        async__max_staleness=1,
+        trust__audit_freq=1,
+    )
+    run = distflow.train(TINY, settings, data=ROWS, workflow=game("?"))
+    assert run.status == "finished" and [row["episodes/turns"] for row in run.metrics("train")] == [2.0] * 4
+    scored(folder)
+    audits = [event.fields for event in read_events(folder) if event.kind == "audit"]
+    assert audits and all({"turns", "masks", "versions", "draws"} <= {*audit["proven"]} for audit in audits)

@@ -210,12 +210,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(sum(map(ord, solution_str)) % 3 == 0)
 """
 SLOW = """
-import asyncio, random
+import asyncio, os
 
 async def slow(chat, row):
     reply = await chat.ask(row.prompt)
     while chat.turns < 4 and sum(reply.token_ids) % 5:
-        await asyncio.sleep(random.random() / 50)
+        await asyncio.sleep(os.urandom(1)[0] / 10_000)
         reply = await chat.ask(reply.text[:1] + "=")
         if not reply.token_ids:
             break
@@ -232,7 +232,7 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> 
         "data.max_response_length=30",
         "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
         "trainer.save_freq=2",
-        "trainer.lr_total_steps=4" if False else "actor_rollout_ref.actor.optim.scheduler=constant",
+        "actor_rollout_ref.actor.optim.scheduler=constant",
     )
     whole = playground.run(*common, "trainer.total_training_steps=4", name="whole")
     playground.run(*common, "trainer.total_training_steps=2", name="parts")

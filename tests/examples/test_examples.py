@@ -61,6 +61,19 @@ def test_pipeline(tmp_path: Path) -> None:
     assert "values" not in batch and "old_log_probs" not in batch
 
 
+def test_two_turns(tmp_path: Path) -> None:
+    batch = train("two_turns", tmp_path)
+    for mask, length in zip(batch["response_mask"], batch.lengths("response").tolist(), strict=True):
+        edges = torch.nn.functional.pad(mask[:length].int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+        assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, "two turns, given tokens between"
+
+
+def test_guess_number(tmp_path: Path) -> None:
+    batch = train("guess_number", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    for answer, text, score in zip(batch["ground_truth"], batch["responses"], batch["scores"].tolist(), strict=True):
+        assert score == float(text == answer)
+
+
 def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = train("custom_advantage", tmp_path)
     assert "median: examples.custom_advantage.compute_median_advantage(scale=0.5)" in capsys.readouterr().out

@@ -122,9 +122,8 @@ class TurnTokens:
         for reply, what in ((_STAND_IN, "earlier turns"), (thought, "the thinking of earlier turns")):
             begun = self._render([asked]) + reply
             if not self._render([asked, {"role": "assistant", "content": reply}, more]).startswith(begun):
-                said.append(
-                    f"it would write {what} anew in later prompts, but an episode keeps them as they were drawn"
-                )
+                said.append(f"it would write {what} anew in later prompts; an episode keeps what was drawn")
+                break
         return "; ".join(said)
 
 

@@ -1,0 +1,59 @@
+"""Workflows that are passed from Python."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distflow
+from tests.api.small import ROWS, TINY, small
+
+pytestmark = pytest.mark.slow
+
+
+def game(sign: str) -> Any:
+    """A function that no other process can import, with a value of its own."""
+
+    @distflow.workflow
+    async def play(chat: Any, row: Any, *, rounds: int = 2) -> dict[str, float]:
+        reply = await chat.ask(row.prompt, max_tokens=1)
+        while chat.turns < rounds:
+            reply = await chat.ask(sign, max_tokens=1)
+        return {"letters": sum(map(ord, reply.text)) % 3, "turns": 0.25 * chat.turns}
+
+    return play
+
+
+def unscored(folder: Path, **changed: object) -> dict[str, object]:
+    """Settings without those of reward functions."""
+    return {key: value for key, value in small(folder, **changed).items() if not key.startswith("reward.")}
+
+
+def scored(folder: Path) -> None:
+    paths = sorted((folder / "samples").glob("*.jsonl"))
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        assert row["score"] == sum(map(ord, row["response"])) % 3 + 0.5
+        assert row["reward_parts"] == {"letters": row["score"] - 0.5, "turns": 0.5}
+
+
+def test_train_takes_a_function(tmp_path: Path) -> None:
+    run = distflow.train(TINY, unscored(tmp_path / "run"), data=ROWS, workflow=game("?"))
+    assert run.status == "finished"
+    assert [row["episodes/turns"] for row in run.metrics("train")] == [2.0, 2.0]
+    scored(tmp_path / "run")
+
+
+def test_a_loop_of_ones_own_gets_episodes(tmp_path: Path) -> None:
+    settings = unscored(tmp_path / "run", actor_rollout_ref__rollout__workflow_kwargs={"rounds": 3})
+    with distflow.rollouts(TINY, settings, workflow=game("=")) as rollouts:
+        for row in ROWS[:2]:
+            rollouts.submit(row)
+        batch = rollouts.wait(2)
+        given = (batch["response_mask"] == 0) & batch.mask("response")
+        assert batch.lengths("response").tolist() == [4] * 4  # the third turn has no room: three drawn and two given
+        assert given.sum(-1).tolist() == [1] * 4 and batch["finish_reason"] == ["length"] * 4
+        rollouts.train(batch)
+        rollouts.publish()

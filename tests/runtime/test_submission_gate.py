@@ -1,0 +1,99 @@
+"""Groups that ask several times: at staleness 0 their requests reach the engine in rounds, whatever takes how long."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
+from distflow.runtime.audit_protocol import GroupRecorder
+from distflow.runtime.submission_gate import SubmissionGate, group_task
+
+
+class Engine:
+    """Records what is in its queue whenever it resumes, and answers what it has after a while."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[tuple[int, int]]] = []
+        self._new: list[tuple[int, int]] = []
+        self._running = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._new.append((request.stream.row, request.samples[0]))
+        await self._running.wait()
+        await asyncio.sleep(os.urandom(1)[0] / 50_000)
+        made = [Generation(sample, [1], [0.0], [0.0], [0], "stop") for sample in request.samples]
+        return GenerateResult(tuple(made))
+
+    async def pause(self, release: bool = False) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self.rounds.append(self._new)
+        self._new = []
+        self._running.set()
+
+
+class NoRecords(GroupRecorder):
+    def generated(self, *args: Any) -> None: ...
+
+
+def request(group: int, sample: int) -> GenerateRequest:
+    return GenerateRequest((1,), (sample,), SamplingParams(4), Stream(0, "train", 0, group))
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
+    """Three groups of two episodes with 3, 1 and 2 turns; between them they wait for times that are drawn."""
+
+    async def run() -> list[list[tuple[int, int]]]:
+        engine = Engine()
+        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+
+        async def group(number: int, turns: int) -> None:
+            group_task.set(asyncio.current_task())
+            for _ in range(turns):
+                await asyncio.gather(*(gate.generate(request(number, sample)) for sample in range(2)))
+                await asyncio.sleep(os.urandom(1)[0] / 20_000)
+
+        await gate.pause()
+        tasks = [asyncio.create_task(group(number, turns)) for number, turns in enumerate((3, 1, 2))]
+        gate.expect(tasks, None, in_rounds)
+        await gate.all_in()
+        await gate.resume()
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        return engine.rounds
+
+    rounds = asyncio.run(run())
+    both = [(number, sample) for number in range(3) for sample in range(2)]
+    assert rounds[0] == both
+    assert rounds[1:] == ([[*both[:2], *both[4:]], both[:2]] if in_rounds else [])
+
+
+def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
+    async def run() -> int:
+        engine = Engine()
+        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+
+        async def group(number: int) -> int:
+            group_task.set(asyncio.current_task())
+            for turn in range(3):
+                await gate.generate(request(number, 0))
+                if turn == 0 and number == 1:
+                    raise RuntimeError("a node failed")
+                if turn == 0 and number == 2:
+                    await asyncio.sleep(3600)
+            return number
+
+        await gate.pause()
+        tasks = [asyncio.create_task(group(number)) for number in range(4)]
+        gate.expect(tasks, None, True)
+        await gate.all_in()
+        await gate.resume()
+        await asyncio.sleep(0.05)
+        tasks[2].cancel()
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        return sum(isinstance(each, int) for each in ended)
+
+    assert asyncio.run(run()) == 2
