@@ -3,6 +3,7 @@ run, whose tokens are those that the engine saw."""
 
 import asyncio
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,12 @@ async def scored(reply: object) -> Any:
 
 
 def talk(policy: Policy, messages: Sequence[dict[str, str]], **options: Any) -> Chat:
+    return run_workflow(ToolWorkflow(**{"tools": ["calculator"], **options}), policy, messages)
+
+
+def run_workflow(workflow: ToolWorkflow, policy: Policy, messages: Sequence[dict[str, str]]) -> Chat:
     tokenizer = policy.tokenizer
     chat = Chat(TurnTokens(tokenizer, [tokenizer.eos_token_id], {}), policy, Limits(3000, 4000), templated=True)
-    workflow = ToolWorkflow(**{"tools": ["calculator"], **options})
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)["input_ids"]
     row = Row(Prompt("ask", ids, messages), ground_truth="42")
     assert asyncio.run(workflow(chat, row, scored)) == "the score"
@@ -128,6 +132,13 @@ def test_a_template_without_tools_is_refused() -> None:
         talk(Policy(tokenizer, ["x"]), [{"role": "user", "content": "x"}])
 
 
+def test_it_arrives_whole_in_another_process() -> None:
+    tokenizer, form = FAMILIES["qwen2"]
+    sent = pickle.loads(pickle.dumps(ToolWorkflow(tools=["calculator"], max_turns=1)))
+    chat = run_workflow(sent, Policy(tokenizer, [CALLS[form]]), [{"role": "user", "content": "x"}])
+    assert chat.turns == 1 and chat.finish_reason == "max_turns"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -172,6 +183,14 @@ class Callers(Playground):
         (folder / "rows.jsonl").write_text(
             "".join(json.dumps({"prompt": chat, "answer": "7"}) + "\n" for chat in chats)
         )
+
+
+def test_a_template_that_shows_no_format_is_refused_at_the_start(tmp_path: Path) -> None:
+    keys = ("data.prompt_format=chat", "actor_rollout_ref.rollout.workflow=tools")
+    tools = "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator]}"
+    paths = (f"actor_rollout_ref.model.path={tmp_path}/caller", "actor_rollout_ref.model.init=random")
+    with pytest.raises(UserError, match="workflow_kwargs.format"):
+        Callers(tmp_path).spec("grpo", *keys, tools, *paths)
 
 
 @pytest.mark.slow

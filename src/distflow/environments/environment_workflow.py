@@ -3,6 +3,7 @@
 import hashlib
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from distflow.environments import text_env
@@ -23,6 +24,16 @@ class EnvironmentWorkflow:
         self._server = ProcessServer(f"{text_env.__name__}:TextEnv", {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
         self._max_turns, self._timeout_s = max_turns, timeout_s
+        self._options: dict[str, Any] = {
+            "env": env,
+            "env_kwargs": env_kwargs,
+            "max_turns": max_turns,
+            "timeout_s": timeout_s,
+        }
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process it has a server of its own."""
+        return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row) -> float:
         """Raises CallFailed where the environment fails, which is an error of the episode."""

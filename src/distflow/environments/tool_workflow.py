@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from distflow.environments.chat import Chat
 from distflow.environments.tool_calls import FORMATS, find_tool_calls, format_of
@@ -32,6 +34,12 @@ class ToolWorkflow:
         self._tools = Tools(tools, timeout_s, max_characters)
         weakref.finalize(self, self._tools.close)
         self._max_turns, self._format = max_turns, format
+        self._options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "format": format}
+        self._options |= {"tools": tools, "max_turns": max_turns}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process it has a server of its own."""
+        return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
         template = chat.tokens.tool_template(self._tools.schemas)

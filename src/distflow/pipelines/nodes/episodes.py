@@ -14,6 +14,7 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt, Reply
+from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow
 from distflow.errors import users_place
@@ -251,7 +252,13 @@ def read_outcome(returned: object) -> Outcome:
 
 def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
     """What the chat template does between turns. Raises UserError where it cannot be used."""
-    return TurnTokens(tokenizer, stop_ids, template_kwargs(config, "")).describe()
+    tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
+    settings = config.actor_rollout_ref.rollout
+    if settings.workflow == "tools":
+        template = tokens.tool_template([{}])
+        if settings.workflow_kwargs.get("format") is None:
+            format_of(template)
+    return tokens.describe()
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:
