@@ -250,7 +250,7 @@ OTHERS = {
     f"{REF}.fsdp_config.fsdp_size=4": f"sharded like the actor: {ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
     f"{ACTOR}.ulysses_sequence_parallel_size=2": "sequence parallelism is not supported",
-    f"{ROLLOUT}.multi_turn.enable=True": "a rollout node of your own",
+    f"{ROLLOUT}.multi_turn.enable=True": "workflow=tools",
     "data.reward_fn_key=data_source": "",
     "reward_model.reward_manager=mine": "reward.functions",
     "reward.custom_reward_function.path=r.py": "write custom_reward_function.path=r.py",
