@@ -184,7 +184,9 @@ def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
 
 def _messages(content: object) -> list[Message]:
     """Raises ChatError for anything else."""
-    said = [content] if isinstance(content, Mapping) else list(content) if isinstance(content, list | tuple) else []
+    said: list[Any] = [content] if isinstance(content, Mapping) else []
+    if isinstance(content, list | tuple):
+        said = list(content)
     if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
         raise ChatError(
             f"ask({content!r:.80}): pass a text, a message with 'role' and 'content', messages, or token ids"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from distflow.builtin_names import WORKFLOWS
 from distflow.environments.chat import Chat, Prompt
 from distflow.errors import UserError, hint
-from distflow.import_target import LoadError, load, split_name
+from distflow.import_target import LoadError, load, split_name, users_code
 
 KEY = "actor_rollout_ref.rollout.workflow"
 REWARD = "reward_fn"
@@ -73,32 +73,42 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
             f"{', '.join(WORKFLOWS)}; write your own as module:function or file.py:function"
         )
     try:
-        found = load(target)
+        found: Any = load(target)
     except LoadError as error:
         raise UserError(f"{KEY}: {error}") from error
     is_class = isinstance(found, type)
-    _check_options(name, found, options, skipped=0 if is_class else 2)
-    run: Any = found(**options) if is_class else functools.partial(found, **options)  # type: ignore[operator]
-    plain = run if is_class else found
-    if fault := _fault(plain):
+    if fault := _fault_of_areal(found) if is_class else _fault(found):
         raise UserError(f"{KEY}: '{name}' {fault}")
-    return Workflow(split_name(target)[1], run, REWARD in inspect.signature(plain).parameters)
+    _check_options(name, found, options, skipped=0 if is_class else 2)
+    run: Any = functools.partial(found, **options)
+    if is_class:
+        with users_code(f"{KEY}: '{name}' cannot be constructed:"):
+            run = found(**options)
+        if fault := _fault(run):
+            raise UserError(f"{KEY}: an instance of '{name}' {fault}")
+    return Workflow(split_name(target)[1], run, REWARD in inspect.signature(run if is_class else found).parameters)
 
 
 def _fault(function: object) -> str:
     """Why it is no workflow; empty if it is one."""
     if not callable(function):
         return f"is {function!r:.60}, which cannot be called: name an async function f(chat, row)"
-    if hasattr(function, "arun_episode") or hasattr(function, "run_episode"):
-        return (
-            "is a workflow of AReaL, which gets an engine: those are not run yet. Write it as an async function "
-            "f(chat, row), where `await chat.ask(...)` takes the place of `engine.agenerate`"
-        )
+    if fault := _fault_of_areal(function):
+        return fault
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         return "is no async function: write `async def f(chat, row)`"
     if list(inspect.signature(function).parameters)[:2] != ["chat", "row"]:
         return "must take `chat` and `row` first: async def f(chat, row, *, option=...)"
     return ""
+
+
+def _fault_of_areal(found: object) -> str:
+    if not (hasattr(found, "arun_episode") or hasattr(found, "run_episode")):
+        return ""
+    return (
+        "is a workflow of AReaL, which gets an engine: those are not run yet. Write it as an async function "
+        "f(chat, row), where `await chat.ask(...)` takes the place of `engine.agenerate`"
+    )
 
 
 def _check_options(name: str, function: object, options: Mapping[str, object], skipped: int) -> None:

@@ -156,7 +156,7 @@ class Rounds:
 
     def left(self, task: GroupTask | None) -> None:
         """The group asks no more."""
-        self._asking.discard(task)  # type: ignore[arg-type]
+        self._asking.discard(task)
         self._look()
 
     def _submitted(self) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -181,7 +182,7 @@ class _Episodes:
 
     async def _episode(self, index: int) -> Sample:
         group, row = self.group, self.group.row
-        extra = dict(row.extra_info or {})
+        extra: dict[str, Any] = dict(row.extra_info or {})
         messages = extra.pop(PROMPT_CHAT, None)
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)

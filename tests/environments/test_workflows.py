@@ -1,0 +1,91 @@
+"""What is a workflow, and what its result means."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.environments import workflow
+from distflow.environments.workflows import load_workflow
+from distflow.errors import UserError
+from distflow.pipelines.nodes.episodes import read_outcome
+from distflow.rewards.router import RewardOutcome
+from distflow.rewards.score import Score
+
+FILE = """
+class ByAReaL:
+    async def arun_episode(self, engine, data):
+        return None
+
+class Fails:
+    def __init__(self):
+        raise RuntimeError("no game")
+
+class Plain:
+    def __call__(self, chat, row):
+        return 1.0
+
+def plain(chat, row):
+    return 1.0
+
+async def other(row, chat):
+    return 1.0
+
+NUMBER = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ByAReaL", "is a workflow of AReaL, .* not run yet"),
+        ("Fails", "cannot be constructed: RuntimeError: no game"),
+        ("Plain", "is no async function"),
+        ("plain", "is no async function"),
+        ("other", "must take `chat` and `row` first"),
+        ("NUMBER", "is 7, which cannot be called"),
+    ],
+)
+def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "own.py").write_text(FILE)
+    with pytest.raises(UserError, match=said):
+        load_workflow(f"{tmp_path}/own.py:{name}", {})
+
+
+def test_the_decorator_refuses_at_once() -> None:
+    with pytest.raises(UserError, match="@workflow: plain is no async function"):
+
+        @workflow
+        def plain(chat: Any, row: Any) -> float:  # type: ignore[type-var]
+            return 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "value", "parts", "accuracy"),
+    [
+        (1, 1.0, {}, 1.0),
+        (True, 1.0, {}, 1.0),
+        (-0.5, -0.5, {}, -0.5),
+        ({"found": True, "early": 0.25}, 1.25, {"found": 1.0, "early": 0.25}, 1.25),
+        ({"score": 2, "found": 1}, 2.0, {"found": 1.0}, 2.0),
+        ({"style": 0.5, "acc": 1}, 0.5, {"style": 0.5}, 1.0),
+    ],
+)
+def test_scores(returned: object, value: float, parts: dict[str, float], accuracy: float) -> None:
+    outcome = read_outcome(returned)
+    assert outcome is not None and outcome.reward_result == Score(value)
+    assert outcome.scores() == parts and outcome.accuracy == accuracy
+
+
+def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
+    outcome = RewardOutcome(Score(0.5), {}, 1.0)
+    assert read_outcome(outcome) is outcome and read_outcome(None) is None
+
+
+@pytest.mark.parametrize(
+    "returned", ["seven", math.nan, math.inf, {}, {"found": "yes"}, {"a": math.nan}, [1.0], object()]
+)
+def test_anything_else_is_an_error(returned: object) -> None:
+    with pytest.raises(ValueError, match="it returned"):
+        read_outcome(returned)
