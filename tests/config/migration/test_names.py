@@ -262,7 +262,7 @@ OTHERS = {
     "dag_id=mine": "or a list of nodes, in which node_id is id",
     "global_config=1": "put the values themselves into a node's options",
     "dag.env_enable=False": "",
-    "dag.env_enable=True": "environments are not implemented yet",
+    "dag.env_enable=True": "the workflow environment",
     "profiler.level=level1": "",
     "entropy_coeff=0.01": f"verl has it elsewhere: write {ACTOR}.entropy_coef=0.01",
     "reward_model.micro_batch_size_per_gpu=4": "",
