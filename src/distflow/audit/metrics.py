@@ -79,7 +79,9 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
     if "token_level_scores" in batch:
         scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")) * (batch.flat("response_mask") > 0))
-    is_truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
+    is_truncated = torch.tensor(
+        [reason in ("length", "context") for reason in batch["finish_reason"]], dtype=torch.bool
+    )
     columns = (lengths, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
     own = torch.stack([column.double() for column in columns])
     parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict

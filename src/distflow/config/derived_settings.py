@@ -68,6 +68,16 @@ BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_par
 """Columns whose content a workflow decides (`rollout.workflow`)."""
 
 
+def code_of_workflow(config: Config) -> list[tuple[str, str]]:
+    """(key, target) of the user's code in `rollout.workflow`: the workflow, its tools, its environment."""
+    rollout = config.actor_rollout_ref.rollout
+    tools, env = (rollout.workflow_kwargs.get(name) for name in ("tools", "env"))
+    entries = [(f"{WORKFLOW}_kwargs.tools", entry) for entry in (tools if isinstance(tools, list) else [])]
+    named = [(key, entry.get("name") if isinstance(entry, dict) else entry) for key, entry in entries]
+    named += [(WORKFLOW, rollout.workflow), (f"{WORKFLOW}_kwargs.env", env)]
+    return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]
+
+
 def pipeline_name(config: Config) -> str:
     """The built-in pipeline that runs, or `custom` if `dag.pipeline` is the user's own. If it is null,
     `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""

@@ -2,13 +2,17 @@
 ids of everything before it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distflow.data.sample import Segment
-from distflow.environments.turn_tokens import TurnTokens
 from distflow.errors import UserError
+
+if TYPE_CHECKING:  # it imports torch, and the processes of tools and environments import this package
+    from distflow.environments.turn_tokens import TurnTokens
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
@@ -63,10 +67,12 @@ class Chat:
 
     turns: how often it has asked. messages: what was said so far. finish_reason: of the last reply; a workflow may set
     another one, which the sample then has. templated: whether text becomes messages of the tokenizer's chat template;
-    else its tokens follow as they are.
+    else its tokens follow as they are. counts: by the name of a metric, which
+    sums them over episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits
+    that have deadlines of their own.
     """
 
-    tokens: TurnTokens
+    tokens: "TurnTokens"
     generate: Generate
     limits: Limits
     templated: bool
@@ -75,6 +81,8 @@ class Chat:
     turns: int = 0
     finish_reason: str = "stop"
     last: Reply | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -96,15 +104,23 @@ class Chat:
         """Tokens that still fit into the context."""
         return self.limits.context - sum(len(segment.token_ids) for segment in self.segments)
 
-    async def ask(self, content: Content, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Reply:
+    async def ask(
+        self,
+        content: Content,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        tools: Sequence[Message] = (),
+    ) -> Reply:
         """Say something, and return the policy's reply.
 
         content: text, a message, several messages, token ids, or a row's prompt. stop: strings that end the reply,
-        besides those of the config. max_tokens: of the reply. Raises ChatError for what cannot be said.
+        besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template tells the model
+        from the first turn on. Raises ChatError for what cannot be said.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
-        given, messages = self._encoded(content)
+        given, messages = self._encoded(content, tools)
         begins = not self.segments
         if begins and len(given) >= self.limits.context:
             raise ChatError(
@@ -120,7 +136,8 @@ class Chat:
         prompt = (*self.token_ids, *given)
         drawn, reason = await self.generate(prompt, most, tuple(stop), self.num_drawn)
         if given:
-            self.segments.append(Segment("prompt" if begins else "environment", given))
+            is_tools = messages[0].get("role") == "tool"
+            self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))
         self.segments.append(drawn)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
@@ -137,9 +154,13 @@ class Chat:
         self.last, self.finish_reason = reply, reply.finish_reason
         return reply
 
-    def _encoded(self, content: Content) -> tuple[tuple[int, ...], list[Message]]:
+    def _encoded(self, content: Content, tools: Sequence[Message]) -> tuple[tuple[int, ...], list[Message]]:
         """The token ids to append, and the messages that they stand for."""
         begins = not self.segments
+        if tools and not (begins and self.templated):
+            raise ChatError("ask: tools are told in the first turn, by a chat template: set data.prompt_format=chat")
+        if isinstance(content, Prompt) and tools:
+            content = content.messages
         if isinstance(content, Prompt) and begins:
             return content.token_ids, list(content.messages) or [_user(str(content))]
         if _are_ids(content):
@@ -148,7 +169,7 @@ class Chat:
             return self.tokens.of_text(content, begins=begins), [_user(content)]
         said = [_user(content)] if isinstance(content, str) else _messages(content)
         if begins:
-            return self.tokens.opening(said), said
+            return self.tokens.opening(said, tools), said
         return self.tokens.between(said, self.segments[-1].token_ids[-1]), said
 
 

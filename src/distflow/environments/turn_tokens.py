@@ -13,6 +13,7 @@ from distflow.data.chat_template import ChatTemplate, template_of
 from distflow.data.messages import RowError
 from distflow.errors import UserError
 
+Message = Mapping[str, Any]
 _ASKED, _STAND_IN = "stand-in question", "stand-in reply"
 _THINKING = "stand-in thinking"
 
@@ -35,15 +36,27 @@ class TurnTokens:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def written(self, token_ids: Sequence[int]) -> str:
+        """A reply with its special tokens, but without the one that ended it."""
+        kept = token_ids[:-1] if token_ids and token_ids[-1] in self._stop_ids else token_ids
+        return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
+
+    def tool_template(self, tools: Sequence[Message]) -> str:
+        """The chat template's text for these tools. Raises TemplateError where it would leave them out."""
+        template = str(self._tokenizer.get_chat_template(None, list(tools)))
+        if "tools" not in template:
+            raise TemplateError(f"{template_of(self._tokenizer)} does not use tools: use a model whose template does")
+        return template
+
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
         """Plain text; at the beginning with the tokenizer's own special tokens."""
         return tuple(self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
 
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
         """The first prompt. Raises TemplateError."""
-        return self._ids(self._render(messages))
+        return self._ids(self._render(messages, tools))
 
-    def between(self, messages: Sequence[Mapping[str, Any]], last_drawn: int) -> tuple[int, ...]:
+    def between(self, messages: Sequence[Message], last_drawn: int) -> tuple[int, ...]:
         """From the end of a reply to the prompt of the next: the end of the turn unless the reply drew one, the new
         messages, the generation prompt. Raises TemplateError."""
         key = json.dumps(messages, default=str)
@@ -52,7 +65,7 @@ class TurnTokens:
         ids, num_closing = self._between[key]
         return ids[num_closing:] if last_drawn in self._stop_ids else ids
 
-    def _rendered_between(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], int]:
+    def _rendered_between(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], int]:
         """The ids after a reply, and how many of them the end of the reply's turn has, up to its first stop token."""
         asked = [_user(_ASKED), {"role": "assistant", "content": _STAND_IN}]
         ids = self._after_reply(self._render([*asked, *messages]))
@@ -80,14 +93,14 @@ class TurnTokens:
             )
         return whole[len(start) :]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompts: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompts: bool = True) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise TemplateError(
                 "messages need a chat template, and the tokenizer has none: pass text, or set "
                 "actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
             )
         try:
-            rows = Rows([dict(message) for message in messages], kwargs=self._kwargs)
+            rows = Rows([dict(message) for message in messages], [dict(tool) for tool in tools], self._kwargs)
             return ChatTemplate(self._tokenizer).render(rows, prompts=prompts)
         except (jinja2.TemplateError, RowError, TypeError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

@@ -15,6 +15,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import (
     POLICY_LOSS,
     WORKFLOW,
+    code_of_workflow,
     functions_of_pipeline,
     named_algorithms,
     named_rewards,
@@ -42,8 +43,7 @@ def named_code(config: Config) -> list[str]:
         code += [f"{key}: {file}" for file in files if is_function(file)]
     accepts = config.algorithm.filter_groups.should_accept
     code += [f"algorithm.filter_groups.should_accept: {accepts}"] if accepts else []
-    workflow = config.actor_rollout_ref.rollout.workflow
-    code += [f"{WORKFLOW}: {workflow}"] if workflow and ":" in workflow else []
+    code += [f"{key}: {target}" for key, target in code_of_workflow(config)]
     return [*code, *model_code(config)]
 
 

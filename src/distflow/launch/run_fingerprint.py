@@ -16,7 +16,7 @@ from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
-from distflow.config.derived_settings import is_one_process, named_algorithms, reward_functions
+from distflow.config.derived_settings import code_of_workflow, is_one_process, named_algorithms, reward_functions
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import schema_keys
 from distflow.config.serialize import diff, show_value
@@ -130,8 +130,7 @@ def _users_facts(config: Config) -> dict[str, object]:
     chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
     chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
     pipeline = config.dag.pipeline
-    workflow = config.actor_rollout_ref.rollout.workflow
-    chosen["workflow"] = workflow if workflow and ":" in workflow else None
+    chosen |= {target: target for _, target in code_of_workflow(config)}
     chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
     facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
     if any(

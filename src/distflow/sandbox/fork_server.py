@@ -231,6 +231,9 @@ class Program:
                 raise SandboxFault(f"a process could not be isolated: {json.loads(body)}")
             on_failure.pop_all()
 
+    def renew_time(self) -> None:
+        self._left_s = self.limits.wall_s
+
     def question(self, body: bytes) -> bytes:
         """Send a call and return the body of its result. Raises Broken, ServerGone."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)

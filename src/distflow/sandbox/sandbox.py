@@ -48,6 +48,10 @@ class Session(interface.AnySession):
         body = to_text([name, list(args), dict(kwargs)]).encode()
         return _read_result(self._program, lambda: self._program.question(body))
 
+    def renew_time(self) -> None:
+        """From now on it may take all of `Limits.wall_s` again."""
+        self._program.renew_time()
+
     @property
     def stdout(self) -> str:
         return self._program.out.text()

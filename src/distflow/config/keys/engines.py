@@ -222,8 +222,8 @@ class RolloutConfig:
     engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
     workflow: str | None = key(
         None,
-        "episodes of several turns: single_turn, multi_turn, or your async function or class as module:attribute or "
-        "file.py:attribute (docs/workflows.md); null: one prompt, one response",
+        "episodes of several turns: single_turn, multi_turn, tools, environment, or your async function or class as "
+        "module:attribute or file.py:attribute (docs/workflows.md); null: one prompt, one response",
     )
     workflow_kwargs: dict[str, object] = key({}, "options of the workflow")
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

@@ -2,6 +2,7 @@
 node that takes their scores."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt, Reply
+from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow
 from distflow.errors import users_place
@@ -150,6 +152,7 @@ class _Episodes:
     reward_fn: RewardRouter | None
     requests: _Requests = field(init=False)
     tokens: TurnTokens = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
@@ -173,6 +176,7 @@ class _Episodes:
             "episodes/turns": turns / len(samples),
             "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
+            **self.counts,
         }
         return NodeOutput(list(samples), metrics)
 
@@ -183,12 +187,14 @@ class _Episodes:
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index), limits, templated=messages is not None)
+        chat.clock_stopped = deadline_paused
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         told = Row(prompt, row.ground_truth, row.domain, extra)
         try:
             outcome = await self._outcome(chat, told, index)
         finally:
             self.requests.ended()
+        self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
     async def _outcome(self, chat: Chat, row: Row, index: int) -> Outcome:
@@ -247,7 +253,13 @@ def read_outcome(returned: object) -> Outcome:
 
 def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
     """What the chat template does between turns. Raises UserError where it cannot be used."""
-    return TurnTokens(tokenizer, stop_ids, template_kwargs(config, "")).describe()
+    tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
+    settings = config.actor_rollout_ref.rollout
+    if settings.workflow == "tools":
+        template = tokens.tool_template([{}])
+        if settings.workflow_kwargs.get("format") is None:
+            format_of(template)
+    return tokens.describe()
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:

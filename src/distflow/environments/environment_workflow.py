@@ -1,0 +1,81 @@
+"""The workflow `environment`: the model plays an environment with gymnasium's `reset` and `step`."""
+
+import hashlib
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from distflow.environments import text_env
+from distflow.environments.chat import Chat, Reply
+from distflow.environments.user_process import ProcessServer
+from distflow.environments.workflows import Row
+
+
+class EnvironmentWorkflow:
+    """Tells the model each observation and takes its reply as the action, until the environment ends the episode or
+    `max_turns` actions are taken. The score is the sum of the rewards."""
+
+    def __init__(
+        self, *, env: str, env_kwargs: Mapping[str, Any] | None = None, max_turns: int = 16, timeout_s: float = 30.0
+    ) -> None:
+        """env: module:Class, file.py:function, or gymnasium's id. timeout_s: of each `reset` and `step`. Raises
+        UserError."""
+        self._server = ProcessServer(f"{text_env.__name__}:TextEnv", {"env": env, "options": dict(env_kwargs or {})})
+        weakref.finalize(self, self._server.close)
+        self._max_turns, self._timeout_s = max_turns, timeout_s
+        self._options: dict[str, Any] = {
+            "env": env,
+            "env_kwargs": env_kwargs,
+            "max_turns": max_turns,
+            "timeout_s": timeout_s,
+        }
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process it has a server of its own."""
+        return partial(type(self), **self._options), ()
+
+    async def __call__(self, chat: Chat, row: Row) -> float:
+        """Raises CallFailed where the environment fails, which is an error of the episode."""
+        seed = seed_of(row)
+        told = {**row.extra_info, "ground_truth": row.ground_truth}
+        process = await self._server.fork(seed)
+        try:
+            with chat.clock_stopped():
+                first = str(await process.call("reset", self._timeout_s, seed=seed, options=told))
+            reply, total = await _begin(chat, row, first), 0.0
+            while reply.finish_reason == "stop":  # a reply that is cut off is no action
+                with chat.clock_stopped():
+                    step = await process.call("step", self._timeout_s, text=reply.text)
+                observation, reward, has_ended = cast(tuple[str, float, bool], step)
+                total += reward
+                if has_ended:
+                    break
+                if chat.turns >= self._max_turns:
+                    chat.finish_reason = "max_turns"
+                    break
+                reply = await chat.ask(observation)
+            with chat.clock_stopped():
+                await process.call("close", self._timeout_s)
+        finally:
+            process.close()
+        return total
+
+
+async def _begin(chat: Chat, row: Row, observation: str) -> Reply:
+    """Ask for the first action: the observation continues the prompt, in its last message where that is the user's."""
+    if not chat.templated:
+        return await chat.ask(f"{row.prompt}{observation}")
+    *before, last = row.prompt.messages
+    if last["role"] != "user":
+        return await chat.ask([*before, last, {"role": "user", "content": observation}])
+    return await chat.ask([*before, {**last, "content": f"{last['content']}\n\n{observation}"}])
+
+
+def seed_of(row: Row) -> int:
+    """The seed in the row's column `seed`, else one made of the row: all episodes of a group play the same."""
+    found = row.extra_info.get("seed")
+    if isinstance(found, int):
+        return found
+    text = repr((str(row.prompt), row.ground_truth, sorted(row.extra_info.items(), key=str)))
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little") >> 1

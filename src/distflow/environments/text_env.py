@@ -1,0 +1,93 @@
+"""A gymnasium environment in the process of an episode: its observations become text, the model's text an action.
+
+It is any class (or function) whose object has gymnasium's `reset` and `step`, or the id of a registered one. The
+package gymnasium is needed for ids alone.
+"""
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+from distflow.environments.toolbox import bounded, without_control
+from distflow.errors import UserError
+from distflow.import_target import load
+
+MAX_CHARACTERS = 20_000
+_READ = 200
+_NUMBER = re.compile(r"-?\d+")
+
+
+class TextEnv:
+    """Loaded in the server process; the environment itself is made in that of an episode, by `reset`."""
+
+    def __init__(self, env: str, options: Mapping[str, Any]) -> None:
+        """env: module:Class, file.py:function or gymnasium's id. Raises UserError if it cannot be loaded."""
+        self._make: Callable[..., Any] = _registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
+        if not callable(self._make):
+            raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
+        self._options = dict(options)
+        self._env: Any = None
+
+    def reset(self, seed: int, options: dict[str, Any] | None) -> str:
+        """The first observation. Raises what the environment raises."""
+        self._env = self._make(**self._options)
+        returned = self._env.reset(seed=seed, options=options)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(f"reset returned {returned!r:.80}, not (observation, info)")
+        return self._text(returned[0])
+
+    def step(self, text: str) -> list[Any]:
+        """The observation, the reward, and whether the episode has ended. A text without an action is answered so, and
+        is no step."""
+        space: Any = getattr(self._env, "action_space", None)
+        action: object = text
+        if hasattr(space, "n"):
+            first, found = int(getattr(space, "start", 0)), _NUMBER.findall(text[-_READ:])
+            if not found or not space.contains(action := int(found[-1])):
+                return [f"That is no action. Write a number from {first} to {first + int(space.n) - 1}.", 0.0, False]
+        returned = self._env.step(action)
+        if not isinstance(returned, tuple) or len(returned) != 5:
+            raise TypeError(f"step returned {returned!r:.80}, not (observation, reward, terminated, truncated, info)")
+        observation, reward, terminated, truncated, _ = returned
+        if not math.isfinite(number := float(reward)):
+            raise ValueError(f"step returned the reward {reward!r}")
+        return [self._text(observation), number, bool(terminated) or bool(truncated)]
+
+    def close(self) -> None:
+        if hasattr(self._env, "close"):
+            self._env.close()
+
+    def _text(self, observation: object) -> str:
+        """A text as it is, else what the environment renders as text, else the observation's values as JSON."""
+        if not isinstance(observation, str) and getattr(self._env, "render_mode", None) == "ansi":
+            observation = self._env.render()
+        if not isinstance(observation, str):
+            observation = json.dumps(observation, default=_plain)
+        return bounded(without_control(observation), MAX_CHARACTERS).text
+
+
+def _plain(value: Any) -> object:
+    """Of numpy's arrays and numbers. Raises TypeError for anything else, which is not text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(
+        f"an observation of {type(value).__name__} is not text: wrap the environment in one that writes text"
+    )
+
+
+def _registered(name: str) -> Callable[..., Any]:
+    """Raises UserError."""
+    try:
+        gymnasium = importlib.import_module("gymnasium")
+        gymnasium.spec(name)
+    except ImportError as error:
+        raise UserError(
+            f"'{name}' is an id of gymnasium, which is not installed ({error}): pip install 'distflow[gymnasium]'"
+        ) from None
+    except gymnasium.error.Error as error:
+        raise UserError(f"gymnasium has no environment '{name}': {error}") from None
+    return partial(gymnasium.make, name)

@@ -1,0 +1,186 @@
+"""Finds the tool calls in what a model wrote, in the format that its chat template teaches: a table of five.
+
+A call that cannot be read is a call as well, with the reason, so that the model is told. What it wrote while thinking
+(up to `</think>`) calls nothing.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from distflow.errors import UserError
+
+_THOUGHT_END = "</think>"
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the model wrote it. name: "" where none can be read. problem: why it cannot be run, "" if it can.
+    typed: False where the arguments are text whose types the format does not say."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    typed: bool = True
+
+
+def find_tool_calls(text: str, format: str) -> list[ToolCall]:
+    """All calls in a reply, in order. text: with special tokens, but without the one that ends the turn."""
+    thought, closed, answer = text.partition(_THOUGHT_END)
+    if not closed:
+        answer = "" if thought.lstrip().startswith("<think>") else thought
+    return list(FORMATS[format](answer.strip()))
+
+
+def format_of(template: str) -> str:
+    """The format that a chat template teaches. Raises UserError where it shows none of them."""
+    for name, mark in _MARKS:
+        if mark in template:
+            return name
+    raise UserError(
+        "the chat template shows no format of tool calls that is known: set workflow_kwargs.format to the one that "
+        f"the model writes ({', '.join(FORMATS)})"
+    )
+
+
+_MARKS = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("xml", "<function="),
+    ("hermes", "<tool_call>"),
+    ("pythonic", "func_name1("),
+    ("llama3", "<|python_tag|>"),
+    ("llama3", '"parameters": '),
+    ("llama3", "ipython"),
+)
+"""What only templates of that format have; the first that fits counts."""
+
+
+def _hermes(text: str) -> Iterator[ToolCall]:
+    """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Qwen 2.5 and 3, Hermes."""
+    begin, end = "<tool_call>", "</tool_call>"
+    while begin in text:
+        text = text.partition(begin)[2].strip()
+        value, rest, problem = _first_json(text)  # which may hold the end's text in a string
+        if not problem and rest.startswith(end):
+            yield _call(value)
+            text = rest
+            continue
+        body, closed, text = text.partition(end)
+        wrong = problem or f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
+        yield ToolCall("", problem=wrong if closed and body.strip() else f"a tool call is cut off: it has no {end}")
+
+
+def _xml(text: str) -> Iterator[ToolCall]:
+    """`<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder."""
+    if "<tool_call>" in text and "<function=" not in text:
+        yield ToolCall("", problem="a tool call has no <function=...> in it")
+    for part in text.split("<function=")[1:]:
+        body, closed, _ = part.partition("</function>")
+        name, _, rest = body.partition(">")
+        found, problem = {}, "" if closed else "a tool call is cut off: it has no </function>"
+        for parameter in rest.split("<parameter=")[1:]:
+            key, _, value = parameter.partition(">")
+            value, ended, _ = value.partition("</parameter>")
+            problem = problem or ("" if ended else f"the parameter {key[:_SHOWN]!r} has no </parameter>")
+            found[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+        yield ToolCall(name.strip(), found, problem, typed=False)
+
+
+def _llama3(text: str) -> Iterator[ToolCall]:
+    """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several divided by `;`: Llama 3."""
+    marked = "<|python_tag|>" in text
+    text = text.rpartition("<|python_tag|>")[2].strip()
+    if marked or (text.startswith("{") and '"name"' in text):
+        while text:
+            value, text, problem = _first_json(text)
+            yield ToolCall("", problem=problem) if problem else _call(value)
+            text = text.lstrip("; \n\t")
+
+
+def _mistral(text: str) -> Iterator[ToolCall]:
+    """`[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}` (since v11)."""
+    for part in text.split("[TOOL_CALLS]")[1:]:
+        name, has_arguments, body = part.partition("[ARGS]")
+        if not has_arguments:
+            yield from _calls(part.strip())
+            continue
+        value, _, problem = _first_json(body.strip())
+        yield _call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}, problem)
+
+
+def _pythonic(text: str) -> Iterator[ToolCall]:
+    """The whole reply is a list of calls, `[add(a=1), add(a=2)]`, with literals as arguments: Llama 4, OLMo."""
+    text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", text):
+        return
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        yield ToolCall("", problem=f"the list of calls cannot be read: {error}"[:_SHOWN])
+        return
+    for node in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(node, ast.Call):
+            yield ToolCall("", problem=f"{ast.unparse(node)[:_SHOWN]!r} in the list is not a call")
+            continue
+        name = ast.unparse(node.func)
+        try:
+            found = {str(key.arg): ast.literal_eval(key.value) for key in node.keywords if key.arg}
+            json.dumps(found)
+        except (ValueError, TypeError):
+            yield ToolCall(name, problem="an argument is not a plain value")
+            continue
+        has_names = len(found) == len(node.keywords) and not node.args
+        yield ToolCall(name, found, "" if has_names else "every argument needs its name, as in f(a=1)")
+
+
+FORMATS: Mapping[str, Callable[[str], Iterator[ToolCall]]] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "pythonic": _pythonic,
+    "xml": _xml,
+}
+
+
+def _calls(body: str) -> Iterator[ToolCall]:
+    """Of one JSON text, which is a call or a list of them."""
+    value, rest, problem = _first_json(body.strip())
+    if not problem and rest:
+        problem = f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
+    if problem:
+        yield ToolCall("", problem=problem)
+        return
+    for each in value if isinstance(value, list) else [value]:
+        yield _call(each)
+
+
+def _call(value: Any, problem: str = "") -> ToolCall:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str) or not name:
+        return ToolCall("", problem='a tool call must be {"name": ..., "arguments": {...}}')
+    found = value.get("arguments", value.get("parameters", {}))
+    if isinstance(found, str):  # as in the API of OpenAI
+        found, rest, problem = _first_json(found.strip())
+    if not problem and found is not None and not isinstance(found, dict):
+        problem = "the arguments of a tool call must be a JSON object"
+    return ToolCall(name, found if isinstance(found, dict) else {}, problem)
+
+
+def _first_json(text: str) -> tuple[Any, str, str]:
+    """The JSON value that the text begins with, what follows it, and why there is none."""
+    try:
+        value, end = _DECODER.raw_decode(text)
+        return value, text[end:].strip(), ""
+    except (ValueError, RecursionError) as error:
+        return None, "", f"the JSON of a tool call cannot be read: {error}"
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models break lines within strings

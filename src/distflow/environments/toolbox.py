@@ -1,0 +1,74 @@
+"""The tools in the processes of episodes, where each call becomes a bounded text."""
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, NamedTuple, cast
+
+from distflow.errors import UserError
+from distflow.import_target import load, users_code
+
+_CONTROL = re.compile(
+    "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?"  # escape sequences of terminals
+    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"  # control characters but tabs and line ends; halves of pairs
+)
+
+
+class ToolAnswer(NamedTuple):
+    """What the model is told. failed: the tool did not do what it is for, or its answer had to be changed."""
+
+    text: str
+    failed: bool
+
+
+class Toolbox:
+    """The tools, made in the server process and called in those of episodes."""
+
+    def __init__(self, targets: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+        """targets: target and options of each, by its name. Raises UserError for a tool that cannot be made."""
+        self._functions: dict[str, Callable[..., object]] = {}
+        for name, (target, options) in targets.items():
+            found = cast(Callable[..., Any], load(target))
+            with users_code(f"the tool '{name}' cannot be made:", passes=UserError):
+                self._functions[name] = found(**options) if isinstance(found, type) else partial(found, **options)
+
+    def call(self, name: str, arguments: dict[str, Any], max_characters: int) -> list[Any]:
+        """A `ToolAnswer`. Raises what the tool raises."""
+        function = self._functions[name]
+        returned = function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = self._loop.run(_awaited(returned))
+        if isinstance(returned, str):
+            return list(bounded(returned, max_characters))
+        try:
+            return list(bounded(json.dumps(returned, ensure_ascii=False, allow_nan=False), max_characters))
+        except (TypeError, ValueError):
+            kind = type(returned).__name__
+            return [f"error: {name} returned {kind}, which is neither text nor a JSON value", True]
+
+    @cached_property
+    def _loop(self) -> asyncio.Runner:
+        """One for all calls, since connections that an async function keeps open belong to it."""
+        return asyncio.Runner()
+
+
+def bounded(text: str, max_characters: int) -> ToolAnswer:
+    """The text, cut and without a terminal's control characters; a last line says so, and it has failed if so."""
+    kept = text[:max_characters]
+    plain, remarks = without_control(kept), ["control characters are left out"]
+    if len(plain) == len(kept.replace("\r\n", "\n")):
+        remarks = []
+    if len(text) > max_characters:
+        remarks.append(f"cut: the answer has {len(text):,} characters")
+    return ToolAnswer("\n".join([plain, *(f"[{remark}]" for remark in remarks)]), bool(remarks))
+
+
+def without_control(text: str) -> str:
+    return _CONTROL.sub("", text.replace("\r\n", "\n"))
+
+
+async def _awaited(work: Awaitable[object]) -> object:
+    return await work

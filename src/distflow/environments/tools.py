@@ -1,0 +1,191 @@
+"""Tools of an episode: what the model is told of them, and the calls that it makes, each of which becomes a text.
+
+A tool is a plain or async function, or a class whose instances are called; the signature and the docstring are its
+schema. Calls run in a process of the episode's own (`user_process.py`), so what a module keeps lasts for the episode;
+Python code of the model runs in the sandbox.
+"""
+
+import asyncio
+import inspect
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+from distflow.environments import builtin_tools, toolbox
+from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
+from distflow.environments.tool_calls import ToolCall
+from distflow.environments.toolbox import ToolAnswer, bounded
+from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
+from distflow.errors import UserError, hint
+from distflow.import_target import LoadError, load
+from distflow.sandbox.interface import DEFAULT_LIMITS, Broken, Raised
+from distflow.sandbox.sandbox import Sandbox, Session
+
+Entry = str | Mapping[str, Any]
+"""A tool: a built-in name or a target ("file.py:function"), or {name, options} with keyword arguments that the model
+does not see."""
+PYTHON = "python"
+_SESSION_CPU_S = 600.0
+_SHOWN = 500
+
+
+class Tools:
+    """The tools of a run, on our side. schemas: as chat templates take them."""
+
+    def __init__(self, entries: Sequence[Entry], timeout_s: float, max_characters: int) -> None:
+        """Raises UserError for a tool that cannot be used."""
+        targets = [_read(entry) for entry in entries]
+        self.schemas = [_schema(target, options) for target, options in targets]
+        functions = [schema["function"] for schema in self.schemas]
+        self.parameters = {function["name"]: function["parameters"]["properties"] for function in functions}
+        if len(self.parameters) < len(targets):
+            raise UserError(f"two tools have the same name: {', '.join(function['name'] for function in functions)}")
+        named = dict(zip(self.parameters, targets, strict=True))
+        self.server = ProcessServer(f"{toolbox.__name__}:Toolbox", {"targets": named})
+        self.timeout_s, self.max_characters = timeout_s, max_characters
+        self.sandbox = None
+        if PYTHON in self.parameters:
+            limits = DEFAULT_LIMITS._replace(wall_s=timeout_s, cpu_s=_SESSION_CPU_S, output_bytes=4 * max_characters)
+            self.sandbox = Sandbox(limits)
+
+    def episode(self, *identity: object) -> "EpisodeTools":
+        """identity: seeds what the tools draw."""
+        return EpisodeTools(self, identity)
+
+    def close(self) -> None:
+        self.server.close()
+        if self.sandbox is not None:
+            self.sandbox.close()
+
+
+class EpisodeTools:
+    """A context manager: leaving it ends what the calls have started. calls, errors: how many, by tool."""
+
+    def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
+        self._tools, self._identity = tools, identity
+        self._process: UserProcess | None = None
+        self._session: Session | None = None
+        self.calls, self.errors = Counter[str](), Counter[str]()
+
+    def __enter__(self) -> "EpisodeTools":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for opened in (self._process, self._session):
+            if opened is not None:
+                opened.close()
+
+    async def run(self, call: ToolCall) -> str:
+        """The text of the tool message that answers a call, whatever happened."""
+        answer = await self._answer(call)
+        name = call.name if call.name in self._tools.parameters else "unknown"
+        self.calls[name] += 1
+        self.errors[name] += answer.failed
+        return answer.text
+
+    async def _answer(self, call: ToolCall) -> ToolAnswer:
+        if problem := call.problem or self._misfit(call):
+            return ToolAnswer(f"error: {bounded(problem, _SHOWN).text}", True)
+        arguments, declared = dict(call.arguments), self._tools.parameters[call.name]
+        if not call.typed:
+            arguments = {name: _typed(str(text), declared[name]) for name, text in arguments.items()}
+        try:
+            return await (self._run_python if call.name == PYTHON else self._call)(call.name, arguments)
+        except ProcessEnded as error:
+            self._process = None
+            return ToolAnswer(f"error: {call.name} ended its process: {bounded(str(error), _SHOWN).text}", True)
+        except CallFailed as error:
+            return ToolAnswer(f"error: {call.name} raised {bounded(str(error), _SHOWN).text}", True)
+
+    def _misfit(self, call: ToolCall) -> str:
+        """Why the call fits no tool; empty if it does."""
+        known = self._tools.parameters.get(call.name)
+        if known is None:
+            return f"there is no tool {call.name!r}{hint(call.name, self._tools.parameters)}"
+        unknown = [name for name in call.arguments if name not in known]
+        return f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], known)}" if unknown else ""
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        if self._process is None:
+            self._process = await self._tools.server.fork(*self._identity, sum(self.calls.values()))
+        asked: dict[str, Any] = {"name": name, "arguments": arguments, "max_characters": self._tools.max_characters}
+        text, failed = cast(tuple[str, bool], await self._process.call("call", self._tools.timeout_s, **asked))
+        return ToolAnswer(text, failed)
+
+    async def _run_python(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        """On a thread, which the sandbox's own deadline ends."""
+        if not isinstance(arguments.get("code"), str):
+            raise CallFailed("TypeError: code must be a text")
+        try:
+            printed, failed = await asyncio.to_thread(self._execute, arguments["code"])
+        except Raised as error:
+            raise CallFailed(str(error)) from None
+        except Broken as error:
+            if self._session is not None and error.cause != "value":
+                self._session.close()
+                self._session = None
+            late = f"no answer within {self._tools.timeout_s:g} s"
+            reason = late if error.cause == "time" else error.reason
+            return ToolAnswer(f"error: {name} ended its process: {reason}; names defined before are lost", True)
+        text, cut = bounded(str(printed), self._tools.max_characters)
+        return ToolAnswer(text, bool(failed) or cut)
+
+    def _execute(self, code: object) -> Any:
+        assert self._tools.sandbox is not None
+        if self._session is None:
+            self._session = self._tools.sandbox.open(PYTHON_SESSION)
+        self._session.renew_time()
+        return self._session.call("run", [code])
+
+
+def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
+    """Target and options. Raises UserError."""
+    whole = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(whole, Mapping) or not isinstance(whole.get("name"), str) or set(whole) - {"name", "options"}:
+        raise UserError(
+            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: search, options: {{file: "
+            "texts.txt}}"
+        )
+    name, options = str(whole["name"]), dict(cast(Mapping[str, Any], whole.get("options", {})))
+    if name in BUILTIN_TOOLS:
+        return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name]}", options
+    if "." not in name and ":" not in name:
+        raise UserError(
+            f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is \"file.py:function\""
+        )
+    return name, options
+
+
+def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """How the model is told of a tool: without the parameters that are options. Raises UserError."""
+    try:
+        found: Any = load(target)
+    except LoadError as error:
+        raise UserError(f"the tool {error}") from error
+    is_class = isinstance(found, type)
+    try:
+        inspect.signature(found).bind_partial(**options)
+        schema: dict[str, Any] = get_json_schema(found.__call__ if is_class else found)
+    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
+        raise UserError(
+            f"the tool '{target}' cannot be described to the model or does not take its options: {error}. Give every "
+            "parameter a type, and a line in the docstring under 'Args:', as 'name: what it is'"
+        ) from None
+    parameters = schema["function"]["parameters"]
+    for hidden in () if is_class else options:
+        parameters["properties"].pop(hidden, None)
+        parameters["required"] = [name for name in parameters.get("required", []) if name != hidden]
+    schema["function"]["name"] = found.__name__.lower() if is_class else found.__name__
+    return schema
+
+
+def _typed(text: str, declared: Mapping[str, Any]) -> Any:
+    """An argument of a format without types, as its schema declares it: a text stays, others are JSON where they can
+    be."""
+    with suppress(ValueError):
+        return text if declared.get("type") == "string" else cast(Any, json.loads(text))
+    return text

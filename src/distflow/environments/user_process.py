@@ -1,0 +1,231 @@
+"""User code of an episode, in a process of its own: tools, and environments.
+
+A server process imports the user's modules once and forks a process for each episode, which takes milliseconds. What
+such a process does (it hangs, dies, fills its memory, starts others) ends with the episode: the server kills its whole
+process group once our end of its socket is closed, or the run has ended, however that was.
+
+Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the server,
+`{"died": ...}`.
+"""
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn, cast
+
+from distflow.data import global_generators
+from distflow.errors import UserError, users_place
+from distflow.import_target import load
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+MEMORY_BYTES = 4 * 2**30
+START_TIMEOUT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+_SHOWN = 1000
+_GONE = b'{"died": "the process that started it ended"}'
+
+
+class CallFailed(Exception):
+    """The user's code raised an error."""
+
+
+class ProcessEnded(CallFailed):
+    """The process died, or was killed since it did not answer in time: nothing more can be called in it."""
+
+
+class ProcessServer:
+    """Forks processes that each have the object `target(**options)`, which is made once, in the server."""
+
+    def __init__(self, target: str, options: Mapping[str, Any]) -> None:
+        """options: plain values. Raises UserError if the object cannot be made."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with theirs:
+            arguments = (str(theirs.fileno()), str(os.getpid()), target, json.dumps(dict(options)))
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C reaches the run only
+            )
+        self.pid = self._popen.pid
+        self._control.settimeout(START_TIMEOUT_S)
+        try:
+            answer = json.loads(self._control.recv(2**16) or _GONE)
+        except TimeoutError:
+            answer = {"error": f"its modules were not imported within {START_TIMEOUT_S:g} s"}
+        if "value" not in answer:
+            self.close()
+            raise UserError(answer.get("error") or "its modules ended the process that imported them")
+
+    async def fork(self, *identity: object) -> "UserProcess":
+        """identity: seeds the random generators of the process. Raises RuntimeError if the server is gone."""
+        seed = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [seed], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise RuntimeError(f"the server of processes for tools and environments is gone ({error})") from None
+        return UserProcess(*await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES))
+
+    def close(self) -> None:
+        """End all its processes. Idempotent."""
+        self._control.close()
+        try:
+            self._popen.wait(5)
+        except subprocess.TimeoutExpired:  # it still imports the user's modules
+            self._popen.kill()
+            self._popen.wait()
+
+
+class UserProcess:
+    """The process of one episode, which runs one call at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
+        """What the object's method returns. Raises CallFailed; ProcessEnded."""
+        self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._answer()
+        except TimeoutError:
+            answer = {"died": f"no answer within {timeout_s:g} s"}
+        except (ValueError, OSError) as error:
+            answer = {"died": f"its answer cannot be read: {error}"}
+        if "died" in answer:
+            self.close()
+            raise ProcessEnded(str(answer["died"]))
+        if "error" in answer:
+            raise CallFailed(str(answer["error"]))
+        return answer["value"]
+
+    def close(self) -> None:
+        """End it and all that it started. Idempotent."""
+        if not self._writer.is_closing():
+            with suppress(OSError):  # the other end is closed
+                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # whoever else has inherited it
+            self._writer.transport.abort()
+
+    async def _answer(self) -> dict[str, Any]:
+        """Raises ValueError, OSError."""
+        line = b"\n"
+        while line == b"\n":
+            line = await self._reader.readline()
+        answer = json.loads(line or _GONE)
+        if not isinstance(answer, dict) or not {"value", "error", "died"} & {*answer}:
+            raise ValueError("it is no answer")
+        return answer
+
+
+def main() -> None:
+    """The server: make the object, then fork a process for each request, until the run ends."""
+    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    _die_with(signal.SIGKILL)  # while it imports; afterwards `_serve` watches, as the starting thread may end earlier
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=descriptor)
+    try:
+        hosted = cast(Callable[..., Any], load(sys.argv[3]))(**json.loads(sys.argv[4]))
+    except UserError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return
+    parent = os.pidfd_open(parent_pid)
+    _die_with(0)
+    if os.getppid() == parent_pid:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        control.send(b'{"value": true}')
+        _serve(control, parent, hosted)
+
+
+def _serve(control: socket.socket, parent: int, hosted: object) -> None:
+    """Fork, and end processes whose other end is closed or which have ended. Returns when the run has ended."""
+    running: dict[int, tuple[socket.socket, int]] = {}  # by process id: its end of the socket, and a pidfd
+    while True:
+        poll = select.poll()
+        for watched in (control.fileno(), parent, *(handle for _, handle in running.values())):
+            poll.register(watched, select.POLLIN)
+        for channel, _ in running.values():
+            poll.register(channel, 0)  # reports that our end is closed
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
+            _end(pid, *running.pop(pid))
+        seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
+        if parent in ready or (control.fileno() in ready and not descriptors):
+            for pid, (channel, handle) in running.items():
+                _end(pid, channel, handle)
+            return
+        if descriptors:
+            channel = socket.socket(fileno=descriptors[0])
+            if (pid := os.fork()) == 0:
+                for other, handle in running.values():  # or nobody would see that they are closed
+                    other.close()
+                    os.close(handle)
+                control.close()
+                _run(channel, hosted, seed)
+            running[pid] = channel, os.pidfd_open(pid)
+
+
+def _end(pid: int, channel: socket.socket, handle: int) -> None:
+    """Kill the process and those that it started, and tell why it ended whoever still listens."""
+    for kill in (os.killpg, os.kill):  # it may not have its own group yet
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+    os.close(handle)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    with channel, suppress(OSError):
+        channel.setblocking(False)
+        channel.send(b"\n" + json.dumps({"died": f"its process {how}"}).encode() + b"\n")
+
+
+def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
+    """The process of an episode: answer calls until it is killed."""
+    _die_with(signal.SIGKILL)
+    os.setsid()
+    global_generators.seed(seed)
+    own = os.getpid()
+    with channel.makefile("rb") as calls:
+        for line in calls:
+            method, arguments = json.loads(line)
+            answer = _answer(getattr(hosted, method), arguments)
+            if os.getpid() != own:  # the user's code has forked and returned twice
+                os._exit(0)
+            channel.sendall(answer + b"\n")
+    os._exit(0)
+
+
+def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps({"value": function(**arguments)}, allow_nan=False)
+    except MemoryError:
+        return b'{"died": "it ran out of memory"}'
+    except (Exception, SystemExit, GeneratorExit) as error:  # the user's code may raise anything
+        place = f" (at {found})" if (found := users_place(error)) else ""
+        text = json.dumps({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
+    if len(text) >= MAX_MESSAGE_BYTES:
+        text = json.dumps({"error": f"an answer of {len(text):,} bytes; at most {MAX_MESSAGE_BYTES:,}"})
+    return text.encode()
+
+
+def _die_with(number: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+if __name__ == "__main__":
+    main()
