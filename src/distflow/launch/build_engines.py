@@ -197,7 +197,7 @@ def build_rollout_of_server(
     with blaming("actor_rollout_ref.model.path"):
         model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
     _cast(model, dtype)
-    urls = options.get("url") or (None,) * num_servers
+    urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * num_servers
     make = partial(_make_engine, engine, model, get("tokenizer"), shares=False)
     engines = [make(options={**options, "url": url}) for url in urls]
     return Fleet([cast(HttpEngine, each) for each in engines]) if len(engines) > 1 else engines[0]

@@ -251,7 +251,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _until_current(self, server: _Server) -> None:
         """Restart it if it is lost, and give it the newest weights. Tries for ever: somebody may repair it."""
         while server.is_lost or self._is_behind(server):
-            server.reads = self._files and self._files.folder
+            server.reads = self._files.folder if self._files is not None else None
             try:
                 await self._step_towards(server)
                 server.failures = 0
@@ -368,7 +368,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def _drop_old(self) -> None:
         """Folders of weights that nobody reads."""
-        used = {each.reads for each in self._servers} | {self._files and self._files.folder}
+        used = {each.reads for each in self._servers} | {self._files.folder if self._files is not None else None}
         for folder in self._folders - used:
             self._servers[0].engine.folder.drop(folder)
             self._folders.discard(folder)
