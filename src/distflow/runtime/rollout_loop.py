@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,18 +13,23 @@ from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.score import CallCounts, RewardCounts
-from distflow.runtime.abort_surplus_groups import EarlyStop
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
+from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
+from distflow.runtime.generation_batches import EarlyStop, Rounds
 from distflow.runtime.node_errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
-from distflow.runtime.submission_gate import SubmissionGate, group_task
+from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.groups import PromptGroup, Version
+
+group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
+"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 MakeContext = Callable[[Group, str], NodeContext]
 
@@ -44,6 +50,95 @@ class GroupEvents:
     ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     waits: Waits = field(default_factory=Waits)
+
+
+class SubmissionGate:
+    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
+    ended without one.
+
+    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
+    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
+    """
+
+    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
+        self._engine, self._recorder = engine, group_recorder
+        self.pause, self.resume = engine.pause, engine.resume
+        self._waiting: set[asyncio.Task[None] | None] = set()
+        self._all_in = asyncio.Event()
+        self._early_stop: EarlyStop | None = None
+        self._rounds: Rounds | None = None
+
+    def expect(
+        self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None, in_rounds: bool = False
+    ) -> None:
+        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
+        since. early_stop: informed of every response. in_rounds: later requests go to the engine in rounds too."""
+        self._waiting, self._early_stop = set(tasks), early_stop
+        self._all_in = asyncio.Event()
+        self._rounds = Rounds(tasks, self.pause, self.resume) if in_rounds else None
+        for task in tasks:
+            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
+        Responses that a weight update cut off are generated again."""
+        with deadline_paused():
+            fault_injection.reach("rollout.generate")
+            if self._rounds is not None:
+                await self._rounds.turn(group_task.get(), request.samples[0])
+            result = await generate_whole(self._ask, request)
+            self._recorder.generated(request, result)
+            return result
+
+    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+        pending = asyncio.ensure_future(self._engine.generate(request))
+        task = group_task.get() or asyncio.current_task()
+        assert task is not None
+
+        def end(task: asyncio.Task[None]) -> None:
+            pending.cancel()
+
+        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
+        try:
+            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
+            self.arrived(task)
+            if self._rounds is not None:
+                self._rounds.submitted(task)
+            result = await pending
+            if self._early_stop is not None:
+                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
+            return result
+        finally:
+            task.remove_done_callback(end)
+            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
+
+    async def all_in(self) -> None:
+        """Wait until every group of the generation batch has arrived."""
+        if self._waiting:
+            await self._all_in.wait()
+
+    @property
+    def version(self) -> Version:
+        return self._engine.version
+
+    async def num_generated_tokens(self) -> int:
+        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
+        await self.pause()
+        number = getattr(self._engine, "num_generated_tokens", 0)
+        await self.resume()
+        return int(number)
+
+    def asks_no_more(self, task: asyncio.Task[None] | None) -> None:
+        """The group has been through all of its nodes."""
+        self.arrived(task)
+        if self._rounds is not None:
+            self._rounds.left(task)
+
+    def arrived(self, task: asyncio.Task[None] | None) -> None:
+        """The group has sent its request, or needs none."""
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_in.set()
 
 
 @dataclass

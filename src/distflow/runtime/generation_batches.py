@@ -1,12 +1,16 @@
-"""The end of a generation batch with more groups than its step needs: when the step is full, the rest is aborted."""
+"""Generation batches: groups that start together. In one with more groups than its step needs, the rest is aborted when
+the step is full. Where groups ask the engine several times, their requests go to it in rounds: what is decoded together
+depends on no timing, so a run that is killed and resumed draws the same."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.scheduling.groups import Places, PromptGroup
+
+GroupTask = asyncio.Task[None]
 
 
 @dataclass
@@ -122,3 +126,85 @@ class EarlyStop:
         if task in self._unordered:
             self._unordered.remove(task)
             self._order.put_nowait(task)
+
+
+class Rounds:
+    """Holds requests until every group of the generation batch has sent one, or asks no more; then all go to the paused
+    engine, in the order of groups and samples, before it resumes. The first round is the batch's start, which is not
+    held. A group has no request in the engine when it sends those of its next round.
+
+    Everything here runs on the asyncio thread.
+    """
+
+    def __init__(
+        self,
+        tasks: Collection[GroupTask],
+        pause: Callable[[], Awaitable[None]],
+        resume: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._order = {task: number for number, task in enumerate(tasks)}
+        self._pause, self._resume = pause, resume
+        self._asking, self._begun = set(tasks), set[GroupTask]()
+        self._held: dict[asyncio.Future[None], tuple[int, int, GroupTask]] = {}
+        self._num_released, self._all_submitted = 0, asyncio.Event()
+        self._releasing: asyncio.Task[None] | None = None
+        for task in tasks:
+            task.add_done_callback(self.left)
+
+    async def turn(self, task: GroupTask | None, sample: int) -> None:
+        """Returns when the request may go to the engine. Requests of other tasks may at once."""
+        if task not in self._order or task is None:
+            return
+        if task not in self._begun:
+            return
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held[held] = (self._order[task], sample, task)
+        self._look()
+        try:
+            await held
+        except asyncio.CancelledError:
+            self._held.pop(held, None)
+            if held.done() and not held.cancelled():
+                self._submitted()
+            raise
+
+    def submitted(self, task: GroupTask | None) -> None:
+        """A request of the group is in the engine's queue."""
+        if task in self._begun:
+            self._submitted()
+        elif task is not None and task in self._order:
+            asyncio.get_running_loop().call_soon(self._begun.add, task)  # after the others of its first round
+
+    def left(self, task: GroupTask | None) -> None:
+        """The group asks no more."""
+        self._asking.discard(task)
+        self._look()
+
+    def _submitted(self) -> None:
+        self._num_released -= 1
+        if self._num_released <= 0:
+            self._all_submitted.set()
+
+    def _look(self) -> None:
+        waiting = {task for _, _, task in self._held.values()}
+        if self._held and self._asking <= waiting and self._releasing is None:
+            self._releasing = asyncio.ensure_future(self._release())
+
+    async def _release(self) -> None:
+        await asyncio.sleep(0)  # a group's requests of one round come in the same turn of the loop
+        await self._pause()
+        try:
+            held = sorted(self._held.items(), key=lambda item: item[1][:2])
+            self._held, self._num_released = {}, len(held)
+            self._all_submitted.clear()
+            for future, _ in held:
+                if not future.done():
+                    future.set_result(None)
+                else:
+                    self._submitted()
+            if held:
+                await self._all_submitted.wait()
+        finally:
+            await self._resume()
+            self._releasing = None
+            self._look()
