@@ -27,12 +27,12 @@ from torch import Tensor
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import WeightReceipt
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import Carry, hash_of, pack, write_bucket
+from distflow.runtime.weight_sync.bucket_files import Carry, hash_of, pack, write_bucket
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.weight_sync.transports import IncomingWeights, LocalWeights
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 TENSOR_MIB = 16
 TIMEOUT_S = 300.0

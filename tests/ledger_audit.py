@@ -3,7 +3,7 @@
 from fractions import Fraction
 from pathlib import Path
 
-from distflow.scheduling.groups import CountsError, GroupCounts
+from distflow.scheduling.group_states import CountsError, GroupCounts
 from distflow.scheduling.ledger import LedgerCounts, Record, timeline
 
 

@@ -31,7 +31,7 @@ LAYERS = (
     {"graph", "config", "observe"},
     {"import_target"},
     {"untrusted_files"},
-    {"errors", "builtin_names", "device_transfer", "hub_access"},
+    {"errors", "builtin_names", "device_transfer", "hub_reachable"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MOST_FILES = 25

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from distflow import __version__
-from distflow.observe.sanitize import harmless_output, quiet_libraries
+from distflow.observe.harmless_output import harmless_output, quiet_libraries
 from distflow.runtime.stop import Interrupted, ended_by, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
@@ -37,7 +37,7 @@ example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files
 keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
 COMMANDS: dict[str, Command] = {
-    "new": Command("create a folder with a config, a reward function and data", "distflow.commands.new"),
+    "new": Command("create a folder with a config, a reward function and data", "distflow.commands.new_and_list"),
     "train": Command("train with a preset or a YAML file", "distflow.commands.train", runs_code=True, more=_PRESETS),
     "sft": Command("fine-tune on given responses", "distflow.commands.train", runs_code=True),
     "eval": Command(
@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command] = {
     "sandbox": Command(
         "run a Python file in the sandbox, or serve the sandbox to other machines", "distflow.commands.sandbox"
     ),
-    "list": Command("list presets, built-in models or runs", "distflow.commands.new"),
+    "list": Command("list presets, built-in models or runs", "distflow.commands.new_and_list"),
     "report": Command("write report.html of a run again", "distflow.commands.run_folder"),
     "why": Command("show the groups of a step, and what was dropped", "distflow.commands.run_folder"),
     "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.run_folder"),

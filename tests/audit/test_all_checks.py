@@ -9,7 +9,7 @@ import pytest
 
 from distflow.audit import advantages, log_probs, rewards
 from distflow.audit.all_checks import CHECKS
-from distflow.audit.check_base import Check
+from distflow.audit.recorded_step import Check
 from distflow.builtin_names import ESTIMATORS
 from distflow.errors import TrustError
 from distflow.observe.reading.run_reader import Event, read_events

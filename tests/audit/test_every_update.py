@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.audit.audited_steps import AuditSchedule, Depth
+from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.training import torch_engine

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from distflow.audit import log_probs
-from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
 from distflow.audit.log_probs import audit_log_probs
 from distflow.audit.optimizer_steps import (
     audit_each_sample_once,
@@ -21,6 +20,7 @@ from distflow.audit.optimizer_steps import (
     total_updates,
 )
 from distflow.audit.recorded_calls import GroupRecords, UpdateRecord
+from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
 from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups
 from distflow.config import load_config
@@ -29,7 +29,7 @@ from distflow.graph import NodeRole
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.pipelines import nodes
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine

@@ -18,13 +18,13 @@ from torch import Tensor
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
 from distflow.rollout.engine import WeightReceipt
-from distflow.rollout.weights import copy_weights, stripe_hashes
+from distflow.rollout.engine_weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import Carry, Packed, SentBucket, write_bucket
+from distflow.runtime.weight_sync.bucket_files import Carry, Packed, SentBucket, write_bucket
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.weight_sync.transports import IncomingWeights, LocalWeights
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 SHAPES = {"a": (300, 1000), "b": (250, 1000), "c": (300, 1000), "tied": (5,), "scalar": (), "d": (280, 1000)}
 BUCKET_BYTES = 1_300_000  # one of the large ones

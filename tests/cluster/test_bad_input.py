@@ -63,7 +63,7 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground
     shutil.rmtree(ground.folder / "run" / "data")
     with pytest.raises(WorkerFailed, match="worker 0 of 1 .*could not be started: .*No such file") as told:
         launch_ray(spec)
-    assert "encoded.py" in str(told.value.__cause__), "where it was"
+    assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"
 
 
 def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import ray
 
 from distflow.cluster.weights_to_workers import put_in_store
 from distflow.errors import TrustError
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync import sender
-from distflow.runtime.weight_sync.buckets import hash_of
-from distflow.scheduling.groups import Version
+from distflow.runtime.weight_sync.bucket_files import hash_of
+from distflow.scheduling.group_states import Version
 from tests.cluster.fleet import (
     BUCKET_BYTES,
     ONE,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distflow.cluster.weights_by_collective import InPair, Pairs
-from distflow.runtime.weight_sync.buckets import hash_of, pack
-from distflow.scheduling.groups import Version
+from distflow.runtime.weight_sync.bucket_files import hash_of, pack
+from distflow.scheduling.group_states import Version
 from tests.cluster.fleet import on_loopback
 
 ENDS_WITHIN_S = 300.0

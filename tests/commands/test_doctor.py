@@ -12,7 +12,7 @@ import torch
 from distflow.cli import main
 from distflow.launch import check_device
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.sandbox import fork_server
+from distflow.sandbox import fork_server_client as fork_server
 from distflow.sandbox.interface import INSTALL
 from distflow.sandbox.sandbox import probe
 

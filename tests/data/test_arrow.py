@@ -3,7 +3,7 @@
 import pyarrow
 import pytest
 
-from distflow.data.encoded import metadata_of, write_arrow
+from distflow.data.encoded_rows_file import metadata_of, write_arrow
 
 TABLE = pyarrow.table({"row": ["a", "b"]}).replace_schema_metadata({"source": "me"})
 

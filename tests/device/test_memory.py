@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distflow.models.loading import load_model
-from distflow.rollout import weights
+from distflow.rollout import engine_weights as weights
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.device.rehearsal import on_device

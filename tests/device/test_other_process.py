@@ -12,12 +12,12 @@ import torch
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.models.loading import load_model
 from distflow.rollout.engine import WeightReceipt
-from distflow.rollout.weights import EngineWeights, stripe_hashes
-from distflow.runtime.weight_sync.buckets import Carry, hash_of, pack, write_bucket
+from distflow.rollout.engine_weights import EngineWeights, stripe_hashes
+from distflow.runtime.weight_sync.bucket_files import Carry, hash_of, pack, write_bucket
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.runtime.weight_sync.sender import buckets
 from distflow.runtime.weight_sync.transports import IncomingWeights
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.device.rehearsal import load_device, on_device
 from tests.forks import forks
 from tests.rollout.drive import make_engine, prompt_of, request_of, run_all, tokens_of

@@ -11,7 +11,7 @@ from distflow.algorithms.objective import PolicyObjective
 from distflow.errors import TrustError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.loading import load_model
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync.sender import check_sent
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
@@ -64,7 +64,7 @@ def waits_of_step(folder: Path, max_tokens: int, loss) -> Counter:
 @on_device
 def test_a_decode_step_waits_once() -> None:
     short, long = waits_of_response(20), waits_of_response(60)
-    assert (long - short).keys() == {("wait", "event", "rollout/embedded/cuda/async_decode.py CudaRequestLane.read")}
+    assert (long - short).keys() == {("wait", "event", "rollout/embedded/cuda/request_lane.py CudaRequestLane.read")}
     assert (long - short).total() == 40
 
 

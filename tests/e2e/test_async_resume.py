@@ -25,7 +25,7 @@ KILLED = """
 import asyncio, itertools, os, signal
 from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
-from distflow.rollout import weights as weights_module
+from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.sample_queue.local import LocalSampleQueue

@@ -11,7 +11,7 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
-from distflow.audit.audited_steps import AuditSchedule, Depth
+from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -20,7 +20,7 @@ from distflow.pipelines.nodes import rollout
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
-from distflow.rollout import weights as weights_module
+from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.embedded import host_steps
 from distflow.rollout.embedded import scheduler as sequences
@@ -195,7 +195,7 @@ def unread_on_odd_steps(patch: Patch) -> None:
     original = weights_module.copy_weights
 
     def planted(module: Any, weights: Any) -> Any:
-        from distflow.rollout.weights import stripe_hashes
+        from distflow.rollout.engine_weights import stripe_hashes
 
         planted.calls += 1  # type: ignore[attr-defined]
         if planted.calls % 2:  # type: ignore[attr-defined]

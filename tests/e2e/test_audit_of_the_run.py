@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from distflow.data import sources, tokenizing
 from distflow.data.dataset_columns import RawRow
 from distflow.errors import TrustError, UserError
-from distflow.launch import local_launcher, run_setup
+from distflow.launch import local_launcher
+from distflow.launch import run_start_and_end as run_setup
 from distflow.launch.local_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events
 from distflow.rewards import router
@@ -30,7 +31,7 @@ from distflow.runtime import step_metrics, validation
 from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.resources import Resources
-from distflow.scheduling.groups import CountsError
+from distflow.scheduling.group_states import CountsError
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground

@@ -11,7 +11,7 @@ import torch
 from distflow.errors import TrustError, UserError
 from distflow.launch.local_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events
-from distflow.scheduling import curriculum
+from distflow.scheduling import domain_curriculum as curriculum
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run, notes

@@ -13,7 +13,7 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import GroupCounts
+from distflow.scheduling.group_states import GroupCounts
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify

@@ -88,7 +88,7 @@ ELSEWHERE = {
     "dag.generates": "tests/launch/test_make_spec.py",
     "dag.backend_threshold": "tests/planning/test_multi_device.py",
     "dag.apportion_strategy": "tests/planning/test_multi_device.py",
-    "dag.model_sizes": "tests/launch/test_model_sources.py",
+    "dag.model_sizes": "tests/launch/test_configured_models.py",
     "dag.consider_node_cohesion": "tests/planning/test_multi_device.py",
     "dag.consider_node_load": "tests/planning/test_multi_device.py",
 }

@@ -8,7 +8,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.runtime.sample_queue.protocol import AbortedGroups
-from distflow.runtime.sample_queue.shared import SharedSampleQueue
+from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run

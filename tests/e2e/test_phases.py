@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.launch import run_setup
+from distflow.launch import run_start_and_end as run_setup
 from distflow.launch.local_launcher import launch_local
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
 from distflow.runtime.user_calls.sync_calls import Callbacks

@@ -13,11 +13,11 @@ from torch import nn
 from distflow import cli
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.rollout import weights as weights_module
+from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded.kv_slots import PromptCache
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.spec import Spec
-from distflow.scheduling.groups import CountsError
+from distflow.scheduling.group_states import CountsError
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_in_group

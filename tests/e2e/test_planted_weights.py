@@ -13,15 +13,15 @@ from torch import nn
 from distflow.errors import TrustError
 from distflow.models import lora
 from distflow.observe.reading.run_reader import read_events
-from distflow.rollout import weights as weights_module
+from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.weight_sync.transports import LocalWeights
-from distflow.scheduling.groups import CountsError
+from distflow.scheduling.group_states import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
 from tests.sparse_params import BY_HAND, one_fast_in

@@ -11,7 +11,7 @@ from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.rollout.engine import GenerateResult
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine

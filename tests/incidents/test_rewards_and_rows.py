@@ -13,7 +13,7 @@ from distflow.rewards.score import Error, Score
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling import coordinator
-from distflow.scheduling.groups import CountsError
+from distflow.scheduling.group_states import CountsError
 from tests.e2e.planting import plant_from
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify

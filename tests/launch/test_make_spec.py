@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from distflow import register_adv_est, register_policy_loss
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import load_config
-from distflow.data.encoded import EncodedRows
+from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
-from distflow.launch.code_trust import check_importable
+from distflow.launch.configured_code import check_importable
 from distflow.launch.data_sets import data_plan
 from distflow.launch.local_launcher import launch_local
 from distflow.rollout.engine import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distflow.audit.advantages import FORMULAS
-from distflow.audit.check_base import samples_of
+from distflow.audit.recorded_step import samples_of
 from distflow.config import load_config
 from distflow.config.derived_settings import algorithm_of
 from distflow.data.batch import Batch

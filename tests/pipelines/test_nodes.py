@@ -25,7 +25,7 @@ from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 from tests.runtime.groups import group as columns_of
 from tests.tiny_models import tiny_tokenizer

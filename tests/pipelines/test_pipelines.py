@@ -9,8 +9,8 @@ from distflow.config import load_config
 from distflow.config.keys.run import MARKERS, NODE_KEYS
 from distflow.errors import UserError
 from distflow.graph import PipelineError
+from distflow.graph.node_class import NODE_SETTINGS
 from distflow.graph.node_spec import MARKER_TYPES
-from distflow.graph.nodes import NODE_SETTINGS
 from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline

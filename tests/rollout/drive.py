@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 FIRST = Version(0, 0)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.rollout import weights as weights_module
+from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda.async_steps import DeviceOptions
+from distflow.rollout.embedded.cuda.device_steps import DeviceOptions
 from distflow.rollout.engine import GenerateResult, Stretch
-from distflow.rollout.weights import stripe_hashes
-from distflow.scheduling.groups import Version
+from distflow.rollout.engine_weights import stripe_hashes
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
     DEADLINE_S,
     FIRST,

@@ -15,14 +15,14 @@ from distflow.errors import UserError
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import MAY_REFUSE, PROPERTIES, Bench, Finding, chance, check_engine, distribution
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda.async_steps import DeviceOptions
+from distflow.rollout.embedded.cuda.device_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, RolloutEngine, SamplingParams
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf import HFEngine
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.rollout.servers.sglang_engine import SGLangEngine
-from distflow.rollout.weights import stripe_hashes
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import FIRST, make_model
 from tests.rollout.servers.sglang_server import Running
 

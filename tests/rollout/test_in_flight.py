@@ -12,8 +12,8 @@ import torch
 
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream
-from distflow.rollout.weights import stripe_hashes
-from distflow.scheduling.groups import Version
+from distflow.rollout.engine_weights import stripe_hashes
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
     forward_log_probs,
     make_engine,

@@ -13,7 +13,7 @@ from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
 from distflow.runtime.prompt_group import Group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")

@@ -18,7 +18,7 @@ from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.compiled_node import Contexts, NodeContext
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
 
 GROUP_IDS = (3, 4, 6, 7, 9)

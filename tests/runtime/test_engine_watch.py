@@ -16,8 +16,8 @@ from torch import Tensor
 from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_thread import Session
-from distflow.scheduling.groups import Version
+from distflow.runtime.rollout_session import Session
+from distflow.scheduling.group_states import Version
 from tests.forks import forks
 
 REQUEST = GenerateRequest((1, 2, 3), (0, 1), SamplingParams(5), Stream(0, "train", 2, 7))

@@ -19,7 +19,7 @@ from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGa
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.runtime.groups import bound, context, coordinator, samples, waiting_group
 from tests.runtime.test_rollout_loop import Ends, fill
 

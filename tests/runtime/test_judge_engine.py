@@ -15,7 +15,7 @@ from distflow.rewards.judge_cache import JudgeCache
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.judge_engine import Judge, ReplyStore
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge
 
 NOTHING = ReplyStore()

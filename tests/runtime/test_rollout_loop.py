@@ -15,13 +15,13 @@ from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.node_errors import UserNoProgress
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
+from distflow.runtime.run_errors import UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import GroupState, PromptGroup, Version
+from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 from tests.e2e.runs import Playground
 from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, waiting_group
 
@@ -226,7 +226,7 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch
                 raise MemoryError
             return await super().generate(request)
 
-    monkeypatch.setattr("distflow.runtime.node_errors.users_place", lambda error: None)  # this file is no user's
+    monkeypatch.setattr("distflow.runtime.run_errors.users_place", lambda error: None)  # this file is no user's
     counted = coordinator(shuffle=False)
     assert asyncio.run(fill(plane_of(Failing()), LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
     assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {"max_retries": 1}

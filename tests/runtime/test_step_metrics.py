@@ -16,7 +16,7 @@ from distflow.runtime.step_metrics import (
     score_metrics,
     staleness_shares,
 )
-from distflow.scheduling.groups import DomainCounts, GroupCounts
+from distflow.scheduling.group_states import DomainCounts, GroupCounts
 from distflow.training.engine import OneRank
 from tests.runtime.groups import group
 

@@ -15,7 +15,7 @@ from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptib
 # Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has failed.
 WRITES_BEFORE_THE_SIGNAL = """
 import os, signal, sys, time
-from distflow.observe.sanitize import harmless_output
+from distflow.observe.harmless_output import harmless_output
 from distflow.observe.writing.live_view import TerminalView
 from distflow.runtime.stop import StopRequest, exit_status
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session

@@ -22,7 +22,7 @@ from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import ValidationResults, pass_at_k
 from distflow.runtime.validation import Validator, validation_loss
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 
 GREEDY, SAMPLED = SamplingParams(4, greedy=True), SamplingParams(4)

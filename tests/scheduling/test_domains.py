@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan, epoch_order
-from distflow.scheduling.groups import CountsError, PromptGroup
+from distflow.scheduling.domain_curriculum import Accuracy, CurriculumPlan
+from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distflow.scheduling.groups import CountsError, GroupCounts
+from distflow.scheduling.group_states import CountsError, GroupCounts
 from distflow.scheduling.ledger import Ledger, LedgerCounts, LedgerError, counts_until, timeline
 from tests.ledger_audit import verify
 

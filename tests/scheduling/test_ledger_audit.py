@@ -9,7 +9,7 @@ import pytest
 from distflow.scheduling.admission import rollout_capacity
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import CountsError, PromptGroup
+from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger
 from tests.ledger_audit import verify
 

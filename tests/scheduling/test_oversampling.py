@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum import Accuracy, CurriculumPlan, SkipPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
-from distflow.scheduling.groups import MAX_ABORTS, CountsError, Places
+from distflow.scheduling.domain_curriculum import Accuracy, CurriculumPlan, SkipPlan
+from distflow.scheduling.group_states import MAX_ABORTS, CountsError, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from distflow.scheduling.groups import CountsError, PromptGroup
+from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted, SampleQueue
 
 

@@ -12,7 +12,7 @@ import torch
 from distflow.cli import main
 from distflow.cluster.ray_entry import own_ray
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.rollout import weights as weights_module
+from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.selftest import comparisons, runs
 from distflow.selftest import figures as recorded_file
@@ -33,7 +33,7 @@ def restore(checkpoint, resources):
 local.restore = restore
 """
 BEGUN_ANEW = """
-import distflow.launch.run_setup as begin
+import distflow.launch.run_start_and_end as begin
 begin.find_checkpoint = lambda store, mode: None
 """
 

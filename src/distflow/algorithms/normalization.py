@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import Groups
+from distflow.algorithms.advantages.group_estimator_base import Groups
 from distflow.algorithms.masked_reductions import Reduce, global_sum, under_mask
 
 

@@ -8,7 +8,7 @@ ranks.
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import Groups
+from distflow.algorithms.advantages.group_estimator_base import Groups
 from distflow.algorithms.masked_reductions import Reduce, global_sum, under_mask
 
 ALL_EQUAL = "all_equal"

@@ -189,7 +189,7 @@ class Rollouts:
 
         Returns their metrics, which `publish` records.
         """
-        from distflow.pipelines.nodes.objectives import may_derive_old
+        from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 
         self._refuse_while_shared()
         if self._updates and may_derive_old(self.config):

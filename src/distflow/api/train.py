@@ -15,7 +15,7 @@ from distflow.config.compose.origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import global_generators
 from distflow.import_target import load
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 from distflow.observe.writing.folder_lock import claimed
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
         from distflow.launch.make_spec import make_spec
         from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-        from distflow.runtime.node_errors import writing_to
-        from distflow.runtime.rollout_thread import call_rewards_once
+        from distflow.runtime.rollout_session import call_rewards_once
+        from distflow.runtime.run_errors import writing_to
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
         resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from distflow.algorithms.registry import find_adv_est
-from distflow.audit.check_base import (
+from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
+from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -20,7 +21,6 @@ from distflow.audit.check_base import (
     check_close,
     doubles,
 )
-from distflow.audit.normalization import finished_advantages, mean, std, whitened, whitening
 from distflow.audit.rewards import functions_of
 from distflow.audit.samples import in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from distflow.audit import optimizer_steps, rewards
 from distflow.audit.advantages import audit_advantages, audit_moments
-from distflow.audit.check_base import Check
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import audit_metrics, audit_sample_rows, audit_staleness
+from distflow.audit.recorded_step import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.rollout_engine import audit_sampled_tokens, audit_versions, audit_weights
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.audit import all_checks
-from distflow.audit.audited_steps import SHARES, AuditSchedule, Depth, drawn_update
-from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
+from distflow.audit.audit_schedule import SHARES, AuditSchedule, Depth, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
 from distflow.audit.recorded_calls import (
@@ -20,6 +19,7 @@ from distflow.audit.recorded_calls import (
     UpdateRecord,
     UpdateWatch,
 )
+from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import global_generators
@@ -27,10 +27,10 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
 from distflow.observe.metrics import Measured
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, check, is_builtin
+from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4

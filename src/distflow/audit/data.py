@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, by_group_of, check
+from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, by_group_of, check
 from distflow.config import Config
 from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs
 from distflow.config.keys.data import DataConfig

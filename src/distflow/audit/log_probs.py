@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distflow.audit import model_forward
-from distflow.audit.check_base import NOT_APPLICABLE, AuditedRun, RecordedStep, Sample, Wrong, check, doubles
 from distflow.audit.recorded_calls import OpenEngine, UpdateRecord
+from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Sample, Wrong, check, doubles
 from distflow.config.derived_settings import is_rl
 
 MOST, LEAST = 16, 4

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.check_base import (
+from distflow.audit.model_forward import PlainScores
+from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
+from distflow.audit.recorded_calls import UpdateRecord
+from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -18,9 +21,6 @@ from distflow.audit.check_base import (
     doubles,
     is_builtin,
 )
-from distflow.audit.model_forward import PlainScores
-from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
-from distflow.audit.recorded_calls import UpdateRecord
 from distflow.audit.rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, reads_pairs

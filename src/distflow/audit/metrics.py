@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distflow.audit.check_base import RecordedStep, Wrong, check, doubles
+from distflow.audit.recorded_step import RecordedStep, Wrong, check, doubles
 from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
 

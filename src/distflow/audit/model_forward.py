@@ -13,7 +13,7 @@ from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.lora import adapter_off, unwrapped
 from distflow.models.sharding import is_spread, own_part
 from distflow.rollout.engine import SamplingParams
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.training.engine import Collective
 
 MAX_LOGITS = 2**28

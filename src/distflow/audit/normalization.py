@@ -4,7 +4,7 @@ of samples."""
 import math
 from collections.abc import Mapping, Sequence
 
-from distflow.audit.check_base import Sample, by_group_of
+from distflow.audit.recorded_step import Sample, by_group_of
 from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
 
 Rows = list[list[float]]

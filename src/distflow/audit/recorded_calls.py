@@ -19,7 +19,7 @@ from distflow.data.batch import Batch
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
 STRIPE = 256

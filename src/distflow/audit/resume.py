@@ -9,13 +9,13 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Wrong, check, samples_of
 from distflow.audit.model_forward import model_of
 from distflow.audit.recorded_calls import OpenEngine
+from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check, samples_of
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import global_generators
 from distflow.data.batch import Batch
-from distflow.models.weight_fingerprints import bit_hash
+from distflow.models.weight_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint

@@ -16,10 +16,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache
 
-from distflow.audit.check_base import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, doubles, index_of, is_builtin
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond, policy_scores
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
 from distflow.audit.recorded_calls import OpenEngine
+from distflow.audit.recorded_step import (
+    NOT_APPLICABLE,
+    RecordedStep,
+    Sample,
+    Wrong,
+    check,
+    doubles,
+    index_of,
+    is_builtin,
+)
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream

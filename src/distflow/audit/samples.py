@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from distflow.audit.check_base import (
+from distflow.audit.normalization import share_right
+from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,
     Sample,
@@ -19,14 +20,13 @@ from distflow.audit.check_base import (
     doubles,
     is_builtin,
 )
-from distflow.audit.normalization import share_right
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.rollout.engine import Generation
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 
 MOST, MOST_LOOKED = 64, 2
 ROUNDING = 1e-6

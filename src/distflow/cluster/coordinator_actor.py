@@ -9,7 +9,7 @@ from typing import Any
 from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.cluster.sample_queue import GroupRef, to_group
 from distflow.data.prompts import PromptRow
-from distflow.launch.run_setup import Start, begin_ledger
+from distflow.launch.run_start_and_end import Start, begin_ledger
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import load_queued
@@ -22,11 +22,11 @@ from distflow.runtime.sample_queue.protocol import (
     ResumePoint,
     TrainingStep,
 )
-from distflow.runtime.sample_queue.shared import SharedSampleQueue
+from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares
-from distflow.scheduling.groups import GroupCounts, Version
+from distflow.scheduling.group_states import GroupCounts, Version
 
 _PAGE = 64
 """Groups in one reply: a reference has some 170 bytes, the measurements of a group some hundreds. No object of more

@@ -18,7 +18,7 @@ import torch
 
 from distflow.errors import UserError
 from distflow.launch.plan_concurrent_runs import PlannedRun
-from distflow.launch.run_setup import Start, done_before, starting
+from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
 from distflow.runtime.recorder import reported

@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.node_errors import Failure
+from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
@@ -25,10 +25,10 @@ from distflow.runtime.sample_queue.protocol import (
     ResumePoint,
     TrainingStep,
 )
-from distflow.runtime.sample_queue.shared import joined
+from distflow.runtime.sample_queue.queue_base import joined
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 
 GroupRef = Any
 """Ray's reference to a group's buffers, in a tuple, so that Ray does not pass the object; without Ray the buffers."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.run_setup import done_before, starting
+from distflow.launch.run_start_and_end import done_before, starting
 from distflow.observe.crash_safe_files import write_atomically
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks

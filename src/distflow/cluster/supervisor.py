@@ -23,7 +23,7 @@ from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import UserError
 from distflow.launch.hardware import places_of
-from distflow.launch.run_setup import Start, done_before, note_failure, outcome_of
+from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.timing import lasting
 from distflow.runtime.engine_watch import STACKS
@@ -31,7 +31,7 @@ from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
-from distflow.runtime.weight_sync.buckets import remove_weights
+from distflow.runtime.weight_sync.bucket_files import remove_weights
 
 _LOOKS_EVERY_S = 0.5
 Say = Callable[[str], None]

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.runtime.loop_thread import on_a_thread
-from distflow.runtime.weight_sync.buckets import Packed, Spoiled
-from distflow.scheduling.groups import Version
+from distflow.runtime.weight_sync.bucket_files import Packed, Spoiled
+from distflow.scheduling.group_states import Version
 
 TRAINER, WORKER = 0, 1
 _Group = Any  # a backend's process group; in torch's stubs it has no send and recv

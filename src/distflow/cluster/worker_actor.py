@@ -19,7 +19,7 @@ from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote
 from distflow.cluster.weights_to_workers import RolloutWorkers
 from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_setup import Start, model_lines, note_end, note_resume, open_store, write_facts
+from distflow.launch.run_start_and_end import Start, model_lines, note_end, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators

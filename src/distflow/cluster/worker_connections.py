@@ -16,7 +16,7 @@ from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import Carry, write_bucket
+from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.weight_sync.transports import IncomingWeights, LocalWeights, StreamedWeights
 from distflow.runtime.worker_inputs import Ports

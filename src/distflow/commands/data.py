@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.shared import add_preset_arguments, at_least, importing
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
             from distflow.launch.export_checkpoint import with_models_of_runs
-            from distflow.launch.load_inputs import fitted_to_files, follow_pipeline, read_config
+            from distflow.launch.fit_config_to_inputs import fitted_to_files, follow_pipeline, read_config
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
         _, _, data = fitted_to_files(loaded, read_config(loaded))

@@ -59,7 +59,7 @@ def _without_unread_keys(draft: "Conversion", loaded: "Loaded") -> "Loaded":
     from distflow.commands.migration.conversion import compose
     from distflow.config import UserError
     from distflow.config.derived_settings import train_files
-    from distflow.launch.load_inputs import InertKeys, read_config
+    from distflow.launch.fit_config_to_inputs import InertKeys, read_config
 
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow.commands.shared import at_least
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from distflow import __version__
 from distflow.commands.shared import add_preset_arguments, importing
 from distflow.errors import UserError
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.config import Config

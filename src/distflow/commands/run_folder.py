@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distflow.commands.shared import LEDGER, add_run_argument, add_trust_argument, find_run
 from distflow.observe.crash_safe_files import bytes_left_out, to_number
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.observe.crash_safe_files import JSON

@@ -20,11 +20,11 @@ import pyarrow
 
 from distflow.builtin_names import HUB_DATA
 from distflow.data.dataset_columns import BadRows, Columns, RawRow, Record, read_rows
-from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
+from distflow.data.encoded_rows_file import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.python_rows import MAX_ROWS, json_lines
 from distflow.data.task_packages import read_records
 from distflow.errors import UserError, missing_path
-from distflow.hub_access import unreachable
+from distflow.hub_reachable import unreachable
 from distflow.import_target import LoadError, load_function
 from distflow.untrusted_files import (
     COMPRESSIONS,

@@ -8,11 +8,11 @@ from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
 from distflow.errors import hint
-from distflow.graph.contract import REQUIRED, Contract, Form, canonical
+from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
+from distflow.graph.node_class import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
 from distflow.graph.node_spec import NodeRole, NodeType, Plane
-from distflow.graph.nodes import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
 from distflow.graph.wiring import Wiring
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from distflow.graph.contract import Contract, canonical
+from distflow.graph.contract_from_signature import Contract, canonical
 from distflow.graph.fields import DERIVED
 
 

@@ -8,10 +8,10 @@ from heapq import heappop, heappush
 from itertools import combinations
 
 from distflow.errors import hint
-from distflow.graph.contract import Contract, canonical
+from distflow.graph.contract_from_signature import Contract, canonical
 from distflow.graph.fields import DERIVED, PipelineError
+from distflow.graph.node_class import Node, engines_of
 from distflow.graph.node_spec import Plane, is_factory
-from distflow.graph.nodes import Node, engines_of
 
 Edges = Mapping[str, Sequence[str]]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.launch.model_sources import Adapt, Source, blaming, load_adapted
+from distflow.launch.configured_models import Adapt, Source, blaming, load_adapted
 from distflow.models.loading import ModelSource, context_length, load_model
 from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding, empty_model
@@ -23,7 +23,7 @@ from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.runtime.judge_engine import Judge, ReplyStore
 from distflow.runtime.spec import Get
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import Schedule
 from distflow.training.torch_engine import RewardModelScorer, ScorerOptions, TorchScorer

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from distflow.audit.auditor import Auditor
-from distflow.checks.canary import make_canary
+from distflow.checks.engine_weights_canary import make_canary
 from distflow.checks.step_invariants import LiveChecks
 from distflow.launch.export_checkpoint import write_hf_models
 from distflow.rewards.router import KINDS
@@ -13,11 +13,11 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
-from distflow.runtime.node_errors import ErrorShare
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_session import Session
+from distflow.runtime.run_errors import ErrorShare
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker

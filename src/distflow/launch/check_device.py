@@ -21,17 +21,17 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_sharded, offload_keys
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, UserError
+from distflow.launch.configured_models import Source, critic_source, policy_adapter, policy_context, policy_source
 from distflow.launch.engine_factories import engine_dtype, shares_weights
 from distflow.launch.hardware import accelerator
-from distflow.launch.model_sources import Source, critic_source, policy_adapter, policy_context, policy_source
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model
 from distflow.models.sharding import empty_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda.async_steps import MEMORY_SHARE
+from distflow.rollout.embedded.cuda.device_steps import MEMORY_SHARE
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer
 
 OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"

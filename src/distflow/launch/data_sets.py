@@ -39,8 +39,8 @@ from distflow.graph import BoundPipeline
 from distflow.models.tokenizer import end_token_ids
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
-from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
+from distflow.scheduling.domain_curriculum import CurriculumPlan, SkipPlan, load_curriculum
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:

@@ -14,7 +14,8 @@ from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps,
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.launch import build_engines, model_sources
+from distflow.launch import build_engines
+from distflow.launch import configured_models as model_sources
 from distflow.launch.hardware import choose_device, choose_dtype, threads_of
 from distflow.models.cpu_kernels import build as native
 from distflow.rewards.judge_text import judge_template

@@ -15,8 +15,8 @@ import yaml
 
 from distflow.config import Config, Loaded, config_of_run
 from distflow.errors import UserError
-from distflow.launch.code_trust import model_code, only_if_trusted, without_model_code
-from distflow.launch.model_sources import copy_weights, load_policy, tokenizer_loader
+from distflow.launch.configured_code import model_code, only_if_trusted, without_model_code
+from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
 from distflow.observe.crash_safe_files import read_object
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in

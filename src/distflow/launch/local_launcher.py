@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from distflow.data.batch import Batch
-from distflow.launch import run_setup
+from distflow.launch import run_start_and_end as run_setup
 from distflow.launch.build_worker import build_worker
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report

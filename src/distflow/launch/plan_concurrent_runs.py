@@ -9,12 +9,12 @@ from distflow.config import Config, Loaded, flatten, load_config, with_changes
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.derived_settings import with_own_policies
 from distflow.errors import UserError
+from distflow.launch.configured_models import model_sizes
+from distflow.launch.fit_config_to_inputs import follow_pipeline, read_config
 from distflow.launch.hardware import follow_machines
-from distflow.launch.load_inputs import follow_pipeline, read_config
-from distflow.launch.model_sources import model_sizes
 from distflow.launch.select_pipeline import bind
 from distflow.launch.spec_settings import spec_settings
-from distflow.planning.graph_partition import Part, pipeline_parts
+from distflow.planning.independent_parts import Part, pipeline_parts
 from distflow.planning.multi_device import share_devices
 from distflow.planning.plan import Plan
 from distflow.runtime.spec import WorkerNeeds

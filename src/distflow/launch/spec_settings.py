@@ -17,17 +17,17 @@ from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, 
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
+from distflow.launch.configured_models import check_layouts, model_sizes
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.hardware import check_cores, choose_device, refuse_offload_here
-from distflow.launch.model_sources import check_layouts, model_sizes
 from distflow.launch.select_pipeline import takes_policy_loss
-from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
-from distflow.planning.graph_partition import pipeline_parts
+from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
+from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.node_errors import is_ours
+from distflow.runtime.run_errors import is_ours
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 

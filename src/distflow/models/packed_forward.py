@@ -40,7 +40,7 @@ from distflow.models.cpu_kernels.training_layer import (
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
-from distflow.models.prefix_sharing import Packing, Sequences, Sharing, shared_prefixes
+from distflow.models.packed_layout import Packing, Sequences, Sharing, shared_prefixes
 from distflow.models.sharding import is_spread
 
 LARGEST = 2**19

@@ -12,7 +12,7 @@ from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.nodes.advantages import changes_rewards, weighs_samples
 from distflow.pipelines.nodes.by_domain import masks_samples
-from distflow.pipelines.nodes.objectives import corrects_drift, interpolates_prox
+from distflow.pipelines.nodes.objectives_from_config import corrects_drift, interpolates_prox
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:

@@ -12,7 +12,7 @@ from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
-from distflow.planning.graph_partition import Part, apportion, pipeline_parts, priority
+from distflow.planning.independent_parts import Part, apportion, pipeline_parts, priority
 from distflow.planning.plan import Layout, Plan, Sizes, choose_backends, make_channels, process_groups, rank_plan
 
 

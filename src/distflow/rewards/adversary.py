@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 from distflow.rewards.code.split_assertions import split_assertions
 from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.extracted_answers import bare_answer

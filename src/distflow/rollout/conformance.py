@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams, Stream
-from distflow.rollout.weights import stripe_hashes
-from distflow.scheduling.groups import Version
+from distflow.rollout.engine_weights import stripe_hashes
+from distflow.scheduling.group_states import Version
 
 NUM_DRAWS: Final = 1000
 LEAST_CHANCE: Final = 1e-6

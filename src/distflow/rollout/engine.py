@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from distflow.scheduling.groups import TRAIN, Version
+from distflow.scheduling.group_states import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # if nobody reads it
 

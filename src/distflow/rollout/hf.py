@@ -22,9 +22,9 @@ from distflow.rollout.engine import (
     SamplingParams,
     WeightReceipt,
 )
+from distflow.rollout.engine_weights import EngineWeights
 from distflow.rollout.stops_and_draws import check_request, finish_reason, sample_key, uniforms
-from distflow.rollout.weights import EngineWeights
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.step_metrics import SampleRows
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, LossFn, TrainEngine
 
 AUDIT_STATE = "trust.audit"

@@ -30,7 +30,7 @@ from distflow.rollout.engine import (
     take_activity,
 )
 from distflow.runtime.loop_thread import LoopGivenUp
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 STACKS: Final = "stacks.txt"
 _POLL_S: Final = 0.5

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from distflow.scheduling.groups import Places, PromptGroup
+from distflow.scheduling.group_states import Places, PromptGroup
 
 GroupTask = asyncio.Task[None]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distflow.algorithms.advantages.group_baseline import sample_scores
+from distflow.algorithms.advantages.group_estimator_base import sample_scores
 from distflow.data.batch import Batch, Written
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
@@ -11,10 +11,10 @@ from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
 from distflow.rewards.score import is_right
 from distflow.rollout.engine import SamplingParams, Stream
-from distflow.runtime.node_errors import Failure
+from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
-from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import PromptGroup
+from distflow.scheduling.domain_curriculum import Accuracy
+from distflow.scheduling.group_states import PromptGroup
 
 
 def rows_by_group(batch: Batch) -> dict[int, list[int]]:

@@ -16,7 +16,7 @@ from distflow.planning.plan import RankPlan
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.spec import Factory, Get, Offloads
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 from distflow.training.torch_engine import FrozenWeights

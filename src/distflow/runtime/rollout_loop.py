@@ -18,15 +18,15 @@ from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
 from distflow.runtime.generation_batches import EarlyStop, Rounds
-from distflow.runtime.node_errors import Failure, NodeError
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
+from distflow.runtime.run_errors import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import PromptGroup, Version
+from distflow.scheduling.group_states import PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""

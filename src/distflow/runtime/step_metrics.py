@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import sample_scores
+from distflow.algorithms.advantages.group_estimator_base import sample_scores
 from distflow.data.batch import Batch
 from distflow.data.dataset_columns import DEFAULT_DOMAIN
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, find_metric
-from distflow.scheduling.groups import GroupCounts
+from distflow.scheduling.group_states import GroupCounts
 from distflow.training.engine import Collective
 
 DECODED, DECODED_S = "rollout/decoded_tokens", "rollout/decode_s"

@@ -21,7 +21,7 @@ from distflow.runtime.stop import MetricStop
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.sender import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn
 

@@ -14,7 +14,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.stop import Stop
 from distflow.runtime.weight_sync.protocol import WeightPort
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from distflow.scheduling.reshard_columns import Key
 from distflow.training.engine import Collective
 

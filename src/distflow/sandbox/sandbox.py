@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from distflow.errors import UserError
 from distflow.sandbox import interface
-from distflow.sandbox.fork_server import ForkServer, LevelName, Program, ServerGone
+from distflow.sandbox.fork_server_client import ForkServer, LevelName, Program, ServerGone
 from distflow.sandbox.inside.values import from_text, to_text
 
 LEVELS: tuple[LevelName, ...] = ("namespaces", "floor")

@@ -8,7 +8,7 @@ from functools import partial
 from math import ceil
 
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import CountsError
+from distflow.scheduling.group_states import CountsError
 from distflow.scheduling.sample_queue import SampleQueue
 
 

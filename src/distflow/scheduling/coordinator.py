@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
-from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
+from distflow.scheduling.domain_curriculum import Accuracy, Skips
 from distflow.scheduling.domain_quotas import DomainShares
-from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
+from distflow.scheduling.group_states import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (

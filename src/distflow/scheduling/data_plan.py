@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.config.keys.run import StopCondition
-from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan
-from distflow.scheduling.groups import TRAIN, DomainCounts, PromptGroup
+from distflow.scheduling.domain_curriculum import CurriculumPlan, SkipPlan
+from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
 EPOCHS, MINI_BATCHES = 0, 1
 """Streams of `keyed_permutation`: one per purpose, so that equal seeds and counts never give equal orders."""

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import CountsError, GroupState, PromptGroup
+from distflow.scheduling.group_states import CountsError, GroupState, PromptGroup
 
 
 @dataclass

@@ -9,8 +9,8 @@ from fractions import Fraction
 from math import lcm
 from typing import Any
 
-from distflow.scheduling.curriculum import Accuracy, Curriculum
 from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.domain_curriculum import Accuracy, Curriculum
 from distflow.scheduling.snapshot import SavedShares, Snapshot
 
 Shares = Sequence[Fraction]

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distflow.errors import UserError
-from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts, counts_by_domain
+from distflow.scheduling.group_states import CountsError, DomainCounts, GroupCounts, counts_by_domain
 from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
 
 Record = dict[str, Any]

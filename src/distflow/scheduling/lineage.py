@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.scheduling.groups import GroupState
+from distflow.scheduling.group_states import GroupState
 from distflow.scheduling.ledger import STALE, LedgerError, Record, timeline
 from distflow.untrusted_files import check_file
 

@@ -7,7 +7,7 @@ from typing import Literal
 from distflow.errors import UserError
 from distflow.scheduling.domain_queue import DomainQueue
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import MAX_ABORTS, CountsError, GroupState, PromptGroup
+from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, PromptGroup
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""

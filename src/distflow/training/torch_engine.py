@@ -23,7 +23,7 @@ from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
-from distflow.models.prefix_sharing import shared_prefixes
+from distflow.models.packed_layout import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
 from distflow.scheduling.bin_packing import pack
 from distflow.training import engine

@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
-from distflow.pipelines.nodes.objectives import policy_objective
+from distflow.pipelines.nodes.objectives_from_config import policy_objective
 from tests.e2e.keys import optim
 from tests.e2e.keys.case import Case, aggregate, close, differ, refused, the_config
 from tests.e2e.keys.lab import ACTOR, Run

@@ -21,7 +21,7 @@ _SHOW_NORM = """
 import sys
 from distflow.config import load_config
 from distflow.launch.hardware import choose_device
-from distflow.launch.model_sources import load_policy
+from distflow.launch.configured_models import load_policy
 config = load_config("grpo", sys.argv[1:]).config
 model = load_policy(config, choose_device(config))
 print("norm", sum(float(p.detach().double().norm()) for p in model.parameters()))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import PrepackedLinear, prepack
-from distflow.rollout.weights import copy_weights
+from distflow.rollout.engine_weights import copy_weights
 from tests.tiny_models import tiny_config
 
 needs_bf16 = pytest.mark.skipif(

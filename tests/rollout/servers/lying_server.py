@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 
 VOCAB_SIZE = 99
 Lie = Callable[[str, dict[str, Any], Any], Any]

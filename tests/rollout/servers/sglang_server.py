@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 LIES = {
     "error": "answers 500",

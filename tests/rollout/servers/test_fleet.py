@@ -16,14 +16,14 @@ from distflow.cli import main
 from distflow.errors import UserError
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import fleet as fleet_module
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import ServerFailed
 from distflow.rollout.servers.sglang_engine import SGLangEngine
-from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync.protocol import check_receipt
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, FIRST, forward_log_probs, make_model, prompt_of, request_of
 from tests.rollout.servers.sglang_server import Running, SGLang
 from tests.rollout.servers.test_sglang import launcher

@@ -9,12 +9,12 @@ import pytest
 
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.http_engine import ServerFailed
 from distflow.rollout.servers.vllm_engine import VllmEngine
-from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync.protocol import check_receipt
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
 from tests.rollout.servers.lying_server import Server, serving
 from tests.tiny_models import tiny_tokenizer

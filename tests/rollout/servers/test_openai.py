@@ -15,7 +15,7 @@ from distflow.models.paths import BUILTIN_FOLDER
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.servers.openai_engine import OpenAIEngine
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of
 from tests.rollout.servers.sglang_server import Running, SGLang
 from tests.tiny_models import tiny_tokenizer

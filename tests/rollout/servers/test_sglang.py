@@ -20,7 +20,7 @@ from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.rollout.servers import http_engine, sglang_engine
 from distflow.rollout.servers.http_engine import ServerFailed
 from distflow.rollout.servers.sglang_engine import SGLangEngine
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of
 from tests.rollout.servers.sglang_server import LIES, Running
 from tests.tiny_models import tiny_tokenizer

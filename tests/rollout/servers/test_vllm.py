@@ -13,10 +13,10 @@ import torch
 
 import distflow
 from distflow.rollout.engine import GenerateRequest, Generation
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.vllm_engine import VllmEngine
-from distflow.rollout.weights import stripe_hashes
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import FIRST, forward_log_probs, generate_all, make_model, prompt_of, request_of, run_all
 from tests.rollout.servers.test_server_process import is_gone, wait_until
 from tests.rollout.test_hf import OPTIONS, make_hf

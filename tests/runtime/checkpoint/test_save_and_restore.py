@@ -23,7 +23,7 @@ from distflow.runtime.prompt_group import finished_group
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import GroupState, PromptGroup
+from distflow.scheduling.group_states import GroupState, PromptGroup
 from distflow.scheduling.snapshot import saved_group
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group

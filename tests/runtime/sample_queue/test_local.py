@@ -11,14 +11,14 @@ import pytest
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
-from distflow.runtime.node_errors import Failure, NoProgress, UserNoProgress
 from distflow.runtime.prompt_group import finished_group
+from distflow.runtime.run_errors import Failure, NoProgress, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import CountsError, PromptGroup
+from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted
 from tests.runtime.groups import coordinator, group, samples
 

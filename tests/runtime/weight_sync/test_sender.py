@@ -10,10 +10,10 @@ from torch import Tensor
 
 from distflow.errors import TrustError
 from distflow.rollout.engine import WeightReceipt
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender, buckets
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 
 def weights(*sizes: int) -> list[tuple[str, Tensor]]:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from distflow.errors import TrustError
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
 from distflow.runtime.weight_sync.transports import StreamedWeights
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from tests.rollout.drive import make_engine, make_model, prompt_of, request_of
 
 ONE, TWO = Version(0, 1), Version(0, 2)

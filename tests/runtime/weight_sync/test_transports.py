@@ -8,10 +8,10 @@ from torch import Tensor
 
 from distflow.errors import TrustError
 from distflow.rollout.engine import WeightReceipt
-from distflow.rollout.weights import stripe_hashes
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.transports import LocalWeights
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 ONE, TWO = Version(0, 1), Version(0, 2)
 

@@ -7,7 +7,7 @@ Tokens that are not the policy's pass the running value on.
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import counted_tokens
+from distflow.algorithms.advantages.group_estimator_base import counted_tokens
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 

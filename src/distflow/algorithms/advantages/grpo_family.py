@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages import group_baseline
+from distflow.algorithms.advantages import group_estimator_base as group_baseline
 from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 

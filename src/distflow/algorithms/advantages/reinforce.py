@@ -9,7 +9,7 @@
 
 from torch import Tensor
 
-from distflow.algorithms.advantages import group_baseline
+from distflow.algorithms.advantages import group_estimator_base as group_baseline
 from distflow.algorithms.advantages.gae import discounted_sum
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est

@@ -12,9 +12,9 @@ from distflow.config.compose.load_config import Loaded, load_config, preset_conf
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.compose.values import nested
+from distflow.config.flatten_and_compare import flatten
 from distflow.config.keys.schema import schema_keys
 from distflow.config.migration import tables
-from distflow.config.serialize import flatten
 from distflow.errors import ConfigError
 
 _PRESETS = {("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo", ("ROLL", "grpo"): "rlvr"}

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.derived_settings import filters_groups, find_estimator, find_pipeline, is_rl, reward_functions
+from distflow.config.flatten_and_compare import changed_from_default, flatten
 from distflow.config.keys.algorithm import is_on, spread
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
-from distflow.config.serialize import changed_from_default, flatten
 
 _CONTROL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
+from distflow.config.flatten_and_compare import flatten
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import Finding, algorithm, data, domains, models, pipeline, run, unused_options
-from distflow.config.rules.run import SIZE_RULES
-from distflow.config.serialize import flatten
+from distflow.config.rules import Finding, algorithm, domains, models, pipeline, unused_options
+from distflow.config.rules import data_and_rewards as data
+from distflow.config.rules import run_and_sizes as run
+from distflow.config.rules.run_and_sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (

@@ -12,14 +12,15 @@ from string import Template
 from typing import Any
 
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
+from distflow.observe.harmless_output import escape_control
 from distflow.observe.metrics import find_metric
 from distflow.observe.reading import run_reader
 from distflow.observe.reading.run_reader import Event
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import domains, findings, samples, summary
+from distflow.observe.report import domains, findings, samples
+from distflow.observe.report import judgements as summary
 from distflow.observe.report import timelines as step
-from distflow.observe.report.summary import Accuracy, EventGroup, Finding, Steps, known_values
-from distflow.observe.sanitize import escape_control
+from distflow.observe.report.judgements import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
 from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import read_object
-from distflow.observe.sanitize import escape_control
+from distflow.observe.harmless_output import escape_control
 
 WRITER: Final = ".writer"
 """Locked by who writes: byte 0 by the process that started the run, which it names, byte 1 by those that joined. Who

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import Groups, on_last_token, sample_scores
+from distflow.algorithms.advantages.group_estimator_base import Groups, on_last_token, sample_scores
 from distflow.algorithms.kl import KLController, KLMean
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten

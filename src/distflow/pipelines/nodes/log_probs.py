@@ -9,7 +9,7 @@ from distflow.algorithms.rollout_correction import proximal_position
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.objectives import interpolates_prox, takes_rollouts
+from distflow.pipelines.nodes.objectives_from_config import interpolates_prox, takes_rollouts
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Scorer
 

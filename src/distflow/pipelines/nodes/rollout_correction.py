@@ -18,7 +18,7 @@ from distflow.config import Config
 from distflow.config.keys.algorithm import spread
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.objectives import DRIFT_CORRECTION, correction
+from distflow.pipelines.nodes.objectives_from_config import DRIFT_CORRECTION, correction
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
 

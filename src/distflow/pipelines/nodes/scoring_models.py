@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_baseline import on_last_token
+from distflow.algorithms.advantages.group_estimator_base import on_last_token
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of, scoring_models
@@ -16,8 +16,8 @@ from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, n
 from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.rollout import num_needed
 from distflow.runtime.judge_engine import Judge
-from distflow.runtime.node_errors import TooManyErrors
 from distflow.runtime.prompt_group import rows_by_group
+from distflow.runtime.run_errors import TooManyErrors
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
 

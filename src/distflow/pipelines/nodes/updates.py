@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.graph.node_spec import Names
-from distflow.pipelines.nodes.objectives import (
+from distflow.pipelines.nodes.objectives_from_config import (
     corrects_drift,
     interpolates_prox,
     policy_objective,

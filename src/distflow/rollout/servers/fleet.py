@@ -17,11 +17,11 @@ from torch import Tensor
 
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, Stream, WeightReceipt
+from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost
 from distflow.rollout.servers.server_process import WeightFiles
-from distflow.rollout.weights import stripe_hashes
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, WeightReceipt
-from distflow.rollout.servers.answers import Answer, AnswerCheck, label_of, lie
+from distflow.rollout.engine_weights import checked
+from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
 from distflow.rollout.stops_and_draws import check_request
-from distflow.rollout.weights import checked
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")
 

@@ -85,7 +85,7 @@ class Extension:
 
 
 def stripe_hash(tensor: Tensor) -> str:
-    """As in `distflow/rollout/weights.py`, with which receipts are compared."""
+    """As in `distflow/rollout/engine_weights.py`, with which receipts are compared."""
     flat = tensor.reshape(-1)
     stripe = flat[torch.arange(0, flat.numel(), -(-flat.numel() // STRIPE_LENGTH) | 1)].contiguous()
     digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, WeightReceipt
-from distflow.rollout.servers.answers import Answer, label_of, lie
+from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.rollout.stops_and_draws import sample_key
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _FILE_BYTES: Final = 2**28

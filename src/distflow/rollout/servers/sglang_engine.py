@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, SamplingParams
-from distflow.rollout.servers.answers import Answer, lie
+from distflow.rollout.engine_weights import stripe_hashes
+from distflow.rollout.servers.answer_checks import Answer, lie
 from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key
-from distflow.rollout.weights import stripe_hashes
 
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31

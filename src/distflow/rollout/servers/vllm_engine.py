@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
-from distflow.rollout.servers.answers import Answer, label_of, lie
+from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import HttpEngine
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key

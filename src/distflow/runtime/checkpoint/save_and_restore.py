@@ -11,7 +11,7 @@ from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.models.weight_fingerprints import magnitudes, unsound
+from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint

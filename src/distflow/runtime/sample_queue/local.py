@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 
 from distflow.data.batch import Batch
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
-from distflow.runtime.sample_queue.shared import SharedSampleQueue, joined
-from distflow.scheduling.groups import PromptGroup
+from distflow.runtime.sample_queue.queue_base import SharedSampleQueue, joined
+from distflow.scheduling.group_states import PromptGroup
 
 
 class LocalSampleQueue(SharedSampleQueue[Batch]):

@@ -9,9 +9,9 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.node_errors import Failure
-from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
+from distflow.runtime.run_errors import Failure
+from distflow.scheduling.domain_curriculum import Accuracy
+from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.snapshot import Snapshot
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distflow.errors import TrustError
 from distflow.rollout.engine import WeightReceipt
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 Bucket = Sequence[tuple[str, Tensor]]
 """Some of a version's tensors, by their Hugging Face names, in the dtype of the engine."""

@@ -20,16 +20,16 @@ from distflow.device_transfer import send, to_host
 from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
 from distflow.models.sharding import at_places, whole
-from distflow.models.weight_fingerprints import magnitudes, unsound
+from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.rollout.engine import RolloutEngine, WeightReceipt
-from distflow.rollout.weights import stripe_hashes, striped_places
+from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.resources import Offload
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
 from distflow.runtime.worker_inputs import WorkerInputs
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 from distflow.training.engine import Collective, TrainEngine
 
 BUCKET_BYTES = 2**28

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from distflow.rollout.engine import WeightReceipt
-from distflow.rollout.weights import PartialWeightsError
+from distflow.rollout.engine_weights import PartialWeightsError
 from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.buckets import SentBucket, Spoiled, hash_of, pack
+from distflow.runtime.weight_sync.bucket_files import SentBucket, Spoiled, hash_of, pack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, check_receipt, refused
-from distflow.scheduling.groups import Version
+from distflow.scheduling.group_states import Version
 
 
 class LocalWeights:

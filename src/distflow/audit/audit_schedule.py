@@ -1,0 +1,158 @@
+"""Decides which steps are audited: ahead of time, so that weights of older versions are kept, and within a budget."""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+from distflow.audit.optimizer_steps import plan_of
+from distflow.audit.recorded_step import RecordedStep
+
+SHARE = 0.02
+"""The share of the run's time that everything here may take. If the first audits and looks, which are made whatever
+they cost, took more, later ones have half of their shares until that is made up for."""
+
+NUM_FIRST = 3
+"""The first audits of a process, which the time budget ignores."""
+
+NUM_FIRST_LOOKS = 10
+"""First steps of a process that are looked at whatever it costs."""
+
+
+class Depth(IntEnum):
+    """How much of a step is checked, besides what is checked of every step: something of a group and of one update; of
+    two groups, and the models on one sample; all of it."""
+
+    NONE = 0
+    QUICK = 1
+    LOOK = 2
+    AUDIT = 3
+
+
+SHARES = {Depth.AUDIT: 0.004, Depth.LOOK: 0.008, Depth.QUICK: 0.008}
+"""The shares of audits, of looks at other steps, and of quick looks at the steps that are left."""
+
+
+class AuditSchedule:
+    """Audits the first step of a process, the second (weights have moved once), the first that may hold tokens of every
+    age, and one in every `frequency` steps, at a random position, so that a fault in every third step is found.
+
+    After the first few, an audit waits until audits have taken less than their share of the run's time, unless every
+    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every step that
+    is not audited is looked at, as far as looks have taken less than their own share; if not, a quick look has another.
+    """
+
+    def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
+        """frequency: in steps; 0 never audits. first_step: of this process. others: further steps to audit."""
+        self.frequency, self._max_staleness = frequency, max_staleness
+        self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
+        self._waiting, self._planned = False, -1
+        self._num_made, self._last = 0, first_step
+        self._first_step, self._told = first_step, 1
+        self._began = time.monotonic()
+        self._spent_s_of = dict.fromkeys(SHARES, 0.0)
+        self._spent_s = self._first_s = 0.0  # in all; by the first ones, which no share counts
+
+    def is_due(self, step: int) -> bool:
+        """Call once a step, in order."""
+        if self.frequency <= 0:
+            return False
+        if self._is_named(step) or step == self._planned:
+            return True
+        if not self._is_place(step) and not self._waiting:
+            return False
+        can_be_made = self._affords(Depth.AUDIT) or self._num_made < NUM_FIRST
+        if can_be_made and (self._is_place(step) or not self._max_staleness):
+            return True
+        if can_be_made and self._planned < step:
+            self._planned = step + self._max_staleness + 1
+        self._waiting = True
+        return False
+
+    def expects(self, step: int) -> bool:
+        """Whether a later step that may train on tokens of the weights of `step` may be audited."""
+        ahead = range(step + 1, step + self._max_staleness + 1)
+        return self.frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
+
+    def looks_at(self, step: int) -> Depth:
+        """How to look at the step if it is not audited."""
+        if self.frequency <= 0:
+            return Depth.NONE
+        if step < self._first_step + NUM_FIRST_LOOKS or self._affords(Depth.LOOK):
+            return Depth.LOOK
+        return Depth.QUICK if self._affords(Depth.QUICK) else Depth.NONE
+
+    def begins(self, step: int) -> None:
+        """Call when an audit starts."""
+        self._waiting, self._planned = False, -1
+        self._num_made, self._last = self._num_made + 1, step
+
+    def is_behind(self, step: int) -> int:
+        """Steps since the last audit if they are twice as many as the frequency asks for, and each time they are twice
+        as many as ever told; else 0."""
+        since = step - self._last
+        if self.frequency <= 0 or since < 2 * self._told * self.frequency:
+            return 0
+        self._told *= 2
+        return since
+
+    def budget_s(self, step: int) -> float:
+        """An audit's share of the time between two audits."""
+        step_s = (time.monotonic() - self._began) / (step - self._first_step + 1)
+        return max(SHARES[Depth.AUDIT] * self.frequency * step_s, 0.05)
+
+    def score_again_s(self) -> float:
+        """Time that a look may take to call reward functions again: none if the looks have used up their share."""
+        return 0.05 if self._affords(Depth.LOOK) else 0.0
+
+    def cost(self, least_s: float) -> str:
+        """What all checks here have cost, and why; empty if it is within `SHARE`, or below `least_s`."""
+        run_s = time.monotonic() - self._began
+        if self._spent_s <= max(SHARE * run_s, least_s):
+            return ""
+        why = (
+            f"the first {NUM_FIRST} audits, and short checks of the first {NUM_FIRST_LOOKS} steps, are made "
+            f"independent of their cost ({self._first_s:.1f} s)"
+        )
+        why = "trust.audit_freq=1 audits every step" if self.frequency == 1 else why
+        share = f"{self._spent_s / run_s:.1%} of the run's time, more than {SHARE:.0%}"
+        return f"audits took {self._spent_s:.1f} s, {share}: {why}"
+
+    @contextmanager
+    def timed(self, step: int, depth: Depth) -> Iterator[None]:
+        """Counts the time inside, which the step's audit took, or the look at it."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            spent_s = time.monotonic() - began
+            self._spent_s += spent_s
+            is_audit = depth is Depth.AUDIT
+            if self._num_made <= NUM_FIRST if is_audit else step < self._first_step + NUM_FIRST_LOOKS:
+                self._first_s += spent_s
+            elif depth is not Depth.NONE:
+                self._spent_s_of[depth] += spent_s
+
+    def _affords(self, depth: Depth) -> bool:
+        run_s = time.monotonic() - self._began
+        is_behind = self._spent_s > SHARE * run_s
+        return self._spent_s_of[depth] <= SHARES[depth] * run_s * (0.5 if is_behind else 1.0)
+
+    def _is_named(self, step: int) -> bool:
+        return step in self._always or self.frequency == 1
+
+    def _is_place(self, step: int) -> bool:
+        """Whether the step is the audited one of its window."""
+        window = step // self.frequency
+        place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
+        return step % self.frequency == place % self.frequency
+
+
+def drawn_update(recorded: RecordedStep, role: str) -> int:
+    """Which of the step's optimizer steps of this model a look watches, counted from 0; the same on all ranks."""
+    passes, num_prompts = plan_of(recorded.config, role)
+    wanted = passes * math.ceil(len(recorded.group_ids) / num_prompts)
+    return random.Random(f"{role} {recorded.step}").randrange(max(wanted, 1))

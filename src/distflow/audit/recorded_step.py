@@ -1,0 +1,367 @@
+"""The checks of the auditor and their input: the data of a recorded step, sample by sample, as plain tensors of one
+sample each, never columns of many."""
+
+import copy
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from itertools import takewhile
+from operator import eq
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
+from distflow.audit.recorded_calls import GroupRecord, UpdateRecord
+from distflow.config import Config
+from distflow.config.derived_settings import BY_WORKFLOW, algorithms
+from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.data.batch import Batch
+from distflow.graph import BoundPipeline
+from distflow.graph.fields import TOKEN_AXES
+from distflow.observe.metrics import Measured
+from distflow.rewards.score import RewardResult
+from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
+from distflow.runtime.compiled_node import NodeContext, Step
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_session import Session
+from distflow.runtime.spec import Spec
+from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
+from distflow.scheduling.group_states import PromptGroup
+from distflow.training.engine import Collective
+
+MOST_GATHERED = 2**20
+"""Response tokens of a step whose samples all ranks are given for checks over the whole step."""
+NOT_APPLICABLE = ""
+"""A check's result if the pipeline has nothing that it could check."""
+Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
+"""A function with its positional and keyword arguments."""
+Sample = Mapping[str, Any]
+"""One sample, by column name: a tensor for each per-token column, a value for the others."""
+Limit = TypeVar("Limit")
+
+
+@dataclass(frozen=True)
+class AuditedRun:
+    """The run as the auditor of one worker sees it.
+
+    training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
+    that persist across audits and are in every checkpoint. compare_memory: with what the saved run had, before the
+    first update of a step; see `Check.run`. doubts: why the next step is to be audited whole.
+    """
+
+    inputs: WorkerInputs
+    services: Session
+    pipeline: BoundPipeline
+    training_steps: Sequence[Step]
+    bring: Callable[[], None]
+    turns: Turns
+    older_weights: KeptWeights
+    state: dict[str, Any]
+    compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
+    doubts: list[str] = field(default_factory=list)
+    _warnings: set[str] = field(default_factory=set)
+
+    @property
+    def spec(self) -> Spec:
+        return self.inputs.spec
+
+    @property
+    def resources(self) -> Resources:
+        return self.services.resources
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the models compute in float32."""
+        return self.spec.config.actor_rollout_ref.model.dtype == "float32"
+
+    @property
+    def ranks(self) -> Collective:
+        """The ranks that share a step, each with samples of its own."""
+        return self.inputs.ports.data
+
+    def warn(self, message: str) -> None:
+        """Warn the user; each message once."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            self.inputs.recorder.note("warning", message)
+
+    def call_reward(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
+        """Call a reward function for one sample."""
+        assert self.resources.reward_fn is not None, "called only if there is one"
+        return self.services.call(self.resources.reward_fn.pools.call(name, arguments))
+
+    def engine_hashes(self) -> dict[str, str]:
+        """Hashes of the rollout engine's tensors; empty if the engine is on another worker."""
+        engine = self.resources.rollout
+        return self.services.call(engine.hashes()) if engine is not None else {}
+
+    def estimator(self, batch: Batch) -> Inputs | None:
+        """The function that writes the advantages, and its arguments for the batch, with a copy of its state; None if
+        there is none."""
+        step = next((step for step in self.training_steps if "advantages" in step.node.contract.writes), None)
+        if step is None:
+            return None
+        state = copy.deepcopy(self.inputs.state.get(step.node.node_id, {}))
+        ctx = NodeContext(self.spec.config, self.inputs.version.step, self.resources.tokenizer, state)
+        return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
+
+
+class RecordedTurn(NamedTuple):
+    """A request for a sample, and the tokens of its response that the engine drew by it, from `start` to before `end`:
+    all of the generation, or its beginning if a node cut it."""
+
+    request: GenerateRequest
+    generation: Generation
+    start: int
+    end: int
+
+
+@dataclass
+class RecordedStep:
+    """A step as it was before its first update, and its updates.
+
+    records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
+    nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
+    tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
+    reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
+    metrics: of the step. measured: by its nodes on this rank, if it is audited. partial: only a few groups of the step.
+    plain: scores of samples that the policy was run on again. drawn: such scores by the weights that generated each
+    token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that are the same in every step,
+    if they are known already.
+    """
+
+    run: AuditedRun
+    step: int
+    records: Mapping[int, GroupRecord]
+    group_ids: Sequence[int]
+    batch: Batch
+    synced_version: int | None
+    sent_hashes: Mapping[str, str]
+    num_updates: Mapping[str, int]
+    budget_s: float = field(default=0.0, init=False)
+    dropped: tuple[GroupRecord, str, Batch] | None = field(default=None, init=False)
+    updates: list[UpdateRecord] = field(default_factory=list, init=False)
+    metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+    measured: Sequence[Measured] = field(default=(), init=False)
+    partial: bool = field(default=False, init=False)
+    plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
+    drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
+    fixed_tokens: Tensor | None = field(default=None, init=False)
+
+    @property
+    def config(self) -> Config:
+        return self.run.spec.config
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """All samples of the step on this rank."""
+        return samples_of(self.batch)
+
+    def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
+        """The samples of each domain with settings of its own, the others under "", with those settings."""
+        samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
+        for sample in self.samples:
+            samples[sample["domain"] if sample["domain"] in samples else ""].append(sample)
+        return [(domain or "", settings, samples[domain or ""]) for domain, settings in algorithms(self.config)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all groups of the step are here: not a few, or one rank's."""
+        return len(set(self.batch["group_index"].tolist())) == len(self.group_ids)
+
+    @cached_property
+    def everyone(self) -> "RecordedStep":
+        """The step with the samples of all ranks, which call this together; itself if these are too many, or few groups
+        are looked at."""
+        ranks, every = self.run.ranks, copy.copy(self)
+        if self.partial or ranks.size == 1 or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED:
+            return self
+        every.__dict__.pop("samples", None)
+        every.batch = Batch.concat(ranks.gather(self.batch))
+        return every
+
+    def prompt_group(self, sample: Sample) -> PromptGroup | None:
+        """The sample's group. That of another worker follows from its number; None if it cannot, with domains, or with
+        rows that a user's loop offers to its one process."""
+        record, spec = self.record_of(sample), self.run.spec
+        if record or spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
+            return record.prompt_group if record else None
+        group = PromptGroup(int(sample["group_index"]), 0, 0, spec.data.group_size, 0)
+        epoch, row = self.place_of(group)
+        return group.changed(epoch=epoch, row=row)
+
+    def some_samples(self, most: int) -> list[Sample]:
+        """At most `most` samples from as many groups as possible, drawn by the step number."""
+        turn = random.Random(self.step)
+        by_group = list(by_group_of(self.samples).values())
+        drawn = [turn.sample(group, len(group)) for group in turn.sample(by_group, len(by_group))]
+        longest = max((len(group) for group in drawn), default=0)
+        order = [group[i] for i in range(longest) for group in drawn if i < len(group)]
+        return order[:most]
+
+    def record_of(self, sample: Sample) -> GroupRecord | None:
+        """The record of the sample's group; None if this worker did not generate it."""
+        return self.records.get(int(sample["group_index"]))
+
+    def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Generation]]:
+        """The requests for this sample, each with the engine's generation; none if this worker did not record them."""
+        record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # those are greedy
+        return [
+            (request, generation)
+            for request, result in (record.generated if record else ())
+            for generation in result.generations
+            if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
+        ]
+
+    def turns(self, sample: Sample) -> list["RecordedTurn"]:
+        """The requests that the sample holds, in its order: those whose prompt it begins with, with as much of their
+        generation as follows there. Drafts that a node discards, and requests for a judgement, are none."""
+        ids, first = [*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()], len(sample["prompt_ids"])
+        found = dict[int, RecordedTurn]()
+        for request, made in self.requests(sample):
+            start = len(request.prompt_ids) - first
+            end = start + sum(takewhile(bool, map(eq, ids[len(request.prompt_ids) :], made.token_ids)))
+            is_longer = end > (found[start].end if start in found else start)
+            if start >= 0 and is_longer and ids[: first + start] == list(request.prompt_ids):
+                found[start] = RecordedTurn(request, made, start, end)
+        return [found[start] for start in sorted(found)]
+
+    def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
+        """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
+        known. A workflow decides itself what is said and which score that has."""
+        if column in BY_WORKFLOW and self.config.actor_rollout_ref.rollout.workflow is not None:
+            return False
+        writers = [plain_function(node.fn) for node in self.run.pipeline.nodes if column in node.contract.writes]
+        return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)
+
+    def is_written(self, column: str) -> bool:
+        """Whether a node of the pipeline writes the column."""
+        return any(column in node.contract.writes for node in self.run.pipeline.nodes)
+
+    def sampling(self, sample: Sample) -> SamplingParams:
+        """The sampling parameters of its domain, without stop tokens."""
+        return self.run.spec.sampling_of.get(str(sample["domain"]), self.run.spec.sampling)
+
+    def limit(self, exact: Limit, rounded: Limit) -> Limit:
+        """The limit for models in float32, or in a lower precision."""
+        return exact if self.run.is_exact else rounded
+
+    def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
+        """Epoch and row of a group, by its number, or by its position in its domain."""
+        data, first, word = self.run.spec.data, 0, 0
+        num_rows, position = data.num_rows, prompt_group.group_id
+        if data.domains:
+            position, name = prompt_group.position, prompt_group.stream.removeprefix("train/")
+            word = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+            for domain in data.domains:
+                num_rows = domain.num_rows
+                if domain.name == name:
+                    break
+                first += num_rows
+        if num_rows == UNKNOWN_ROWS:
+            window, position = divmod(position, WINDOW)
+            if data.shuffle:
+                position = int(shuffled(WINDOW, (data.seed, 0), (window, word))[position])
+            return 0, first + window * WINDOW + position
+        epoch, position = divmod(position, num_rows)
+        if not data.shuffle:
+            return epoch, first + position
+        return epoch, first + int(shuffled(num_rows, (data.seed, 0), (epoch, word))[position])
+
+    def updates_of(self, role: str) -> list[UpdateRecord]:
+        return [update for update in self.updates if update.role == role]
+
+
+class Wrong(Exception):
+    """The recorded step contradicts the check's statement; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement about a step, and the function that checks it.
+
+    needs: what the check cannot do without. limit: the tolerated difference, in words. run: of a `RecordedStep`, a
+    `Validated`, or at the start the `AuditedRun`; returns None if the check passed, `NOT_APPLICABLE` if there is
+    nothing to check, else why it could not be made; raises Wrong if it failed.
+    """
+
+    name: str
+    statement: str
+    needs: str
+    limit: str
+    run: Callable[[Any], str | None]
+
+
+def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Callable[[Any], str | None]], Check]:
+    """Makes a `Check` of the decorated function."""
+    return partial(Check, name, statement, needs, limit)
+
+
+def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
+    """Raises Wrong if any token of the sample is wrong, naming the first. reason: why it should be as expected."""
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        raise Wrong(
+            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
+            f"{len(expected)}, but should be {float(expected[token]):g}{reason}"
+        )
+
+
+def check_close(sample: Sample, column: str, expected: Tensor, limit: float, reason: str) -> None:
+    """Raises Wrong if a token's value is not the expected one. limit: relative, of at least 1; NaN is never close."""
+    gap = (doubles(sample[column]) - expected).abs()
+    check_tokens(sample, column, expected, ~(gap <= limit * expected.abs().clamp(min=1.0)), reason)
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """The samples of a batch, each with its own tokens only."""
+    columns: dict[str, Sequence[Any]] = {}
+    for name in (*batch.names, "loss_mask", "token_level_scores", "token_level_rewards"):
+        if name not in batch or name in columns:
+            continue
+        axis, flat = batch.field(name).axis, batch.flat(name)
+        columns[name] = flat.split(batch.lengths(axis).tolist()) if axis in TOKEN_AXES else list(flat)
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
+
+
+def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """The samples of each group."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(int(sample["group_index"]), []).append(sample)
+    return groups
+
+
+def index_of(sample: Sample) -> int:
+    """The sample's position in its group."""
+    return int(str(sample["uid"]).split("-")[1])
+
+
+@lru_cache(maxsize=16)
+def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArray[np.intp]:
+    """The order of `num` sorted raw Philox words."""
+    words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))
+    return np.argsort(words.random_raw(num), kind="stable")
+
+
+def is_builtin(fn: Callable[..., object]) -> bool:
+    """Whether the function is defined in distflow, below any wrappers."""
+    return str(getattr(plain_function(fn), "__module__", "")).startswith("distflow.")
+
+
+def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function below its wrappers."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return fn
+
+
+def doubles(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float64)

@@ -1,0 +1,181 @@
+"""A config in a few lines for people, and the explanation of one key."""
+
+from distflow.builtin_names import POLICY_LOSSES
+from distflow.config.compose.fit_defaults import count
+from distflow.config.compose.load_config import Loaded
+from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.compose.unknown_keys import suggest
+from distflow.config.compose.values import type_name
+from distflow.config.derived_settings import (
+    CUSTOM,
+    clip_range,
+    find_estimator,
+    group_sizes,
+    is_rl,
+    optimizer_steps_a_step,
+    pipeline_name,
+    validates,
+)
+from distflow.config.flatten_and_compare import flatten, show_value
+from distflow.config.keys.declare import KeyInfo
+from distflow.config.keys.run import TrainerConfig
+from distflow.config.keys.schema import Config, schema_keys
+from distflow.errors import ConfigError, Problem
+
+
+def describe(config: Config) -> list[str]:
+    """A few lines such as `64 prompts × 8 = 512 samples → 1 optimizer step of 512, on-policy`."""
+    if not is_rl(config):
+        return [_supervised_step(config), _learning_rate(config), _run(config)]
+    lines = [_step(config), _objective(config), _kl(config), _tokens(config), _learning_rate(config), _run(config)]
+    return lines + _notes(config)
+
+
+def _step(config: Config) -> str:
+    sizes, staleness = sorted(set(group_sizes(config).values())), config.async_.max_staleness
+    prompts = config.data.train_batch_size
+    first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
+    policy = first if staleness == 0 else f"weights at most {staleness} steps old"
+    samples = f"{count(prompts, 'prompt')} × {sizes[0]} = {count(prompts * sizes[0], 'sample')}"
+    if len(sizes) > 1:
+        samples = f"{count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
+    return f"{samples} → {_updates(config, *sizes)}, {policy}"
+
+
+def _supervised_step(config: Config) -> str:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    examples = count(config.data.train_batch_size, "example")
+    return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, {_micro_batches(config)}"
+
+
+def _updates(config: Config, group_size: int, *others: int) -> str:
+    """How a batch is split into optimizer steps, in samples; in prompts if groups have several sizes."""
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
+    counted, unit = (1, " prompts") if others else (group_size, "")
+    steps = count(optimizer_steps_a_step(config, "actor"), "optimizer step")
+    shape = f"{steps} of {min(mini, prompts) * counted}{unit}"
+    if prompts > mini and prompts % mini:
+        shape += f" (the last of a pass {prompts % mini * counted})"
+    return shape if passes == 1 else f"{shape} in {passes} passes"
+
+
+def _objective(config: Config) -> str:
+    actor = config.actor_rollout_ref.actor
+    name = "a custom pipeline" if pipeline_name(config) == CUSTOM else f"pipeline {pipeline_name(config)}"
+    details = [actor.loss_agg_mode, *_clips(config)]
+    if actor.entropy_coef:
+        details.append(f"entropy bonus {actor.entropy_coef:g}")
+    return f"{name}: {config.algorithm.adv_estimator} advantages, {actor.policy_loss} loss ({', '.join(details)})"
+
+
+def _clips(config: Config) -> list[str]:
+    actor = config.actor_rollout_ref.actor
+    loss = POLICY_LOSSES.get(actor.policy_loss)
+    if loss is None or not loss.clips:
+        return []
+    low, high = clip_range(config)
+    if loss.divergence:
+        weight = "untruncated" if actor.clip_ratio_c is None else f"at most {actor.clip_ratio_c:g}"
+        return [f"divergence at most {low:g} down, {high:g} up", f"weight {weight}"]
+    clips = [f"ratio in [{1 - low:g}, {1 + high:g}]"]
+    if loss.dual_clips:
+        clips.append("no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}")
+    return clips
+
+
+def _kl(config: Config) -> str:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    terms = []
+    if algorithm.use_kl_in_reward:
+        control = algorithm.kl_ctrl
+        follows = f", adaptive to {control.target_kl:g}" if control.target_kl is not None else ""
+        terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
+    if actor.use_kl_loss:
+        terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
+    if not terms:  # a user's own pipeline may use a reference for something else
+        return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is loaded"
+    return f"KL to the reference {' and '.join(terms)}"
+
+
+def _tokens(config: Config) -> str:
+    data, limit = config.data, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    longest = data.max_prompt_length + data.max_response_length
+    total = f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at most"
+    alone = "; the longest sample is its own micro-batch" if limit is not None and longest > limit else ""
+    return f"{total}, {_micro_batches(config)}{alone}"
+
+
+def _micro_batches(config: Config) -> str:
+    limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    return "micro-batches of a size that fits the device" if limit is None else f"micro-batches of {limit} tokens"
+
+
+def _learning_rate(config: Config) -> str:
+    optim = config.actor_rollout_ref.actor.optim
+    if optim.scheduler == "constant" or (optim.lr_warmup_steps < 0 and optim.warmup_ratio == 0):
+        rise = ""
+    elif optim.lr_warmup_steps >= 0:
+        rise = f", rising for {count(optim.lr_warmup_steps, 'optimizer step')}"
+    else:
+        rise = f", rising for {optim.warmup_ratio:.0%} of the optimizer steps"
+    return f"{optim.optimizer}, learning rate {optim.lr:g} ({optim.scheduler}{rise})"
+
+
+def _run(config: Config) -> str:
+    trainer = config.trainer
+    length = (
+        count(trainer.total_epochs, "epoch")
+        if trainer.total_training_steps is None
+        else count(trainer.total_training_steps, "step")
+    )
+    saves = f"checkpoint {_every(trainer, 'save_freq')}"
+    validation = f"validation {_every(trainer, 'test_freq')}" if validates(config) else "no validation data"
+    return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
+
+
+def _notes(config: Config) -> list[str]:
+    rollout = config.actor_rollout_ref.rollout
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    shaped = [name for name, value in off.items() if getattr(rollout, name) != value]
+    notes = [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"] if shaped else []
+    if rollout.n == 1 and (estimator := find_estimator(config)) and estimator.needs_group:
+        notes.append(f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare")
+    return notes
+
+
+def _every(trainer: TrainerConfig, key: str) -> str:
+    units = {"": "step", "_epochs": "epoch", "_secs": "second"}
+    numbers = {unit: getattr(trainer, key + end) or 0 for end, unit in units.items()}
+    told = [unit if n == 1 else f"{n:g} {unit}s" for unit, n in numbers.items() if n > 0]
+    return f"every {' or '.join(told)}" if told else "never"
+
+
+def explain(key: str, loaded: Loaded) -> str:
+    """The meaning of a key, its allowed values, its value here and where that was set; of a group, a line a key.
+
+    Raises ConfigError naming the nearest key.
+    """
+    keys = schema_keys()
+    if key in keys:
+        return _explain_key(keys[key], flatten(loaded.config)[key], loaded.origin(key))
+    below = [name for name in keys if name.startswith(f"{key}.")]
+    if below:
+        values = flatten(loaded.config)
+        return "\n".join(
+            f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}" for name in below
+        )
+    raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
+
+
+def _explain_key(info: KeyInfo, value: object, origin: str) -> str:
+    lines = [
+        info.name,
+        f"  {info.spec.description}",
+        f"  type     {type_name(info.annotation)}",
+        f"  allowed  {info.spec.allowed()}" if info.spec.allowed() else "",
+        f"  default  {show_value(info, info.default)}",
+        f"  value    {show_value(info, value)}",
+        f"  origin   {origin}",
+    ]
+    return "\n".join(line for line in lines if line)

@@ -1,0 +1,255 @@
+"""The node of a graph, and what a node function may return."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from distflow.errors import hint
+from distflow.graph.contract_from_signature import Contract, Declared, Form, canonical, read_contract
+from distflow.graph.fields import PipelineError, find_field, resolve_func
+from distflow.graph.node_spec import (
+    ENGINE_TYPES,
+    MARKER_TYPES,
+    ROLE_DEFAULTS,
+    NodeRole,
+    NodeSpec,
+    NodeType,
+    Plane,
+    RoleDefaults,
+    Scope,
+    as_member,
+    as_names,
+    check_scope,
+    is_factory,
+    spec_of,
+)
+
+
+@dataclass(frozen=True)
+class NodeOutput:
+    """What a node function may return: the batch (or a mapping of columns) and metrics of this call.
+
+    weight: number of values that the metrics are means over; by default the node's samples.
+    """
+
+    batch: object
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Returned by a node of the rollout loop: the group leaves the run; a new one may start.
+
+    reason: a short name for the counts (`async/dropped/REASON`). detail: what happened to this group, in words.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+_IGNORED: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
+"""Arguments of other systems' `add_node` that do not exist here: their defaults are accepted."""
+
+_T = TypeVar("_T")
+
+
+def same_batch(batch: _T) -> _T:
+    """The function of a node that marks a reshard: the plan decides whether there is one; rows do not change."""
+    return batch
+
+
+def all_arrived(*, reduce: Any) -> None:
+    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: over all of them."""
+    reduce.sum(0.0)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One function of a graph, with the arguments of `add_node`.
+
+    node_id: its name. func: the function or its name; None for markers.
+    deps: nodes that must have run, besides those that write what it reads.
+    node_type: by default inferred from the function's engines. node_role: by default that of `@node`, else DEFAULT.
+    only_forward_compute: it computes with a train engine but changes no weights.
+    retry_limit: number of retries after a failure. options: values for the function's options.
+    The others have defaults by role (`ROLE_DEFAULTS`) and take precedence over `@node`:
+    config: the part of the config that it receives: a dotted key, or a mapping.
+    engine: the one that it uses if its type says so and no parameter does. writes: the fields that it writes.
+    scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
+    validates: whether validation runs it too. policy: the one in whose path it is; None is in the path of each.
+    Raises PipelineError if an argument has a wrong type or the function is not found.
+    """
+
+    node_id: str
+    func: str | Callable[..., object] | None = None
+    deps: tuple[str, ...] = ()
+    node_type: NodeType = None  # type: ignore[assignment]  # set in __post_init__, like node_role
+    node_role: NodeRole = None  # type: ignore[assignment]  # likewise
+    only_forward_compute: bool = False
+    config: str | Mapping[str, object] | None = None
+    engine: str | None = None
+    writes: tuple[str, ...] | None = None
+    scope: Scope | None = None
+    plane: Plane | None = None
+    phase: str | None = None
+    validates: bool | None = None
+    retry_limit: int = 0
+    policy: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    fn: Callable[..., object] = field(init=False, repr=False, compare=False)
+    spec: NodeSpec = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        where = self.where
+        _check_arguments(self)
+        settle = object.__setattr__
+        settle(self, "deps", tuple(self.deps))
+        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _IGNORED})
+        if self.writes is not None:
+            settle(self, "writes", as_names(self.writes, f"{where}: writes"))
+        for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
+            if getattr(self, name) is not None:
+                settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
+        if self.node_type is NodeType.ENV_INTERACT:
+            raise PipelineError(
+                f"{where} is of type ENV_INTERACT, but environments are not implemented yet; a node of type "
+                "MODEL_INFERENCE may call the engine several times per sample"
+            )
+        if self.func is None and self.node_type in MARKER_TYPES:
+            settle(self, "fn", all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch)
+        elif self.func is None:
+            raise PipelineError(f'{where} has no func; pass a function or "module:function"')
+        else:
+            settle(self, "fn", resolve_func(self.func, where))
+        spec = spec_of(self.fn)
+        settle(self, "spec", spec if self.writes is None else replace(spec, writes=self.writes))
+        self._settle_role_and_type()
+
+    @property
+    def where(self) -> str:
+        return f"node {self.node_id!r}"
+
+    @property
+    def by_role(self) -> RoleDefaults:
+        return ROLE_DEFAULTS[self.node_role]
+
+    def _settle_role_and_type(self) -> None:
+        contract = contract_of(self)
+        if self.node_role is None:
+            default = NodeRole.DEFAULT if contract.form is Form.WIRED else NodeRole.REWARD
+            object.__setattr__(self, "node_role", self.spec.role or default)
+        if is_factory(self.fn):
+            return  # its function depends on the config
+        if self.node_type is None:
+            engines = engines_of(self, contract)
+            trains = any(engine != "rollout" for engine in engines)
+            inferred = NodeType.MODEL_TRAIN if trains else NodeType.MODEL_INFERENCE
+            object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
+        if self.retry_limit and self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute:
+            raise PipelineError(
+                f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side effects and cannot "
+                "run again; set only_forward_compute=True if it changes no weights"
+            )
+        takes_own = "engine" in contract.reserved
+        if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
+            with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
+            wants = "takes its role's `engine`" if takes_own else f"is of type {self.node_type.name}"
+            raise PipelineError(
+                f"{self.where} {wants}, but neither its function nor its role {self.node_role.name} names an engine; "
+                f"the roles with one: {', '.join(with_one)}"
+            )
+
+
+def resolve_factory(node: Node, config: object) -> Node:
+    """The node itself, or with the function that its factory returns for the config.
+
+    Raises PipelineError if the factory raises or does not return a function.
+    """
+    if not is_factory(node.fn):
+        return node
+    try:
+        fn = node.fn(config)
+    except (ValueError, LookupError, AttributeError) as error:
+        raise PipelineError(f"{node.where}: {error}") from error
+    if not callable(fn) or is_factory(fn):
+        raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is not a function")
+    role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
+    result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # resolved again
+    declared = {name: value for name, value in vars(result.spec).items() if value is not None}
+    object.__setattr__(result, "spec", replace(node.spec, **declared))
+    return result
+
+
+def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
+    """The engines that the node uses: those its function names, else its own or its role's, if its type says that it
+    uses one or its function has a parameter `engine`."""
+    own = node.engine or node.by_role.engine
+    if "engine" in contract.reserved:
+        return tuple(dict.fromkeys((own, *contract.engines))) if own else ()
+    uses_own = own is not None and not contract.engines and node.node_type in ENGINE_TYPES
+    return (own,) if uses_own and own else contract.engines
+
+
+def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str] = ()) -> Contract:
+    """The contract of a node. Of a factory's node only the defaults of its role are known.
+
+    fields: names of fields, besides the registered ones. config: names in the config group of the node.
+    """
+    declared = Declared(
+        where=node.where,
+        spec=node.spec,
+        role=node.node_role or node.spec.role or NodeRole.DEFAULT,
+        scope="global" if node.node_type in MARKER_TYPES else node.scope,
+        is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
+        is_option=lambda name: name in node.options or name in config,
+    )
+    return read_contract(None if is_factory(node.fn) else node.fn, declared)
+
+
+def contracts_of(
+    nodes: Mapping[str, Node], fields: Collection[str] = (), configs: Mapping[str, Collection[str]] | None = None
+) -> dict[str, Contract]:
+    """The contract of each node, read twice: the fields that a node may read depend on what the others write."""
+
+    def read(known: Collection[str]) -> dict[str, Contract]:
+        return {key: contract_of(node, known, (configs or {}).get(key, ())) for key, node in nodes.items()}
+
+    written = {canonical(name) for contract in read(fields).values() for name in contract.writes}
+    return read({*fields, *written})
+
+
+NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
+"""The arguments of `add_node` that are not options of the function."""
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a node, with those that are none of its settings under `options`."""
+    settings = {name: value for name, value in arguments.items() if name in NODE_SETTINGS}
+    return settings | {"options": {name: value for name, value in arguments.items() if name not in NODE_SETTINGS}}
+
+
+def _check_arguments(node: Node) -> None:
+    if not isinstance(node.node_id, str) or not node.node_id.strip():
+        raise PipelineError(f"node_id must be a str that is not empty, not {node.node_id!r}")
+    where = node.where
+    is_sequence = isinstance(node.deps, Iterable) and not isinstance(node.deps, str)
+    if not is_sequence or not all(isinstance(dep, str) for dep in node.deps):
+        raise PipelineError(f'{where}: deps must be a list of node ids such as ["rollout_actor"], not {node.deps!r}')
+    as_names(node.deps, f"{where}: deps")
+    check_scope(node.scope, f"{where}: scope")
+    if not isinstance(node.retry_limit, int) or isinstance(node.retry_limit, bool) or node.retry_limit < 0:
+        raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
+    for name, kind, wanted in (
+        ("only_forward_compute", bool, "True or False"),
+        ("engine", str | None, "the name of one"),
+        ("config", str | Mapping | None, "a dotted key of the config or a mapping"),
+        ("phase", str | None, "a str"),
+        ("policy", str | None, "the name of one"),
+        ("validates", bool | None, "True or False"),
+    ):
+        if not isinstance(getattr(node, name), kind):
+            raise PipelineError(f"{where}: {name} must be {wanted}, not {getattr(node, name)!r}")
+    planes = ("rollout", "training")
+    if node.plane is not None and node.plane not in planes:
+        raise PipelineError(f"{where}: plane {node.plane!r} is none{hint(str(node.plane), planes)}")

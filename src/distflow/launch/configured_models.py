@@ -1,0 +1,221 @@
+"""Which models and tokenizer a config names, how large they are, and loading them."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from distflow.builtin_names import ROLLOUT_ENGINES
+from distflow.config import Config
+from distflow.config.derived_settings import reads_pairs
+from distflow.config.keys.reward import REWARD_MODEL, scoring_models
+from distflow.errors import UserError, hint
+from distflow.graph.node_spec import ENGINES
+from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model
+from distflow.models.lora import add_lora
+from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
+from distflow.models.sharding import Sharding, check_divisible, shard_model
+from distflow.models.tokenizer import load_tokenizer
+from distflow.planning.independent_parts import parse_size
+from distflow.planning.plan import Layout
+
+
+class Source(SourceOptions):
+    """Arguments of `load_model`: which model, which weights of it."""
+
+    path: str
+
+
+Adapt = Callable[[PreTrainedModel], nn.Module]
+"""Puts an adapter on a model."""
+
+
+def load_policy(config: Config, device: torch.device) -> nn.Module:
+    """The model that is trained, whole, with its adapter where one is asked for. Raises UserError naming the key."""
+    return load_adapted(policy_source(config), policy_adapter(config), device)
+
+
+def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Copy weights into the model's parameters of the same names. Returns "", or the name of a weight that the model
+    does not have in that shape: then nothing is copied."""
+    own = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if name not in own or own[name].shape != weight.shape:
+            return name
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+    return ""
+
+
+def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """The path of each model of the package, its config, and whether it has weights."""
+    for file in sorted(BUILTIN_FOLDER.glob("*/config.json")):
+        has_weights = any(path for pattern in WEIGHT_PATTERNS for path in file.parent.glob(pattern))
+        yield f"{BUILTIN_PREFIX}{file.parent.name}", json.loads(file.read_text()), has_weights
+
+
+def policy_context(config: Config) -> int | None:
+    """Tokens that a prompt and its response may have together, where the model says so. Raises UserError as
+    `load_policy` does."""
+    source = policy_source(config)
+    with blaming("actor_rollout_ref.model.path"):
+        return context_length(**source)
+
+
+def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
+    """Parameters of the model of each role: as `dag.model_sizes` says, else counted from its config.
+
+    Raises UserError naming the key.
+    """
+    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which has the actor's weights
+    with blaming("dag.model_sizes"):
+        if unknown := [role for role in said if role not in models]:
+            raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
+        sizes = {role: parse_size(size) for role, size in said.items()}
+    for role in (role for role in models if role not in said):
+        key, source = _source_of(config, role)
+        with blaming(key):
+            sizes[role] = _count_parameters(source)
+    return sizes
+
+
+def _count_parameters(source: Source) -> int:
+    """Of the language model, which takes no memory here. Raises UserError for a config of none."""
+    config = ModelSource(**source).config().get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
+    except ValueError as err:
+        raise UserError(
+            f"transformers has no language model '{config.model_type}': set its size, e.g. dag.model_sizes.actor=7B"
+        ) from err
+    return int(model.num_parameters())
+
+
+def _source_of(config: Config, role: str) -> tuple[str, Source]:
+    """The model of a role, with the key that names it."""
+    if role == "critic" and config.critic.model.path is not None:
+        return "critic.model.path", critic_source(config)
+    if role in scoring_models(config.reward_model):
+        return scoring_source(config, role)
+    return "actor_rollout_ref.model.path", policy_source(config)
+
+
+def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
+    """Raises UserError, naming the key, where the layers of a model cannot be divided as a layout has it."""
+    adapted = config.actor_rollout_ref.model.lora_rank > 0
+    for layout in layouts:
+        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # a judge is whole on each rank
+            key, source = _source_of(config, layout.role)
+            with blaming(key):
+                check_divisible(
+                    ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role in ("actor", "ref")
+                )
+
+
+def policy_source(config: Config) -> Source:
+    """Of the model that is trained: a reward model's, where the pipeline trains one."""
+    return {**_source(config, config.actor_rollout_ref.model.path), "scores": reads_pairs(config)}
+
+
+def critic_source(config: Config) -> Source:
+    path = config.critic.model.path
+    if path is None:
+        return policy_source(config)
+    # File, commit and init of the actor do not apply to another model.
+    return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
+
+
+def scoring_source(config: Config, name: str) -> tuple[str, Source]:
+    """Of a reward model or a judge, with the key that names it."""
+    key = "reward_model.model.path" if name == REWARD_MODEL else f"reward_model.models.{name}.path"
+    model = scoring_models(config.reward_model)[name]
+    own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
+    return key, {**_source(config, model.path), **own, "scores": not model.judge}
+
+
+def check_engines(config: Config, engines: Collection[str]) -> None:
+    """Raises UserError for an engine that a node of the pipeline asks for and the config has not."""
+    models = scoring_models(config.reward_model)
+    for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
+        key = "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
+        near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])
+        raise UserError(f"{key}: a node of the pipeline needs the engine '{engine}'{near}; set the key")
+
+
+def _source(config: Config, path: str | None) -> Source:
+    settings = config.actor_rollout_ref.model
+    assert path is not None, "the config's rules see to it"
+    local = path.startswith(("builtin:", "package:")) or Path(path).expanduser().is_dir()
+    return {
+        "path": path,
+        "init": "random" if settings.init == "random" else "pretrained",
+        "seed": config.trainer.seed,
+        "revision": None if local else settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "gguf_file": settings.gguf_file,
+    }
+
+
+def policy_adapter(config: Config) -> Adapt | None:
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
+        return None
+    return partial(
+        add_lora,
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=model.target_modules,
+        seed=config.trainer.seed,
+    )
+
+
+def load_adapted(
+    source: Source, adapt: Adapt | None, device: torch.device, sharding: Sharding | None = None
+) -> nn.Module:
+    """The policy's model. An adapter is put on the whole model, which is sharded afterwards."""
+    with blaming("actor_rollout_ref.model.path"):
+        model = load_model(**source, sharding=None if adapt else sharding, device=device)
+    if adapt is None:
+        return model
+    adapted = adapt(model)
+    if sharding is not None:
+        shard_model(adapted, sharding)
+    return adapted
+
+
+def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
+    """Of the policy's tokenizer. It raises UserError naming the key where there is none."""
+    settings, source = config.actor_rollout_ref.model, policy_source(config)
+    own = settings.tokenizer_path is None
+    return partial(
+        _load_tokenizer,
+        settings.tokenizer_path or source["path"],
+        key=f"actor_rollout_ref.model.{'path' if own else 'tokenizer_path'}",
+        revision=source["revision"] if own else None,
+        trust_remote_code=source["trust_remote_code"],
+        gguf_file=source["gguf_file"] if own else None,
+    )
+
+
+def _load_tokenizer(
+    path: str, key: str, revision: str | None, trust_remote_code: bool, gguf_file: str | None
+) -> PreTrainedTokenizerBase:
+    with blaming(key):
+        return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """Name the key in errors of what it names."""
+    try:
+        yield
+    except UserError as err:
+        raise UserError(f"{key}: {err}") from err

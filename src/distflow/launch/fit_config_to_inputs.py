@@ -1,0 +1,195 @@
+"""Reads a config and the files that it names, fits the config to them, and rejects keys that nothing reads."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
+from distflow.config.compose.key_usage import peek, watch
+from distflow.config.compose.load_config import is_verls
+from distflow.config.compose.origins import is_preset
+from distflow.config.derived_settings import CUSTOM, pipeline_name
+from distflow.data.prompts import PromptSet
+from distflow.errors import UserError
+from distflow.graph import BoundPipeline
+from distflow.graph.fields import MissingColumn
+from distflow.launch.check_extensions import check_extensions, explain_missing_column
+from distflow.launch.configured_code import check_importable
+from distflow.launch.configured_models import policy_context, tokenizer_loader
+from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
+from distflow.launch.hardware import follow_device, make_process_ready
+from distflow.launch.select_pipeline import bind, generates, import_user_modules
+from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
+from distflow.runtime.run_errors import is_ours
+from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
+
+_WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
+_REASONS = {
+    **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
+    "actor_rollout_ref.rollout.free_cache_engine": "engines cannot free anything if async.max_staleness is above 0, "
+    "or if trainer.allocation has workers that only generate",
+    "actor_rollout_ref.actor.weight_update_mode": "every worker that generates also trains, so weights stay in its "
+    "process; trainer.allocation can add workers that only generate",
+}
+# Of loss terms that a pipeline may leave out: 0 is the same as leaving it out.
+_COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
+
+
+class InertKeys(UserError):
+    """Keys that the user set and nothing reads."""
+
+    def __init__(self, keys: Collection[str], message: str):
+        super().__init__(message)
+        self.keys = keys
+
+
+def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
+    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the user's mistake
+    where another pipeline was chosen: they are returned, with their origins.
+
+    A user's function that gets a group of the config, or the context, may read keys when it runs: of that group (of its
+    role's), and of groups that users registered. For keys of other groups it should name options.
+    The presets that spell out verl's defaults may have more keys than a pipeline reads.
+    """
+    handed = [node for node in pipeline.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
+    groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
+    values = flatten(loaded.config)
+    inert = {
+        key: f"{key} ({origin})" + (f": {_REASONS[key]}" if key in _REASONS and pipeline.rollout_nodes else "")
+        for key, origin in loaded.set_keys.items()
+        if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
+        if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
+    }
+    users = {key: shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])}
+    if users:
+        shown = "\n".join(f"  {line}" for line in users.values())
+        raise InertKeys(
+            users,
+            f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
+            "Remove them, or choose a pipeline, estimator or loss that uses them; turn a key that only your own "
+            "node reads into an option of its function; a workflow calls reward functions if it has a parameter "
+            "`reward_fn`",
+        )
+    return list(inert.values())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for people. lazy:
+    training rows are read when their groups start."""
+
+    pipeline: BoundPipeline
+    unused: list[str]
+    train: list[DataSource]
+    validation: list[DataSource]
+    lazy: bool
+
+
+@dataclass(frozen=True)
+class Data:
+    """The files' prompts as tokens. validation: by the domain that has the files, "" where none has. broken: training
+    rows that were left out because no response to them could be scored, and why."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet | LazyRows
+    validation: dict[str, PromptSet]
+    broken: list[str]
+
+    @property
+    def looked_at(self) -> PromptSet:
+        """The training rows that are known before the start."""
+        return self.train.first if isinstance(self.train, LazyRows) else self.train
+
+    @property
+    def how_many(self) -> str:
+        """The training rows in words."""
+        if isinstance(self.train, LazyRows) and UNKNOWN_ROWS in self.train.num_by_domain.values():
+            return f"an unknown number of prompts (the run has steps, no epochs; shuffled among {WINDOW:,})"
+        return f"{len(self.train):,} prompts"
+
+    def overlap(self) -> str:
+        """A warning if validation prompts are trained on; else empty."""
+        held_out = [row for prompts in self.validation.values() for row in prompts]
+        wanted = {(row.prompt_text, row.response_ids) for row in held_out}
+        every = ((row.prompt_text, row.response_ids, row.origin) for row in self.looked_at if wanted)
+        trained = {(text, ids): origin for text, ids, origin in every if (text, ids) in wanted}
+        both = [(row.origin, twin) for row in held_out if (twin := trained.get((row.prompt_text, row.response_ids)))]
+        if not both:
+            return ""
+        return (
+            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0][0]} and "
+            f"{both[0][1]}: their accuracy says nothing about new ones (data.allow_overlap=true if intended)"
+        )
+
+
+def read_config(loaded: Loaded) -> Reading:
+    """Bind the pipeline, and read every key that the run uses. Raises UserError for one that is set and not read.
+
+    The rest of a spec is built here a first time, to see what it reads before any file is opened.
+    """
+    config, reads = watch(loaded.config)
+    make_process_ready(config)
+    pipeline = _bind(config)
+    scored = "reward_fn" in pipeline.services
+    train, validation, lazy = train_sources(config, scored), validation_sources(config, scored), config.data.lazy
+    spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
+    validation_params(config, sampling_params(config))
+    for source in train:
+        sampling_params(config, source.domain)
+    if config.actor_rollout_ref.rollout.workflow is not None and not scored:  # the rules read them
+        reads = {key for key in reads if not key.startswith("reward.functions")}
+    unused = refuse_inert_keys(loaded, reads, pipeline)
+    check_importable(loaded.config)
+    return Reading(pipeline, unused, train, validation, lazy)
+
+
+def follow_pipeline(loaded: Loaded) -> Loaded:
+    """Check the parts that the config chooses by name, set `model.dtype` for the device, and `dag.generates` to false
+    for a user's pipeline that generates nothing. Raises UserError for a part that cannot work, ConfigError where other
+    keys contradict the pipeline."""
+    loaded = follow_device(loaded)
+    config = loaded.config
+    make_process_ready(config)  # before a user's module can start threads
+    import_user_modules(config)
+    check_extensions(config)
+    if pipeline_name(config) != CUSTOM or config.dag.generates is not None or generates(_bind(config)):
+        return loaded
+    return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
+
+
+def _bind(config: Config) -> BoundPipeline:
+    import_user_modules(config)
+    try:
+        return bind(config)
+    except MissingColumn as error:
+        raise explain_missing_column(error, peek(config)) or error from error
+
+
+def fit_to_files(loaded: Loaded) -> Loaded:
+    """The config that a run would have, fitted to its model and data. Starts no run. Raises as `make_spec` does."""
+    loaded = follow_pipeline(loaded)
+    return fitted_to_files(loaded, read_config(loaded))[0]
+
+
+def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+    context = policy_context(loaded.config)
+    loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
+    run_dir = loaded.config.trainer.run_dir
+    # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
+    wanted = [source.first() for source in reading.train] if reading.lazy else reading.train
+    validation_rows, train_rows = read_sources(reading.validation, run_dir), read_sources(wanted, run_dir)
+    load_tokenizer = tokenizer_loader(loaded.config)
+    tokenizer = load_tokenizer()
+    validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
+    read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
+    train = LazyRows(reading.train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
+    data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
+    loaded, reading = _fitted(loaded, reading, RunLimits(len(train), context))
+    return loaded, reading, data
+
+
+def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:
+    """The config within these limits, read again where it changed. Raises ConfigError where something does not fit."""
+    fitted = fit_to(loaded, limits)
+    return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))

@@ -1,0 +1,154 @@
+"""The fingerprint that a resumed run must match, the head of the report, and the changes from the preset."""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
+from distflow.config import Config, Loaded, describe
+from distflow.config.compose.load_config import build
+from distflow.config.compose.origins import PRESETS, preset_names
+from distflow.config.derived_settings import code_of_workflow, is_one_process, named_algorithms, reward_functions
+from distflow.config.flatten_and_compare import diff, show_value
+from distflow.config.keys.reward import scoring_models
+from distflow.config.keys.schema import schema_keys
+from distflow.launch.fit_config_to_inputs import Data
+from distflow.launch.hardware import choose_device, threads_of, worker_cores
+from distflow.models.cpu_kernels import build as native
+from distflow.models.weight_soundness import identity
+from distflow.rewards.load_functions import fingerprint_target, target_of
+from distflow.rewards.pool.domain_pools import RewardSettings
+from distflow.sandbox.sandbox import probe
+
+
+def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
+    """The preset that was built on ("" where it was none) and each key that now has another value.
+
+    A change is `{"key", "before", "now", "where"}`, its values as they would be written in YAML, `where` as of
+    `Loaded.origin`. Without a preset the schema's defaults are what was before.
+    """
+    named = [
+        each for each in preset_names() if any(o.startswith(f"presets/{each}.yaml:") for o in loaded.origins.values())
+    ]
+    preset = max(named, key=lambda name: len(_chain(name)), default="")  # builds on all others that set a key
+    before, keys = Config(), schema_keys()
+    if preset:  # read without Hydra, which would cost every start a tenth of a second
+        values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(preset))), resolve=True)
+        assert isinstance(values, dict)
+        before = build({str(key): value for key, value in values.items() if key != "defaults"}, {})[0]
+    return preset, [
+        {
+            "key": key,
+            "before": show_value(keys[key], old),
+            "now": show_value(keys[key], new),
+            "where": loaded.origin(key),
+        }
+        for key, old, new in diff(before, loaded.config)
+    ]
+
+
+def _chain(name: str) -> list[str]:
+    """The presets that a preset builds on, followed by its own name."""
+    return [*(part for base in _read(name).get("defaults", []) if base != "_self_" for part in _chain(base)), name]
+
+
+@cache
+def _read(name: str) -> DictConfig:
+    preset = OmegaConf.load(PRESETS / f"{name}.yaml")
+    assert isinstance(preset, DictConfig), "a preset is a mapping"
+    return preset
+
+
+def description(loaded: Loaded, data: Data) -> dict[str, object]:
+    """The head of the report, with the changes from the preset."""
+    config, (preset, changed) = loaded.config, changes(loaded)
+    counts = {
+        "for validation": sum(map(len, data.validation.values())),
+        "left out, with broken tests": len(data.broken),
+    }
+    return {
+        "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
+        "model": str(config.actor_rollout_ref.model.path),
+        "data": ", ".join([data.how_many, *(f"{n:,} {what}" for what, n in counts.items() if n)]),
+        "batch": describe(config)[0],
+        "command": shlex.join(sys.argv),
+        "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores, {_threads(config)}",
+        "preset": preset,
+        "changed": changed,
+    }
+
+
+def facts(config: Config, data: Data) -> dict[str, object]:
+    """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
+    rollout_threads = threads_of(config)[1]
+    vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
+    return {
+        "data_fingerprint": data.train.fingerprint(),
+        "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "device": choose_device(config).type,
+        **_users_facts(config),
+        # Where generation and training run at once, generation has threads of its own.
+        **({} if rollout_threads is None else {"rollout_threads": rollout_threads}),
+        # The native code replaces torch's operations on a CPU.
+        **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
+    }
+
+
+def _threads(config: Config) -> str:
+    """The threads of a worker, in words."""
+    trainer, rollout = threads_of(config)
+    is_alone = is_one_process(config)
+    of = "threads" if is_alone else "threads of a worker"
+    if rollout is not None:
+        return f"{of}: {trainer} to train, {rollout} to generate"
+    shared = torch.get_num_threads() if is_alone else worker_cores(config)
+    return f"{of}: {trainer or shared}"
+
+
+def _users_facts(config: Config) -> dict[str, object]:
+    """The code of the user's reward functions, curriculum and filter, the isolation of code that a reward function runs
+    here, and the reward models by domain. All may change on resume, and are then reported. Raises UserError where a
+    reward model is missing."""
+    custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
+    functions = reward_functions(config)
+    everything = [part for parts in functions.values() for part in parts]
+    own = sorted({part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS})
+    facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}
+    chosen: dict[str, str | None] = {"should_accept": config.algorithm.filter_groups.should_accept}
+    chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
+    chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
+    pipeline = config.dag.pipeline
+    chosen |= {target: target for _, target in code_of_workflow(config)}
+    chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
+    facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
+    if any(
+        part.name in REWARDS and REWARDS[part.name].executes_response and not part.options.get("sandbox")
+        for part in everything
+    ):
+        facts["sandbox"] = probe().name
+    for domain, parts in sorted(functions.items()):
+        for options in (part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare):
+            model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
+            facts[f"reward_model_{domain}"] = model
+    models = scoring_models(config.reward_model)
+    return facts | {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

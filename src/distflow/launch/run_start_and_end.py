@@ -1,0 +1,201 @@
+"""What every launcher does around a run: where it resumes, what it writes to the folder, and its outcome."""
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distflow import __version__
+from distflow.launch.export_checkpoint import write_hf_models
+from distflow.observe.crash_safe_files import remove_asides, sync
+from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
+from distflow.observe.report.build import report_data, write_report
+from distflow.observe.report.judgements import accuracies
+from distflow.observe.writing.folder_lock import claimed, join
+from distflow.observe.writing.run_folder import RunFolder, finish_moving, set_aside
+from distflow.runtime import fault_injection
+from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.find_checkpoint import (
+    CHECKPOINTS,
+    LEDGER,
+    before_damage,
+    done_message,
+    find_checkpoint,
+    is_done,
+    newest_checkpoint,
+    remaining_plan,
+    resumes_here,
+)
+from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.run_errors import writing_to
+from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.stop import Stop
+from distflow.runtime.weight_sync.bucket_files import remove_weights
+from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.group_states import GroupCounts
+from distflow.scheduling.ledger import Ledger
+from distflow.scheduling.snapshot import Snapshot
+
+FROM_THE_START = -1
+DRIVER = -1
+"""In place of a rank, among the parts of a run's folder: the process that starts the workers."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it.
+    allowed: config keys that may differ from the checkpoint. owner: of the folder, in words."""
+
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+    resumes: bool
+    allowed: tuple[str, ...]
+    owner: str
+
+    @property
+    def resumed_at(self) -> int:
+        return self.checkpoint.step if self.checkpoint else FROM_THE_START
+
+    def join(self, spec: Spec) -> None:
+        """Before another process writes to the folder."""
+        join(spec.run_dir, self.owner)
+
+    def set_aside(self, spec: Spec, say: Callable[[str], None]) -> None:
+        """Move what another run left in the folder out of the way."""
+        if not self.resumes and (moved := set_aside(spec.run_dir)):
+            say(f"the previous run in {spec.run_dir} was moved to {moved}")
+
+
+@contextmanager
+def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
+    """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
+    another config or other data, and an engine that cannot train."""
+    spec.check_can_train()
+    with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
+        yield find_start(spec, spec.options.resume, allow_change, owner)
+
+
+def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str) -> Start:
+    """Where the run begins, for the owner of its folder. mode: as `spec.options.resume`. Raises UserError."""
+    store = open_store(spec)
+    store.remove_leftovers()
+    remove_asides(spec.run_dir)
+    remove_weights(spec.run_dir)
+    finish_moving(spec.run_dir)
+    checkpoint = find_checkpoint(store, mode)
+    resumes = resumes_here(checkpoint, mode, spec.run_dir)
+    if checkpoint:
+        checkpoint = before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
+        check_same_config(checkpoint, spec, allow_change)
+        check_same_facts(checkpoint, spec, spec.facts)
+    return Start(store, checkpoint, resumes, allow_change, owner)
+
+
+def open_store(spec: Spec) -> CheckpointStore:
+    keep_best = int(spec.options.keep_best is not None)
+    return CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best, on_point=_reach_in_checkpoint)
+
+
+def _reach_in_checkpoint(point: str) -> None:
+    fault_injection.reach(f"checkpoint.{point}")
+
+
+def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
+    """The outcome of a run without steps left; None if there are some. Raises UserError if the run is another one."""
+    if start.checkpoint is None or not is_done(start.checkpoint, spec):
+        return None
+    say(done_message(start.checkpoint, spec, start.resumes))
+    if spec.options.save_hf_model:
+        write_hf_models(spec.run_dir, say)
+    return outcome_of(spec, start.checkpoint.step)
+
+
+def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
+    """The outcome of a run that has ended; writes its report, which says how it ended."""
+    data = report_data(spec.run_dir)
+    report, found = write_report(spec.run_dir, data), accuracies(read_metrics(spec.run_dir))
+    saved = newest_checkpoint(spec.run_dir)
+    return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)
+
+
+def model_lines(spec: Spec, num_parameters: int, num_trained: int, num_critic: int) -> list[str]:
+    """The models of the run, and what of them is trained."""
+    config, line = spec.config, f"model: {spec.description['model']}, {num_parameters:,} parameters"
+    if rank := config.actor_rollout_ref.model.lora_rank:
+        line += f"; LoRA of rank {rank} trains {num_trained:,} of them ({num_trained / num_parameters:.2%})"
+    if not num_critic:
+        return [line]
+    optim, name = config.critic.optim, config.critic.model.path or spec.description["model"]
+    return [line, f"critic: {name}, {num_critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
+
+
+def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
+    """Report the checkpoint that the run resumes from, and what differs."""
+    recorder.note("info", f"resumed from {checkpoint.path.name}")
+    for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
+        recorder.note("warning", warning)
+
+
+def note_end(
+    recorder: Recorder, stop: Stop, finished: bool, group_counts: GroupCounts, done: int, planned: int
+) -> None:
+    """How the run ended. Dropped groups are replaced by later ones, so it may have fewer steps than planned."""
+    recorder.status = "stopped" if stop.wanted and not finished else "finished"
+    if finished and not stop.wanted and done < planned:
+        dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
+        recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
+
+
+def resume_hint(spec: Spec) -> str:
+    """For the error of a death that ends the run: where the next start resumes."""
+    store, where = open_store(spec), "the beginning: there is no checkpoint yet (trainer.save_freq)"
+    if store.exists():
+        where = store.load().path.name
+    return f"The same command resumes from {where}"
+
+
+def note_failure(run_dir: Path, error: BaseException) -> None:
+    """Record how the run ended, for workers that were killed before they could."""
+    events = read_events(run_dir)
+    if events and events[-1].kind != "end":
+        with RunFolder(run_dir, events[-1].restart, part=DRIVER) as folder:
+            folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
+            folder.event("end", "the run failed", status="failed")
+
+
+def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
+    """The coordinator and its ledger, as of the checkpoint."""
+    path, checkpoint = spec.run_dir / LEDGER, start.checkpoint
+    if checkpoint is None:
+        ledger = Ledger(path)
+        sync(path.parent)
+        return Coordinator(spec.data, ledger), ledger
+    with checkpoint.reading():
+        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        ledger = Ledger(path, mark_of(snapshot))
+        sync(path.parent)
+        coordinator = Coordinator(remaining_plan(spec.data, snapshot), ledger, snapshot)
+    if start.allowed:
+        ledger.append("allowed_change", keys=list(start.allowed))
+    return coordinator, ledger
+
+
+def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int) -> None:
+    """Write the files that describe the run as a whole."""
+    facts: Mapping[str, object] = {
+        "distflow": __version__,
+        "python": platform.python_version(),
+        "pipeline": spec.plan.pipeline,
+        "total_steps": total_steps,
+        **({"workers": spec.plan.placed()} if len(spec.plan.ranks) > 1 else {}),
+        **spec.description,
+        **spec.facts,
+        **model_facts,
+    }
+    recorder.folder.write_json("run.json", facts)
+    if spec.overlap:
+        recorder.note("warning", spec.overlap)
+    recorder.folder.write_text("config.yaml", spec.text)
+    recorder.folder.write_json("plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json()})

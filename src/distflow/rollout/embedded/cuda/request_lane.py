@@ -1,0 +1,121 @@
+"""A request lane with asynchronous decode steps."""
+
+from collections import deque
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from distflow.models.cached_decoder import DecoderView, PromptKV
+from distflow.rollout.embedded.cuda.decode_state import Lease, PageCopy
+from distflow.rollout.embedded.cuda.device_steps import AsyncSteps
+from distflow.rollout.embedded.kv_slots import PromptCache
+from distflow.rollout.embedded.sampler import NOT_FINITE
+from distflow.rollout.embedded.scheduler import Move, Scheduler, Sequence, StepTokens, Work
+
+
+@dataclass(frozen=True, eq=False)
+class _LaunchedStep:
+    """A launched step. copied: `(4, rows)` on the host, once `done` is."""
+
+    sequences: list[Sequence]
+    leases: list[Lease]
+    copied: Tensor
+    done: torch.Event | None
+
+
+@dataclass(eq=False)
+class CudaRequestLane:
+    """As `RequestLane`, but the tokens of a step are read `AsyncSteps.lag` steps after it was launched.
+
+    The host learns late that a sequence has ended, so that up to `lag` surplus tokens of it are computed, and dropped
+    when they are read. A sequence that has reached its maximum length is not launched again, so that no token is
+    written after its last page.
+    """
+
+    name: str
+    scheduler: Scheduler
+    prompts: PromptCache
+    decoder: DecoderView
+    steps: AsyncSteps
+    _leases: dict[Sequence, Lease] = field(init=False, default_factory=dict)
+    _launched: deque[_LaunchedStep] = field(init=False, default_factory=deque)
+
+    def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
+        """These sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
+        for sequence in gone:
+            if (lease := self._leases.pop(sequence, None)) is not None:
+                self.steps.free(lease)
+        if not self.scheduler.has_work:
+            self._launched.clear()
+            self.prompts.clear()
+
+    def forget_kv(self) -> None:
+        """Running sequences go back to the head of the queue. Launched steps must be read before, or they would be
+        lost."""
+        assert not self._launched, "steps are in flight"
+        self.scheduler.preempt()
+        self.prompts.clear()
+        for lease in self._leases.values():
+            self.steps.free(lease)
+        self._leases.clear()
+
+    def step(self, weights: object) -> StepTokens | None:
+        """Launch the next step, if there is one, and read the step launched before the last `lag` steps, if there is
+        any. weights: identifies the decoder's weights."""
+        if self.scheduler.can_prefill():
+            self._prefill(self.scheduler.do_prefill(), weights)
+        elif unfinished := [s for s in self.scheduler.running if self._leases[s].num_drawn < s.params.max_tokens]:
+            leases = [self._leases[sequence] for sequence in unfinished]
+            self._launch(unfinished, leases, self.steps.decode(unfinished, leases))
+        elif self._launched:
+            return self.read()
+        return self.read() if len(self._launched) > self.steps.lag else None
+
+    def read(self) -> StepTokens | None:
+        """Wait for the tokens of the oldest step that was launched and not read, without sequences that ended before.
+        None: there is no such step.
+
+        Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
+        """
+        if not self._launched:
+            return None
+        launched = self._launched.popleft()
+        if launched.done is not None:
+            launched.done.synchronize()
+        pairs = zip(launched.sequences, launched.leases, strict=True)
+        rows = [row for row, (sequence, lease) in enumerate(pairs) if self._leases.get(sequence) is lease]
+        tokens, rollout, sampling, finite = launched.copied[:, rows].tolist()
+        if not all(finite):
+            raise FloatingPointError(NOT_FINITE)
+        return StepTokens(
+            [launched.sequences[row] for row in rows], [int(token) for token in tokens], rollout, sampling
+        )
+
+    def _prefill(self, work: Work, weights: object) -> None:
+        leases: list[Lease] = []
+        hidden: list[Tensor] = []
+        fills: list[tuple[PromptKV, list[PageCopy]]] = []
+        for prefill in work.prefills:
+            places = self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+            for (forward, row), starts in zip(places, prefill.values(), strict=True):
+                leased, parts = self.steps.lease(row, starts)
+                leases += leased
+                fills.append((forward, parts))
+                hidden.append(forward.hidden[row].expand(len(starts), -1))
+        self._leases.update(zip(work.sequences, leases, strict=True))
+        self._launch(work.sequences, leases, self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
+
+    def _launch(self, sequences: Rows[Sequence], leases: list[Lease], drawn: Tensor) -> None:
+        """Have the draws copied to the host after the step, and note that each lease has one more."""
+        for lease in leases:
+            lease.num_drawn += 1
+        done = None
+        if drawn.device.type != "cpu":
+            copied = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
+            done = torch.Event(drawn.device)
+            done.record()
+        else:
+            copied = drawn
+        self._launched.append(_LaunchedStep(list(sequences), leases, copied, done))

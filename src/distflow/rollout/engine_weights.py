@@ -1,0 +1,197 @@
+"""Loads a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name. Its receipt
+has a hash of a stripe of each tensor, computed alike by sender and receiver."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from distflow.device_transfer import send, to_host
+from distflow.rollout.engine import WeightReceipt
+from distflow.scheduling.group_states import Version
+
+STRIPE_LENGTH = 1024
+
+
+def striped_places(numel: int) -> Tensor:
+    """Which elements of a tensor of that size are looked at: at most `STRIPE_LENGTH`, evenly spaced.
+
+    The stride is odd, so that it does not stay in a few columns of a matrix whose width is a power of two.
+    """
+    return torch.arange(0, numel, -(-numel // STRIPE_LENGTH) | 1)
+
+
+def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """The hash of each named tensor, as in a receipt: of its elements at `striped_places`, its shape and its dtype.
+
+    dtype: of the receiver's weights, where the sender keeps another; stripes are cast before they are hashed. No tensor
+    is kept: they may be gathered one by one.
+    """
+    shapes, stripes = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
+    for name, tensor in weights:
+        flat = tensor.detach().reshape(-1)
+        shapes.append((name, tuple(tensor.shape)))
+        stripes.append(flat[send(striped_places(flat.numel()), flat.device)].to(dtype or tensor.dtype))
+    return {name: _hash(shape, stripe) for (name, shape), stripe in zip(shapes, to_host(stripes), strict=True)}
+
+
+def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
+    digest = hashlib.blake2b(f"{shape} {stripe.dtype}".encode(), digest_size=16)
+    digest.update(stripe.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class PartialWeightsError(RuntimeError):
+    """Weights that came one after another did not fit, and those before are taken: the module is of two versions."""
+
+
+@dataclass(eq=False)
+class EngineWeights:
+    """The weights of an engine's module, which are replaced as a whole or not at all. shared: the module is the
+    trainer's, so nothing is copied."""
+
+    module: nn.Module
+    shared: bool
+    is_whole: bool = True
+    _released: dict[str, str] = field(default_factory=dict, init=False)
+    """Hashes of weights whose memory is free."""
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError after a copy that failed in the middle, and while the memory of the weights is free."""
+        if not self.is_whole:
+            had = "has released its weights" if self._released else "loaded only a part of its last weights"
+            raise RuntimeError(f"the rollout engine {had}, and does not use them")
+
+    def release(self) -> None:
+        """Free the memory of the engine's own weights until the next `load`. `hashes` stay as they are."""
+        if not self.shared and self.is_whole:
+            self._released, self.is_whole = self.hashes(), False
+            for weight in self.module.parameters():
+                weight.data = weight.data.new_empty(()).expand(weight.shape)
+
+    def hashes(self) -> dict[str, str]:
+        """See `RolloutEngine`."""
+        return self._released or stripe_hashes(self.module.named_parameters(remove_duplicate=False))
+
+    def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+        """Take the weights of a version, between two steps; None: those that are there get that version.
+
+        Raises ValueError, with nothing changed, when the version goes back, when names or shapes do not fit, or, on
+        shared storage, when a sent tensor is not the module's own.
+        """
+        if version < current:
+            raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
+        if weights is None:
+            return WeightReceipt(version, shared=self.shared, version_only=True)
+        if self.shared:
+            check_shared(self.module, weights)
+            return WeightReceipt(version, shared=True)
+        if self._released:
+            self._released = {}
+            for weight in self.module.parameters():
+                weight.data = weight.data.new_empty(weight.shape)
+        was_whole, self.is_whole = self.is_whole, False
+        try:
+            hashes = copy_weights(self.module, weights)
+        except ValueError:
+            self.is_whole = was_whole
+            raise
+        self.is_whole = True
+        return WeightReceipt(version, hashes)
+
+
+def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Copy every parameter in place, cast to the module's types. Returns the hashes of what the module now holds.
+
+    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, when a name is
+    unknown, missing or doubled, when a shape differs, or when two names of one tensor bring different values: a
+    sequence is looked at as a whole first. Other iterables are copied as they come, and raise PartialWeightsError.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    if isinstance(weights, Sequence):
+        _check_all(own, weights)
+    taken: Sent = {}
+    with torch.no_grad():
+        for name, sent in weights:
+            tensor = sent.to(own[name]) if name in own else sent
+            if problem := _problem(own, taken, name, tensor):
+                raise PartialWeightsError(f"weights were only partly loaded: {problem}")
+            own[name].copy_(tensor)
+            taken.setdefault(id(own[name]), {})[name] = own[name]
+    if missing := _missing(own, taken):
+        raise PartialWeightsError(f"weights were only partly loaded: {'; '.join(missing[:8])}")
+    return stripe_hashes(each for by_name in taken.values() for each in by_name.items())
+
+
+Sent = dict[int, dict[str, Tensor]]
+"""Tensors so far by name, for the id of each parameter: one that is tied has several names."""
+
+
+def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError."""
+    sent: Sent = {}
+    problems = []
+    for name, tensor in weights:
+        if problem := _problem(own, sent, name, tensor):
+            problems.append(problem)
+        if name in own:
+            sent.setdefault(id(own[name]), {})[name] = tensor
+    problems += _missing(own, sent)
+    if problems:
+        more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError(f"weights were rejected and nothing changed: {'; '.join(problems[:8])}{more}")
+
+
+def checked(own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come. Raises ValueError at the first that does not fit, and at the end for missing ones.
+
+    Only those of parameters that have several names are kept meanwhile.
+    """
+    num_names = Counter(map(id, own.values()))
+    sent: Sent = {}
+    for name, tensor in weights:
+        if problem := _problem(own, sent, name, tensor):
+            raise ValueError(f"weights not taken, nothing changed: {problem}")
+        kept = tensor if num_names[id(own[name])] > 1 else tensor.new_empty(0)
+        sent.setdefault(id(own[name]), {})[name] = kept
+        yield name, tensor
+    if missing := _missing(own, sent):
+        raise ValueError(f"weights not taken, nothing changed: {'; '.join(missing[:8])}")
+
+
+def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:
+    """Why a tensor cannot follow those that were sent before."""
+    if name not in own:
+        return f"{name}: unknown"
+    if tensor.shape != own[name].shape:
+        return f"{name}: shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+    others = sent.get(id(own[name]), {})
+    if name in others:
+        return f"{name}: sent twice"
+    for first in list(others.values())[:1]:
+        same_kind = first.dtype == tensor.dtype and first.device == tensor.device
+        if first.data_ptr() != tensor.data_ptr() and not (same_kind and torch.equal(first, tensor)):
+            return f"{' and '.join([*others, name])}: one tensor here, different values sent"
+    return None
+
+
+def _missing(own: Mapping[str, nn.Parameter], sent: Sent) -> list[str]:
+    """Parameters of which no name was sent, each by its first name."""
+    names: dict[int, str] = {}
+    for name, parameter in own.items():
+        names.setdefault(id(parameter), name)
+    return [f"{name}: missing" for key, name in names.items() if key not in sent]
+
+
+def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a sent tensor that is not the module's own storage: it would never be computed with."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    foreign = [name for name, tensor in weights if name not in own or tensor.data_ptr() != own[name].data_ptr()]
+    if foreign:
+        raise ValueError(
+            f"the engine shares the trainer's storage, but {len(foreign)} sent tensors are stored elsewhere "
+            f"({', '.join(foreign[:4])}): send the trainer's own parameters, or give the engine its own copy"
+        )

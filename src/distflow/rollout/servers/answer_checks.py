@@ -1,0 +1,83 @@
+"""What a server says of a sample, and what must hold before it is believed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.errors import TrustError
+from distflow.rollout.engine import FinishReason, Generation, SamplingParams
+from distflow.rollout.stops_and_draws import finish_reason
+from distflow.scheduling.group_states import Version
+
+_LEAST_LOG_PROB: Final = -9000.0  # servers write -9999 for NaN and -inf, which JSON does not have
+_ROUNDING: Final = 1e-5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Not checked yet. Fields as of `Generation`, versions as labels."""
+
+    token_ids: Sequence[int]
+    rollout_log_probs: Sequence[float]
+    sampling_log_probs: Sequence[float]
+    versions: Sequence[str]
+    finish_reason: str
+
+
+def label_of(version: Version) -> str:
+    """As servers know a version."""
+    return f"{version.restart}.{version.step}"
+
+
+def lie(who: str, what: str) -> TrustError:
+    return TrustError(f"{who} answered {what}: its tokens cannot be trained on")
+
+
+@dataclass(frozen=True)
+class AnswerCheck:
+    """who: the server. first, last: the oldest and the newest version that can have generated a part."""
+
+    who: str
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    first: Version
+    last: Version
+
+    def generation(self, sample: int, params: SamplingParams, answer: Answer) -> Generation:
+        """Raises TrustError for an answer that cannot be true."""
+        said = (answer.token_ids, answer.rollout_log_probs, answer.sampling_log_probs, answer.versions)
+        if len({len(each) for each in said}) > 1:
+            counts = f"{len(said[1])} and {len(said[2])} log-probs, and {len(said[3])} versions"
+            raise lie(self.who, f"{len(said[0])} tokens with {counts}")
+        end, reason = self._end(list(answer.token_ids), params, answer.finish_reason)
+        ids, labels = list(answer.token_ids)[:end], list(answer.versions)[:end]
+        log_probs = [list(each)[:end] for each in said[1:3]]
+        if not all(math.isfinite(p) and _LEAST_LOG_PROB < p <= _ROUNDING for each in log_probs for p in each):
+            raise lie(self.who, "with log-probs that are none: NaN, or above 0")
+        first, last = self.first, self.last
+        steps = {label_of(Version(first.restart, step)): step for step in range(first.step, last.step + 1)}
+        steps[label_of(last)] = last.step
+        if wrong := sorted(set(labels) - steps.keys()):
+            raise lie(self.who, f"with tokens of weights '{wrong[0]}', when it was to have '{label_of(last)}'")
+        if reason is None:
+            ends = f"that a response ends by '{answer.finish_reason}' after {end} of {params.max_tokens} tokens"
+            raise lie(self.who, ends)
+        rollout, sampling = ([min(p, 0.0) for p in each] for each in log_probs)
+        return Generation(sample, ids, rollout, sampling, [steps[label] for label in labels], reason)
+
+    def _end(self, ids: list[int], params: SamplingParams, said: str) -> tuple[int, FinishReason | None]:
+        """Where a response ends, and by what: None if by nothing that a request has. Servers differ in where they see a
+        text that ends it, so what comes after is cut off here."""
+        if wrong := [token for token in ids if not (isinstance(token, int) and 0 <= token < self.vocab_size)]:
+            raise lie(self.who, f"with a token {wrong[0]!r}, which the model does not have")
+        ends_early = not set(params.stop_token_ids).isdisjoint(ids[:-1])
+        if ends_early or (params.stop and any(text in self.tokenizer.decode(ids) for text in params.stop)):
+            for end in range(1, len(ids)):
+                if finish_reason(ids[:end], params, self.tokenizer) == "stop":
+                    return end, "stop"
+        if said == "abort":
+            return len(ids), "abort"
+        return len(ids), finish_reason(ids, params, self.tokenizer) if ids else None

@@ -1,0 +1,172 @@
+"""Errors of a run: in a node (the user's if code of theirs is in the traceback, else ours), in writing to the run's
+folder (for the user to repair); reward errors, which are reported and above some share end the run before the step is
+trained on; and groups that fail one after another, after which the run ends instead of spending its data.
+"""
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distflow.errors import UserError, users_place
+from distflow.graph import BoundNode
+from distflow.import_target import innermost
+from distflow.observe.harmless_output import escape_control
+from distflow.rewards.score import RewardCounts
+
+REPAIR_ADVICE = (
+    "Correct the named function (custom_reward_function.path, reward.functions, dag), or its ground truths "
+    "(data.answer_key); if it is slow, raise reward.timeout_s"
+)
+
+WARN_ABOVE = 0.05
+_SHOWN_CHARACTERS = 500
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+class NodeError(RuntimeError):
+    """A node raised, or returned something that is not a valid output."""
+
+
+class UserNodeError(NodeError, UserError):
+    """The same, in a function that the user wrote."""
+
+
+class BadOutput(ValueError):
+    """A node function returned something invalid. The message follows the node's name."""
+
+
+def node_error(node: BoundNode, error: BaseException) -> NodeError:
+    """The error that reports `error` of the node, with the node's name and the user's line that raised it."""
+    if isinstance(error, BadOutput):
+        return output_error(node, str(error))
+    said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"
+    place = users_place(error)
+    return UserNodeError(f"{said} (at {place})") if place else NodeError(said)
+
+
+def output_error(node: BoundNode, what: str) -> NodeError:
+    return (NodeError if is_ours(node) else UserNodeError)(f"node '{node.node_id}' {what}")
+
+
+def is_ours(node: BoundNode) -> bool:
+    """Whether its function is part of this package."""
+    return str(getattr(innermost(node.fn), "__module__", "")).startswith("distflow.")
+
+
+@contextmanager
+def writing_to(run_dir: Path) -> Iterator[None]:
+    """Raises UserError if the disk is full or refuses, or a file is in the way; earlier files are complete."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno not in (*_DISK, *_IN_THE_WAY):
+            raise
+        what = f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
+        raise UserError(
+            f"the run's folder {run_dir} cannot be written ({what}). Its checkpoints are complete. Free space, "
+            "move conflicting files away, or set trainer.default_local_dir to another folder; then rerun the command"
+        ) from err
+
+
+class TooManyErrors(UserError):
+    """A step has more reward errors than `reward.max_error_rate` allows."""
+
+
+@dataclass
+class ErrorShare:
+    """Checks the share of reward errors of each step. Warns once, and again when the share has doubled.
+
+    show: called with a reward error, in every step that has one.
+    """
+
+    max_share: float
+    warn: Callable[[str], None]
+    show: Callable[[str], None] = lambda reason: None
+    _warned_share: float = field(default=0.0, init=False)
+
+    def step(self, calls: RewardCounts, step: int) -> dict[str, float]:
+        """After all reward calls of a step, also of dropped groups; its metrics. step: from 1. Raises TooManyErrors."""
+        if calls.first:
+            self.show(calls.first)
+        if calls.share > self.max_share:
+            raise TooManyErrors(
+                f"{described(calls)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
+                f"the rest is not representative. {_first(calls)}\n{REPAIR_ADVICE}; "
+                "reward.max_error_rate=1 never stops"
+            )
+        if calls.share <= WARN_ABOVE:
+            self._warned_share = 0.0
+        elif calls.share >= 2 * self._warned_share:
+            self._warned_share = calls.share
+            self.warn(
+                f"{described(calls)} at step {step}; such responses are excluded from training. {_first(calls)}\n"
+                f"{REPAIR_ADVICE}. Above reward.max_error_rate={self.max_share:g} the run stops"
+            )
+        if not calls.asked:
+            return {}
+        return {"reward/calls": float(calls.asked), "reward/error_rate": calls.share}
+
+
+def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
+    """After a validation, in which such responses count as wrong."""
+    if calls.share > WARN_ABOVE:
+        warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{REPAIR_ADVICE}")
+
+
+def described(calls: RewardCounts) -> str:
+    return f"{calls.failed:,} of {calls.asked:,} scores are reward errors ({calls.share:.0%})"
+
+
+def _first(calls: RewardCounts) -> str:
+    return f"The first error was: {escape_control(calls.first, _SHOWN_CHARACTERS, one_line=True)}"
+
+
+class NoProgress(RuntimeError):
+    """Every group fails: continuing would only spend the data."""
+
+
+class UserNoProgress(NoProgress, UserError):
+    """The same, if the user's functions or their time limit fail every group."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group failed. users: it is for the user to repair."""
+
+    message: str
+    users: bool
+
+
+class FailuresInARow:
+    """Failures without a successful group between them. consumer_batch: groups of a step."""
+
+    def __init__(self, consumer_batch: int) -> None:
+        self._consumer_batch = consumer_batch
+        self._failures: list[Failure] = []
+
+    @property
+    def last(self) -> str | None:
+        return self._failures[-1].message if self._failures else None
+
+    def count(self, failure: Failure | None) -> None:
+        """None is a successful group, which resets the failures. Raises NoProgress after two steps of failures."""
+        if failure is None:
+            self._failures.clear()
+            return
+        self._failures.append(failure)
+        self.refuse(of_steps=2)
+
+    def refuse(self, of_steps: int) -> None:
+        """Raises NoProgress if the failures would have filled this number of steps."""
+        if len(self._failures) < of_steps * self._consumer_batch:
+            return
+        first = self._failures[0]
+        message = (
+            f"the last {len(self._failures)} prompt groups all failed, so the run cannot progress; the first error: "
+            f"{first.message}"
+        )
+        raise UserNoProgress(f"{message}\n{REPAIR_ADVICE}") if first.users else NoProgress(message)

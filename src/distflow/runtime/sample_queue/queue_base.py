@@ -1,0 +1,444 @@
+"""The sample queue shared by threads, however groups are stored: as batches in one process, as references to them if
+workers have processes of their own."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
+from distflow.errors import UserError
+from distflow.observe.metrics import combine
+from distflow.rewards.score import RewardCounts
+from distflow.runtime.run_errors import Failure, FailuresInARow, NoProgress
+from distflow.runtime.sample_queue import protocol
+from distflow.runtime.sample_queue.group_assignment import RolloutWorker, RolloutWorkers
+from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.group_states import PromptGroup
+from distflow.scheduling.sample_queue import Exhausted
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Reading(Generic[T]):
+    """A step from its division until all ranks have it. groups: all of them, by group id. stored_by: the workers that
+    store them, if these may die. reward_counts: those that were sent with it. ranks: that have not reported yet what
+    they miss. whole: None until all have."""
+
+    groups: dict[int, protocol.FinishedGroup[T]] = field(default_factory=dict)
+    stored_by: dict[int, RolloutWorker] = field(default_factory=dict)
+    reward_counts: RewardCounts = RewardCounts()
+    ranks: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
+    whole: bool | None = None
+
+
+def joined(taken: protocol.TrainingStep[Sequence[T]], groups: Batch) -> protocol.TrainingStep[Batch]:
+    """A rank's part with the rows of its groups, which are none if it has no group."""
+    batch = groups if taken.own else groups.select([])
+    return protocol.TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
+
+
+class SharedSampleQueue(Generic[T]):
+    """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator decides; this object only
+    guards it with a lock, stores the groups, and wakes waiting threads.
+
+    Any method may be called on any thread; `take_groups`, `release` and `wait_for_groups` wait. Trainers wait on the
+    lock's condition; callers that must not block call `groups_for` again when woken (`_wake_loop`).
+
+    A failure on either side is raised on the other, so that nobody waits for a dead process. Groups that fail one after
+    another, without a successful one between them, end the run when they would have filled two steps, or one at the end
+    of the data.
+
+    At staleness 0 groups are handed out only while every rank waits for a step: nothing generates while a trainer
+    updates, validates or saves. Else they are handed out whenever there is capacity. A group goes to the worker with
+    the fewest groups.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        waits: Waits,
+        dp_groups: Sequence[DpGroupShares] = (DpGroupShares(),),
+        workers: Sequence[str] = ("",),
+        queued: Mapping[int, protocol.FinishedGroup[T]] | None = None,
+        changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
+        may_be_lost: bool = False,
+    ) -> None:
+        """dp_groups: every one trains on every step, its ranks share it; ranks are numbered through all dp groups.
+        workers: names of those that generate, empty if there is only one. queued: the complete groups of the
+        coordinator's snapshot. Those that it has dropped since are left out, missing ones are generated again. changed:
+        called with how many groups run, are complete and were dropped, from any thread, inside the lock. may_be_lost:
+        groups may be lost between `take_groups` and their arrival at a rank, so that each rank reports them with
+        `read`.
+        """
+        self._coordinator, self._waits, self._changed = coordinator, waits, changed
+        self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
+        self._groups = {number: group for number, group in (queued or {}).items() if coordinator.queue.holds(number)}
+        for number in coordinator.queue.untaken:
+            if number not in self._groups:
+                coordinator.lose(number)
+        self._num_releases = self._num_ranks  # of a step
+        # One lock guards the coordinator, the groups, and all below. Trainers and rollout workers wait on separate
+        # conditions: each of the latter asks the coordinator when woken, which does not concern the former.
+        lock = threading.RLock()
+        self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
+        self._failure: BaseException | None = None
+        self._failures = FailuresInARow(coordinator.plan.consumer_batch)
+        self._workers = RolloutWorkers(workers, coordinator.step)
+        self._new_workers_wait = False  # for weights
+        self._uninformed_ranks = set[int]()  # that are still to be informed of them
+        self._divided_step = -1
+        self._num_waiting = 0  # trainers inside `take_groups`
+        self._num_wakes = 0
+        self._reward_counts = RewardCounts()
+        self._paused, self.submissions = False, Submissions()
+        self._stopping = False
+        self._parts: dict[int, protocol.TrainingStep[Sequence[T]]] = {}  # by rank
+        self._reading = _Reading[T]() if may_be_lost else None
+        self._released_by: set[int] = set()
+        self._released: protocol.Released | None = None  # of the last step that all ranks have released
+        self._resume_point: protocol.ResumePoint[T] | None = protocol.ResumePoint(
+            coordinator.snapshot(), {**self._groups}
+        )
+
+    def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
+        """The groups that this worker is to start now; None if the run has failed. engine_version: the lowest weight
+        version of its engine; None if it has none."""
+        with self._lock:
+            return None if self._is_over(worker) else self._hand_out(worker, engine_version)
+
+    def wait_for_groups(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
+        """The same, but waits until there are any, or the worker should call again, perhaps with another version."""
+        with self._lock:
+            num_wakes = self._num_wakes
+            while not self._is_over(worker):
+                prompt_groups = self._hand_out(worker, engine_version)
+                if prompt_groups or self._num_wakes != num_wakes:
+                    return prompt_groups
+                self._askers.wait()
+            return None
+
+    def put(self, finished: protocol.FinishedGroup[T]) -> None:
+        group_id = finished.prompt_group.group_id
+        with self._lock:
+            if self._workers.is_passed_over(group_id, finished.prompt_group.attempt):
+                return
+            self._groups[group_id] = finished
+            self._coordinator.record_accuracy(group_id, finished.accuracy)
+            self._coordinator.complete(group_id, finished.num_tokens, finished.version)
+            self._coordinator.weigh(group_id, finished.num_bytes)
+            self._workers.end(group_id, complete=True)
+            self._count(finished.failure)
+            self._notify()
+            self._askers.notify_all()
+        self._wake_loop()
+
+    def drop(self, dropped: protocol.DroppedGroup) -> None:
+        group_id = dropped.prompt_group.group_id
+        with self._lock:
+            if self._workers.is_passed_over(group_id, dropped.prompt_group.attempt):
+                return
+            self._coordinator.record_accuracy(group_id, dropped.accuracy)
+            if not (dropped.lost and self._coordinator.retry(group_id)):
+                if not dropped.lost:
+                    self._coordinator.drop(group_id, dropped.reason)
+                self._count(dropped.failure)
+            self._workers.end(group_id, complete=False)
+            self._notify()
+            self._askers.notify_all()
+        self._wake_loop()
+
+    def abort(self, aborted: protocol.AbortedGroups) -> None:
+        attempts = aborted.attempts.items()
+        with self._lock:
+            group_ids = [number for number, attempt in attempts if not self._workers.is_passed_over(number, attempt)]
+            self._coordinator.abort(group_ids, aborted.num_tokens)
+            for group_id in group_ids:
+                self._workers.end(group_id, complete=False)
+            self._notify()
+            self._askers.notify_all()
+        self._wake_loop()
+
+    def count(self, reward_counts: RewardCounts) -> None:
+        with self._lock:
+            self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
+
+    def lose(self, worker: int) -> int:
+        """A worker is gone, with its groups that no step has taken: they are handed out again, and its late results are
+        ignored. Returns their number."""
+        with self._lock:
+            name, running, stored = self._workers.lose(worker)
+            for group_id in running:
+                if not self._coordinator.retry(group_id):
+                    self._count(Failure(f"worker {name} died while it worked on it", users=False))
+            for group_id in stored:
+                self._coordinator.lose(group_id)
+                del self._groups[group_id]
+            self._notify()
+        self._wake()
+        return len(running) + len(stored)
+
+    def join(self, name: str) -> int:
+        """A worker replaces one that is gone; returns its number. It gets groups after its first request."""
+        with self._lock:
+            return self._workers.join(name)
+
+    def announce_new_workers(self) -> None:
+        """New engines wait for weights: all training ranks are informed when none has a part of the next step yet, so
+        that they can send their weights together."""
+        with self._lock:
+            self._new_workers_wait = True
+            self._lock.notify_all()
+
+    def take_groups(
+        self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
+    ) -> protocol.TrainingStep[Sequence[T]] | protocol.NewWorkers | None:
+        """See `SampleQueuePort.take`; the batch is a list of groups."""
+        with self._lock, self._waiting(step):
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._must_hear_of_new_workers(rank, in_parts=wanted is not None):
+                    return protocol.NewWorkers()
+                if rank in self._parts:
+                    return self._parts.pop(rank)
+                if self._coordinator.finished:
+                    self._failures.refuse(of_steps=1)
+                    return None
+                numbers = None if self._uninformed_ranks else self._ready(step, wanted)
+                if numbers is not None:
+                    self._parts, self._divided_step = self._divided(step, numbers), step
+                    continue
+                if wanted is not None and self._stalled():
+                    self._failures.refuse(of_steps=1)
+                    raise protocol.NothingToWaitFor(self._why_stalled(wanted))
+                if not self._lock.wait(None if deadline is None else deadline - time.monotonic()):
+                    raise TimeoutError(f"not in time: {self._so_far(wanted)}")
+
+    def read(self, step: int, rank: int, lost: Collection[int]) -> bool:
+        """The rank has all groups of its part but the lost ones. Waits until all ranks have reported; returns
+        whether the step is complete on all of them. If not, lost groups are generated again, and all request the step
+        again."""
+        reading = self._reading
+        assert reading is not None, "groups of this queue may be lost"
+        with self._lock:
+            reading.missing |= {number for number in lost if number in reading.groups}
+            reading.ranks.discard(rank)
+            if not reading.ranks and reading.whole is None:
+                reading.whole = not reading.missing
+                self._take_back(reading, step)
+            while reading.whole is None:
+                if self._failure is not None:
+                    raise self._failure
+                with self._waits("training", f"step {step + 1}", on="other ranks"):
+                    self._lock.wait()
+            return reading.whole
+
+    def release(self, step: int, rank: int, sent_weights: bool) -> protocol.Released:
+        with self._lock:
+            self._released_by.add(rank)
+            if len(self._released_by) == self._num_releases:
+                coordinator = self._coordinator
+                try:
+                    version = coordinator.release(step, sent_weights)
+                except UserError as err:  # of a curriculum: all ranks end with it
+                    self.fail(err)
+                    raise
+                self._resume_point = protocol.ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
+                counts, figures = coordinator.checked_counts(), coordinator.shares.figures
+                state = (version, coordinator.finished, self._stopping)
+                self._released = protocol.Released(*state, counts, figures, coordinator.due)
+                self._released_by.clear()
+                self._notify()
+                self._wake()
+            while self._released is None or self._released.version.step <= step:
+                if self._failure is not None:
+                    raise self._failure
+                with self._waits("training", f"release of step {step + 1}", on="other ranks"):
+                    self._lock.wait()
+            return self._released
+
+    def end_run(self, why: str) -> None:
+        with self._lock:
+            self._coordinator.end(why)
+            self._resume_point = replace(self.resume_point(), snapshot=self._coordinator.snapshot())
+
+    def resume_point(self) -> protocol.ResumePoint[T]:
+        assert self._resume_point is not None, "no step was taken since the last release"
+        return self._resume_point
+
+    def open_data(self, should_accept: ShouldAccept | None) -> None:
+        """From now on groups of the data set start whenever there is capacity. should_accept: of those that finish from
+        now on."""
+        with self._lock:
+            self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, should_accept
+        self._wake()
+
+    def offer(self, row: PromptRow, should_accept: ShouldAccept | None) -> None:
+        """A row of the caller's own waits for capacity. should_accept: of its group."""
+        with self._lock:
+            self.submissions.add(self._coordinator.offer(), row, should_accept)
+        self._wake()
+
+    def pause(self, paused: bool) -> None:
+        """While paused no further group starts; running ones continue."""
+        with self._lock:
+            self._paused = paused
+        self._wake()
+
+    def standing(self) -> protocol.Standing:
+        with self._lock:
+            coordinator = self._coordinator
+            queue, num_offered = coordinator.queue, coordinator.prompt_groups.num_waiting
+            return protocol.Standing(coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed())
+
+    def stop(self) -> None:
+        """The run is to end after the current step, on all ranks."""
+        with self._lock:
+            self._stopping = True
+
+    def fail(self, failure: BaseException) -> None:
+        """One side has failed: the other gets the error. The first failure counts; later ones follow from it."""
+        with self._lock:
+            self._failure = self._failure or failure
+            self._lock.notify_all()
+        self._wake()
+
+    def _notify(self) -> None:
+        """Inside the lock: trainers check again, and the counts are shown."""
+        self._lock.notify_all()
+        counts = self._coordinator.checked_counts()
+        self._changed(counts.running, counts.complete, sum(counts.dropped.values()))
+
+    @contextmanager
+    def _waiting(self, step: int) -> Iterator[None]:
+        """A rank waits for a step: groups may be handed out. Inside the lock, which is released while waiting."""
+        self._num_waiting += 1
+        self._wake()
+        try:
+            with self._waits("training", f"step {step + 1}", on="rollout"):
+                yield
+        finally:
+            self._num_waiting -= 1
+
+    def _is_over(self, worker: int) -> bool:
+        return self._failure is not None or self._workers.is_gone(worker)
+
+    def _must_hear_of_new_workers(self, rank: int, in_parts: bool) -> bool:
+        """Whether this rank is to be informed of new workers now. in_parts: also within a step. Inside the lock."""
+        if self._new_workers_wait and (in_parts or self._divided_step < self._coordinator.step):
+            self._new_workers_wait, self._uninformed_ranks = False, set(range(self._num_ranks))
+        uninformed = rank in self._uninformed_ranks
+        self._uninformed_ranks.discard(rank)
+        return uninformed
+
+    def _hand_out(self, worker: int, engine_version: int | None) -> list[PromptGroup]:
+        """Inside the lock."""
+        oldest = self._workers.ask(worker, engine_version)
+        if not self._paused and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
+            for prompt_group in self._coordinator.take_groups(oldest):
+                if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
+                    self._coordinator.assign(prompt_group.group_id, name)
+                self._askers.notify_all()
+        prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
+        self._notify()
+        return prompt_groups
+
+    def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, protocol.TrainingStep[Sequence[T]]]:
+        """The groups of a step divided among the ranks, whole, each mini-batch balanced by tokens."""
+        groups = {number: self._groups.pop(number) for number in numbers}
+        stored_by = self._workers.take(numbers)
+        metrics = combine([part for group in groups.values() for part in group.measured])
+        loads = [group.num_tokens for group in groups.values()]
+        divided = [own for dp_group in self._dp_groups for own in divide_among_ranks(dp_group, loads, numbers, step)]
+        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
+        if self._reading is not None:
+            self._reading = _Reading(groups, stored_by, reward_counts, set(range(self._num_ranks)))
+        parts = {}
+        for rank, indices in enumerate(divided):
+            own = tuple(numbers[index] for index in indices)
+            data = [groups[number].data for number in own or numbers[:1]]
+            counts = reward_counts if rank == 0 else RewardCounts()
+            own_loads = tuple(loads[index] for index in indices)
+            parts[rank] = protocol.TrainingStep[Sequence[T]](numbers, own, data, metrics, counts, loads=own_loads)
+        return parts
+
+    def _take_back(self, reading: "_Reading[T]", step: int) -> None:
+        """All ranks have reported. Inside the lock."""
+        if not reading.whole:
+            self._coordinator.queue.untake(reading.groups)
+            self._divided_step = step - 1
+            self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
+            for number, group in reading.groups.items():
+                if number in reading.missing:
+                    self._coordinator.lose(number)
+                    continue
+                self._groups[number] = group
+                if number in reading.stored_by:
+                    reading.stored_by[number].stored.add(number)
+        reading.groups, reading.stored_by = {}, {}
+        self._notify()
+        self._wake()
+
+    def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
+        try:
+            return self._coordinator.ready(step) if wanted is None else self._coordinator.part(step, wanted)
+        except Exhausted:
+            self._failures.refuse(of_steps=1)
+            raise
+
+    def _stalled(self) -> bool:
+        """Whether no group runs and none will start during the wait."""
+        return self._coordinator.stalled if not self._paused else not self._coordinator.checked_counts().running
+
+    def _so_far(self, wanted: int | None) -> str:
+        group_counts, num_again = self._coordinator.checked_counts(), self._coordinator.queue.num_waiting
+        num_offered = self._coordinator.prompt_groups.num_waiting + num_again
+        dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
+        awaited = wanted or self._coordinator.plan.consumer_batch
+        return (
+            f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are finished; "
+            f"{group_counts.running - num_again} are running, {num_offered} submitted ones wait to start"
+            f"{f', dropped so far: {dropped}' if dropped else ''}"
+        )
+
+    def _why_stalled(self, wanted: int) -> str:
+        plan, groups, so_far = self._coordinator.plan, self._coordinator.prompt_groups, self._so_far(wanted)
+        if self._paused:
+            why = "groups start only after resume()"
+        elif not (groups.data_open or groups.num_waiting or self._coordinator.queue.num_waiting):
+            why = "submit more, or wait for fewer"
+        else:
+            why = (
+                f"all groups that staleness allows have been started with weight version {self._coordinator.step} "
+                f"(async.max_staleness={plan.max_staleness}, data.train_batch_size={plan.consumer_batch}, "
+                f"{plan.total_steps} steps in all), and further groups start after publish()"
+            )
+        failed = f". The last that failed said: {self._failures.last}" if self._failures.last else ""
+        return f"this would wait forever: {so_far}: {why}{failed}"
+
+    def _wake(self) -> None:
+        """Have waiting workers check again; from any thread."""
+        with self._lock:
+            self._num_wakes += 1
+            self._askers.notify_all()
+        self._wake_loop()
+
+    def _wake_loop(self) -> None:
+        """Called outside the lock when `groups_for` may have another result."""
+
+    def _count(self, failure: Failure | None) -> None:
+        """The error that then ends the run is raised in `take`: here, on the asyncio thread, it would only end one
+        group's task."""
+        try:
+            self._failures.count(failure)
+        except NoProgress as err:
+            self._failure = self._failure or err

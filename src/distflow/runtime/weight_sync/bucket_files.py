@@ -1,0 +1,165 @@
+"""Buckets of weights for other processes: their bytes, a hash, and their transport as files of the run's folder.
+
+There is one file for each bucket, in a folder for each version, removed when all engines have it. A file gets its name
+when it is complete and on the disk. A killed run leaves files, which the next start removes.
+"""
+
+import hashlib
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from distflow.errors import UserError
+from distflow.observe.crash_safe_files import is_aside, replacing
+from distflow.runtime.checkpoint.files import separate
+from distflow.runtime.run_errors import writing_to
+from distflow.runtime.weight_sync.protocol import Bucket
+from distflow.scheduling.group_states import Version
+
+Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
+"""Of each tensor its name, dtype and shape, and its bytes."""
+
+WEIGHTS: Final = ".weights"
+APPEARS_WITHIN_S = 3.0
+
+_VERSION: Final = re.compile(r"\d+-\d{6,}")
+_BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
+
+
+class Spoiled(ValueError):
+    """The received bucket is not the one that was sent."""
+
+
+class SentBucket(Protocol):
+    """A reference to a bucket that was put for others: small and picklable."""
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        """The tensors on the CPU, in memory of their own, in any order. Raises Spoiled if it cannot be read as it was
+        put, UserError if it is not visible from here at all."""
+
+    def drop(self) -> None:
+        """Nobody reads it any more."""
+
+
+Carry = Callable[[Version, int, Packed, Collection[int]], Mapping[int, SentBucket]]
+"""Puts a bucket of a version, by its number from 0, where the workers of these ranks can read it, each by its own
+reference."""
+
+
+def pack(weights: Bucket) -> Packed:
+    """The tensors as bytes, on their own memory if it is the CPU's."""
+    return [
+        (
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
+        )
+        for name, tensor in weights
+    ]
+
+
+def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
+    """Tensors on the memory of the bytes."""
+    return [(name, _tensor(getattr(torch, dtype), shape, values)) for name, dtype, shape, values in packed]
+
+
+def hash_of(packed: Packed) -> str:
+    """A hash of all names, dtypes, shapes and bytes, independent of their order; with as many threads as torch has."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        hashes = sorted(pool.map(_hash_of_tensor, packed))
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -> str:
+    name, dtype, shape, values = each
+    digest = hashlib.sha256(f"{name} {dtype} {shape}\n".encode())
+    digest.update(values.data)
+    return digest.hexdigest()
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
+    if not len(values):  # its strides in torch do not fit other dtypes
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(values).view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A `SentBucket` that is a file."""
+
+    path: Path
+    num_bytes: int
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        self._wait()
+        try:
+            found = self.path.stat().st_size  # before it is read: it is no larger than it should be
+            if found != self.num_bytes:
+                raise Spoiled(f"{self.path} has {found} bytes, but {self.num_bytes} were written")
+            return list(load(self.path.read_bytes()).items())
+        except OSError as err:
+            raise Spoiled(f"{self.path} cannot be read: {err.strerror}") from err
+        except (SafetensorError, KeyError, RuntimeError) as err:
+            raise Spoiled(f"{self.path} differs from what was written there: {err}") from err
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):  # another bucket is there
+                folder.rmdir()
+
+    def _wait(self) -> None:
+        """A network file system may show a new file a moment later."""
+        since = time.monotonic()
+        while not self.path.exists():
+            if time.monotonic() - since > APPEARS_WITHIN_S:
+                raise UserError(
+                    f"{self.path}, which holds new weights, is not there on {socket.gethostname()}: with "
+                    "actor_rollout_ref.actor.weight_update_mode=disk the run's folder (trainer.default_local_dir) must "
+                    "be on a file system that all machines of the run see at the same path; else leave it at store"
+                )
+            time.sleep(0.05)
+
+
+def write_bucket(
+    run_dir: Path, version: Version, number: int, packed: Packed, to: Collection[int]
+) -> dict[int, InFile]:
+    """See `Carry`. Raises UserError for a disk that is full or refuses."""
+    folder = run_dir / WEIGHTS / f"{version.restart}-{version.step:06d}"
+    path = folder / f"bucket-{number:05d}.safetensors"
+    with writing_to(run_dir):
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+        with replacing(path) as aside:
+            save_file(separate(dict(unpack(packed))), aside)
+        return dict.fromkeys(to, InFile(path, path.stat().st_size))
+
+
+def remove_weights(run_dir: Path) -> None:
+    """Remove the files of versions that were being sent when their run ended. Other files stay."""
+    folder = run_dir / WEIGHTS
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for version in folder.iterdir():
+        if _VERSION.fullmatch(version.name) and version.is_dir() and not version.is_symlink():
+            for path in version.iterdir():
+                if _BUCKET.fullmatch(path.name) or is_aside(path.name):
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # something else is there
+                version.rmdir()
+    with suppress(OSError):  # or it is not there
+        folder.rmdir()

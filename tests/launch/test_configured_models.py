@@ -1,0 +1,33 @@
+"""How large the models of a config are: as it says, or counted."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.config import Config, load_config
+from distflow.errors import UserError
+from distflow.launch.configured_models import model_sizes
+from tests.tiny_models import write_tiny_model
+
+
+def ppo(*overrides: str) -> Config:
+    needed = ("actor_rollout_ref.model.path=builtin:tiny-arithmetic", "actor_rollout_ref.model.init=random")
+    return load_config("ppo", [*needed, "data.train_files=rows.jsonl", *overrides]).config
+
+
+def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "critic")
+    own, ray = f"critic.model.path={tmp_path}/critic", ("trainer.launcher=ray", "trainer.n_gpus_per_node=3")
+    counted = model_sizes(ppo(own), ["actor", "critic", "rollout"])
+    assert counted == {"actor": 804_480, "critic": 24_928}
+    said = ppo(own, *ray, "dag.model_sizes={actor: 600B, ref: 1e6}")
+    assert model_sizes(said, ["actor", "critic", "ref", "rollout"]) == {**counted, "actor": 600e9, "ref": 10**6}
+    with pytest.raises(UserError, match="dag.model_sizes: the pipeline has no model 'ref'; known: actor, critic"):
+        model_sizes(said, ["actor", "critic"])
+    with pytest.raises(UserError, match="dag.model_sizes: '7 billion' is not a model size; write e.g. 70B"):
+        model_sizes(ppo(*ray, "dag.model_sizes.actor='7 billion'"), ["actor"])
+    (tmp_path / "critic" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(
+        UserError, match=r"critic.model.path: .* has no language model 't5': set its size, e\.g\. dag\."
+    ):
+        model_sizes(ppo(own), ["actor", "critic"])
