@@ -48,6 +48,12 @@ class Twice:
         assert rewarded.reward_result == (await reward_fn(reply)).reward_result
         return rewarded
 """
+OWN = """
+from distflow.pipelines.grpo import grpo_pipeline
+
+def own():
+    return grpo_pipeline()
+"""
 WORKFLOW = "actor_rollout_ref.rollout.workflow"
 
 
@@ -161,6 +167,8 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
         ),
         (["=game.py:Twice"], "needs extra"),
         (["=game.py:echo", "reward.functions={default: [format]}"], "keys without effect.*reward.functions"),
+        (["=game.py:echo", "algorithm.adv_estimator=remax"], "one greedy response, which is no episode"),
+        (["=game.py:echo", "dag.pipeline=nodes.py:own"], "keys without effect.*rollout.workflow "),
         (["_kwargs={rounds: 2}"], "keys without effect|workflow_kwargs"),
     ],
 )
@@ -168,8 +176,12 @@ def test_a_workflow_that_cannot_run_is_refused_at_the_start(
     playground: Playground, lines: list[str], said: str
 ) -> None:
     folder = str(playground.folder)
+    (playground.folder / "nodes.py").write_text(OWN)
     keys = [
-        line if "reward" in line else f"{WORKFLOW}{line}".replace("=game.py", f"={folder}/game.py") for line in lines
+        line.replace("nodes.py", f"{folder}/nodes.py")
+        if line[0] not in "=_"
+        else f"{WORKFLOW}{line}".replace("=game.py", f"={folder}/game.py")
+        for line in lines
     ]
     with pytest.raises(UserError, match=f"(?s){said}"):
         playground.spec("grpo", *keys)

@@ -346,7 +346,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         keep_messages=is_rm or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
-        keep_chats=(scored and has_own) or config.actor_rollout_ref.rollout.workflow is not None,
+        keep_chats=(scored and has_own) or peek(config).actor_rollout_ref.rollout.workflow is not None,
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=key,

@@ -137,7 +137,7 @@ def read_config(loaded: Loaded) -> Reading:
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
-    if config.actor_rollout_ref.rollout.workflow is not None and not scored:  # the rules read them
+    if loaded.config.actor_rollout_ref.rollout.workflow is not None and not scored:  # the rules read them
         reads = {key for key in reads if not key.startswith("reward.functions")}
     unused = refuse_inert_keys(loaded, reads, pipeline)
     check_importable(loaded.config)

@@ -6,6 +6,7 @@ from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTE
 from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
+    algorithms,
     find_estimator,
     find_pipeline,
     is_rl,
@@ -73,6 +74,17 @@ def group_of_one(config: Config) -> Iterator[Finding]:
         )
 
 
+def workflow_and_estimator(config: Config) -> Iterator[Finding]:
+    """The baseline of remax is one greedy response, not an episode."""
+    names = {algorithm.adv_estimator for _, algorithm in algorithms(config)}
+    if config.actor_rollout_ref.rollout.workflow is not None and "remax" in names:
+        yield Finding(
+            (f"{ROLLOUT}.workflow", "algorithm.adv_estimator"),
+            "remax compares with one greedy response, which is no episode of a workflow",
+            "set algorithm.adv_estimator=rloo",
+        )
+
+
 def known_names(config: Config) -> Iterator[Finding]:
     """A name that is not built in needs a module that registers it."""
     if config.trainer.imports or pipeline_name(config) == CUSTOM:
@@ -121,6 +133,12 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    *(named_pipeline, pipeline_and_workflow, pipeline_and_estimator, group_of_one, known_names, critic_warmup),
+    named_pipeline,
+    pipeline_and_workflow,
+    pipeline_and_estimator,
+    group_of_one,
+    workflow_and_estimator,
+    known_names,
+    critic_warmup,
     known_policy,
 )
