@@ -10,7 +10,6 @@ SOURCE = Path(__file__).parent.parent / "src" / "distflow"
 MOST_FUNCTIONS = 4
 MOST_PARAMETERS = 12
 REASONS = {
-    "config": "the user's config goes from the command to the pipeline's own function, through its binding",
     "reduce": "how ranks are added up: known to the engine alone, wanted by the means deepest in the formulas",
 }
 """The parameters that more than four functions in a row hand on, and why."""

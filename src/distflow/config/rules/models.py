@@ -111,8 +111,8 @@ def weight_sync(config: Config) -> Iterator[Finding]:
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
         )
     engine = config.actor_rollout_ref.rollout.name
-    entry = ROLLOUT_ENGINES[engine]
-    if staleness > 0 and entry.takes_weights and not entry.in_flight:
+    entry = ROLLOUT_ENGINES.get(engine)
+    if staleness > 0 and entry is not None and entry.takes_weights and not entry.in_flight:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_flight and entry.target)
         yield Finding(
             ("async.max_staleness", f"{ROLLOUT}.name"),
