@@ -71,7 +71,7 @@ def _commit() -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
-        " with changes" if git("status", "--porcelain") else ""
+        " with changes" if git("status", "--porcelain", "--", ".", ":!benchmarks/RESULTS.md") else ""
     )
 
 

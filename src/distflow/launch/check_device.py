@@ -19,10 +19,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distflow.config import Config
 from distflow.config.derived_settings import is_sharded, offload_keys
+from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, UserError
-from distflow.launch.configured_models import Source, critic_source, policy_adapter, policy_context, policy_source
-from distflow.launch.engine_factories import engine_dtype, shares_weights
+from distflow.launch.configured_models import (
+    Source,
+    critic_source,
+    policy_adapter,
+    policy_context,
+    policy_source,
+    scoring_source,
+)
+from distflow.launch.engine_factories import compute_dtype, engine_dtype, shares_weights
 from distflow.launch.hardware import accelerator
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model
@@ -266,6 +274,8 @@ def _memory(subject: Subject) -> Result:
     config = subject.config
     if not config.actor_rollout_ref.model.path:
         return LEFT_OUT, "there is no model: name a config, and actor_rollout_ref.model.path, after --device"
+    if config.trainer.allocation or config.trainer.devices:
+        return LEFT_OUT, "trainer.allocation and trainer.devices place models on different devices: not counted"
     torch.accelerator.empty_cache()
     free, _ = torch.accelerator.get_memory_info()
     parts, token_bytes = resident_bytes(config), kv_bytes_of_token(config)
@@ -307,6 +317,9 @@ def resident_bytes(config: Config) -> dict[str, float]:
     found = {name: size / ranks for name, size in parts.items()}
     if "rollout" in engines and not shares_weights(config):
         found["rollout engine"] = float(engine_dtype(config).itemsize * whole)
+    if names := engines & {*scoring_models(config.reward_model)}:
+        sizes = (_empty(scoring_source(config, name)[1]).num_parameters() for name in names)
+        found["reward models"] = float(compute_dtype(config).itemsize * sum(sizes))
     return found
 
 

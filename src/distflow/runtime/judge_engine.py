@@ -75,10 +75,14 @@ class Judge(FrozenWeights):
                 answers = thread.submit(asyncio.run, self._answer(wanted)).result() if wanted else []
             for (row, request), result in zip(requests.items(), answers, strict=True):
                 found[row] = said = self._read(result)
-                if self.replies.file:
+                if not self.replies.file:
+                    continue
+                try:
                     cache.spend_tokens(len(request.prompt_ids) + len(result.generations[0].token_ids))
                     if "score" in said:
                         cache.put(self._key(request.prompt_ids), json.dumps(said))
+                except ValueError as error:
+                    found[row] = {"error": str(error)}
         return [each or {} for each in found]
 
     def _known(self, cache: JudgeCache, ids: Sequence[int]) -> dict[str, object] | None:

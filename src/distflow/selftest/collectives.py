@@ -14,39 +14,38 @@ import torch.distributed as dist
 _MOST_RANKS: Final = 8
 _NUMBERS: Final = 2**20
 _DEADLINE_S: Final = 60.0
+_LINES: Final = 20
 
 
 def check_collectives(device: str, folder: Path) -> str:
     """What was tried, in words. Raises RuntimeError with the message of a rank that failed, or that does not end."""
     size, store = min(torch.accelerator.device_count(), _MOST_RANKS), folder / "meeting"
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, device, str(rank), str(size), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(size)
-    ]
+    logs = [folder / f"rank-{rank}.log" for rank in range(size)]  # no pipes: NCCL_DEBUG=INFO would fill them
+    ranks = list[subprocess.Popen[bytes]]()
     try:
-        return [_last_line(process, rank) for rank, process in enumerate(ranks)][0]
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-P", "-m", __name__, device, str(rank), str(size), str(store)]
+            env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+            with log.open("wb") as out:
+                ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env))
+        for rank, (process, log) in enumerate(zip(ranks, logs, strict=True)):
+            try:
+                status = process.wait(_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"rank {rank} did not finish within {_DEADLINE_S:.0f} s{_end(log)}") from None
+            if status:
+                raise RuntimeError(f"rank {rank} ended with status {status}{_end(log)}")
+        return _end(logs[0], 1).strip()
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-def _last_line(process: "subprocess.Popen[str]", rank: int) -> str:
-    try:
-        out, _ = process.communicate(timeout=_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"rank {rank} did not finish within {_DEADLINE_S:.0f} s") from None
-    last = (out.strip().splitlines() or [f"it ended with status {process.returncode}"])[-1]
-    if process.returncode:
-        raise RuntimeError(f"rank {rank}: {last}")
-    return last
+def _end(log: Path, num_lines: int = _LINES) -> str:
+    """The last lines that a rank wrote, each on a line of its own."""
+    return "".join(f"\n  {line}" for line in log.read_text("utf-8", "replace").splitlines()[-num_lines:])
 
 
 def _try_all(device: str, rank: int, size: int, store: str) -> str:

@@ -203,7 +203,8 @@ def _finish(
     if own := config.dag.policies.get(config.dag.policy or ""):
         own = {f"actor_rollout_ref.{name}": value for name, value in own.items()}
         origin = f"dag.policies.{config.dag.policy}, {where('dag.policies', origins)}"
-        config, origins = with_values(config, own), origins | dict.fromkeys(own, origin)
+        used = {"dag.policies": {**config.dag.policies, config.dag.policy: {}}}  # read again, it changes nothing
+        config, origins = with_values(config, own | used), origins | dict.fromkeys(own, origin)
     faulty |= set(refused)
     problems = [*problems, *unreadable]
     fitted: list[Fitted] = []
