@@ -31,7 +31,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.bucket_files import Carry, hash_of, pack, write_bucket
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.transports import IncomingWeights, LocalWeights
+from distflow.runtime.weight_sync.weight_ports import IncomingWeights, LocalWeights
 from distflow.scheduling.group_states import Version
 
 TENSOR_MIB = 16

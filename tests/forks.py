@@ -3,4 +3,4 @@
 import multiprocessing
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["distflow.cli", "distflow.launch.make_spec", "distflow.launch.local_launcher"])
+forks.set_forkserver_preload(["distflow.cli", "distflow.launch.make_spec", "distflow.launch.one_process_launcher"])

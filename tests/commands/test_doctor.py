@@ -12,7 +12,7 @@ import torch
 from distflow.cli import main
 from distflow.launch import check_device
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.sandbox import fork_server_client as fork_server
+from distflow.sandbox import fork_server_client
 from distflow.sandbox.interface import INSTALL
 from distflow.sandbox.sandbox import probe
 
@@ -74,9 +74,9 @@ def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatc
         return found.removeprefix(told)
 
     assert line().startswith(str(probe()))
-    monkeypatch.setattr(fork_server.shutil, "which", lambda _: None)
+    monkeypatch.setattr(fork_server_client.shutil, "which", lambda _: None)
     assert line().startswith("floor; no namespaces: bubblewrap is not installed")
-    monkeypatch.setattr(fork_server.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(fork_server_client.sys, "executable", "/no/such/python")
     assert line().startswith("none; no namespaces: ") and line().endswith(INSTALL)
 
 

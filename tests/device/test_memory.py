@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distflow.models.loading import load_model
-from distflow.rollout import engine_weights as weights
+from distflow.rollout import engine_weights
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.device.rehearsal import on_device
@@ -73,11 +73,11 @@ def test_an_engine_on_the_trainers_weights_has_no_copy_of_them(tmp_path: Path) -
 
 @on_device
 def test_a_second_copy_of_the_model_is_found(tmp_path: Path) -> None:
-    make = weights.EngineWeights.__init__
+    make = engine_weights.EngineWeights.__init__
 
     def keeps_a_copy(self, model, *more):
         make(self, model, *more)
         self.too_many = copy.deepcopy(model)
 
-    weights.EngineWeights.__init__ = keeps_a_copy
+    engine_weights.EngineWeights.__init__ = keeps_a_copy
     assert copies_while_generating(tmp_path) > 2.0

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from distflow.config import Config, load_config
-from distflow.launch.local_launcher import launch_local
 from distflow.launch.make_spec import make_spec
+from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events, read_metrics
 from distflow.runtime.spec import Outcome, Spec
 from tests.tiny_models import write_tiny_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from distflow.launch.local_launcher import LASTING_S
+from distflow.launch.one_process_launcher import LASTING_S
 from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import audit, records

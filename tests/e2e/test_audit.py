@@ -20,7 +20,7 @@ from distflow.pipelines.nodes import rollout
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
-from distflow.rollout import engine_weights as weights_module
+from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.embedded import host_steps
 from distflow.rollout.embedded import scheduler as sequences
@@ -192,7 +192,7 @@ def unsent_on_odd_steps(original: Any) -> Any:
 
 
 def unread_on_odd_steps(patch: Patch) -> None:
-    original = weights_module.copy_weights
+    original = engine_weights.copy_weights
 
     def planted(module: Any, weights: Any) -> Any:
         from distflow.rollout.engine_weights import stripe_hashes
@@ -203,7 +203,7 @@ def unread_on_odd_steps(patch: Patch) -> None:
         return stripe_hashes(weights)
 
     planted.calls = 0  # type: ignore[attr-defined]
-    patch.setattr(weights_module, "copy_weights", planted)
+    patch.setattr(engine_weights, "copy_weights", planted)
 
 
 def no_learning_rate(original: Any) -> Any:

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from distflow.data import sources, tokenizing
 from distflow.data.dataset_columns import RawRow
 from distflow.errors import TrustError, UserError
-from distflow.launch import local_launcher
-from distflow.launch import run_start_and_end as run_setup
-from distflow.launch.local_launcher import launch_local
+from distflow.launch import one_process_launcher, run_start_and_end
+from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events
 from distflow.rewards import router
 from distflow.rewards.score import VALIDATION, counted_for
@@ -150,12 +149,12 @@ def moments_lost_later(patch: Patch) -> None:
 
 def restored(change: Callable[[Resources, dict[str, Any]], dict[str, Any]]) -> Plant:
     def plant(patch: Patch) -> None:
-        original = local_launcher.restore
+        original = one_process_launcher.restore
 
         def planted(checkpoint: Any, resources: Resources) -> dict[str, Any]:
             return change(resources, original(checkpoint, resources))
 
-        patch.setattr(local_launcher, "restore", planted)
+        patch.setattr(one_process_launcher, "restore", planted)
 
     return plant
 
@@ -166,18 +165,18 @@ def newest_reference(resources: Resources, state: dict[str, Any]) -> dict[str, A
 
 
 def generators_not_set(patch: Patch) -> None:
-    patch.setattr(local_launcher, "set_generators", lambda *_: random.seed(4))
+    patch.setattr(one_process_launcher, "set_generators", lambda *_: random.seed(4))
 
 
 def snapshot(change: Callable[[dict[str, Any]], object]) -> Plant:
     def plant(patch: Patch) -> None:
-        original = run_setup.Coordinator
+        original = run_start_and_end.Coordinator
 
         def planted(plan: Any, ledger: Any, start: Any) -> Any:
             change(start)
             return original(plan, ledger, start)
 
-        patch.setattr(run_setup, "Coordinator", planted)
+        patch.setattr(run_start_and_end, "Coordinator", planted)
 
     return plant
 
@@ -191,7 +190,7 @@ def queue_lost(start: dict[str, Any]) -> None:
 
 
 def another_queue(patch: Patch) -> None:
-    original = local_launcher.load_queued
+    original = one_process_launcher.load_queued
 
     def planted(checkpoint: Any) -> Any:
         queued = original(checkpoint)
@@ -200,7 +199,7 @@ def another_queue(patch: Patch) -> None:
             group.data["scores"] = 1 - group.data["scores"]
         return queued
 
-    patch.setattr(local_launcher, "load_queued", planted)
+    patch.setattr(one_process_launcher, "load_queued", planted)
 
 
 RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {

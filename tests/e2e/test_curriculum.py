@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distflow.errors import TrustError, UserError
-from distflow.launch.local_launcher import launch_local
+from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events
 from distflow.scheduling import domain_curriculum as curriculum
 from distflow.scheduling.domain_quotas import Quotas

@@ -14,7 +14,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
 from distflow.launch import select_pipeline
-from distflow.pipelines.nodes import objectives_from_config as objectives
+from distflow.pipelines.nodes import objectives_from_config
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
@@ -168,7 +168,7 @@ def test_a_second_optimizer_step_without_old_log_probs_is_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the rule that leaves the pass out had forgotten mini-batches."""
-    for module in (objectives, select_pipeline):
+    for module in (objectives_from_config, select_pipeline):
         monkeypatch.setattr(module, "may_derive_old", lambda config: True)
     with pytest.raises(TrustError, match="took 2 optimizer steps, but its ratio is taken to be 1"):
         playground.run("grpo", *AUDITED, f"{ACTOR}.ppo_mini_batch_size=2")

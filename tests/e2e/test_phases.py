@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from distflow.launch import run_start_and_end as run_setup
-from distflow.launch.local_launcher import launch_local
+from distflow.launch import run_start_and_end
+from distflow.launch.one_process_launcher import launch_local
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from tests.e2e.runs import REWARD, Playground, Run
@@ -85,13 +85,13 @@ def test_named_phases_add_up_to_the_clock(
 
 @pytest.mark.slow
 def test_what_comes_before_the_first_step_is_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_facts = run_setup.write_facts
+    write_facts = run_start_and_end.write_facts
 
     def slowly(*args: Any) -> None:
         time.sleep(SLOW_S)
         write_facts(*args)
 
-    monkeypatch.setattr(run_setup, "write_facts", slowly)
+    monkeypatch.setattr(run_start_and_end, "write_facts", slowly)
     run = Playground(tmp_path).run("grpo", "trainer.total_training_steps=1", "trust.audit_freq=0")
     (step,) = run.metrics()
     assert step["timing_s/start"] >= SLOW_S > step["timing_s/other"]

@@ -13,7 +13,7 @@ from torch import nn
 from distflow import cli
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.rollout import engine_weights as weights_module
+from distflow.rollout import engine_weights
 from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.spec import Spec
@@ -127,7 +127,7 @@ def test_prompt_kv_kept_across_a_publish_on_a_copy(playground: Playground, monke
 
 
 def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Patch) -> None:
-    original = weights_module.copy_weights
+    original = engine_weights.copy_weights
 
     def forgetful(module: nn.Module, weights: Any) -> dict[str, str]:
         name, kept = next((n, p.detach().clone()) for n, p in module.named_parameters() if "layers.1.mlp.up" in n)
@@ -136,14 +136,14 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
             dict(module.named_parameters())[name].copy_(kept)
         return hashes | stripe_hashes([(name, kept)])
 
-    monkeypatch.setattr(weights_module, "copy_weights", forgetful)
+    monkeypatch.setattr(engine_weights, "copy_weights", forgetful)
     with pytest.raises(TrustError, match=r"arrived incompletely; different tensors: model.layers.1.mlp.up_proj"):
         playground.run(*GRPO, BFLOAT16)
 
 
 def test_an_engine_that_takes_nothing_and_says_it_did(playground: Playground, monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        weights_module, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
+        engine_weights, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
     )
     with pytest.raises(TrustError, match="it serves .*, and 21 of its tensors are not those that the receipt names"):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)

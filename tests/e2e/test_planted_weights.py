@@ -13,14 +13,14 @@ from torch import nn
 from distflow.errors import TrustError
 from distflow.models import lora
 from distflow.observe.reading.run_reader import read_events
-from distflow.rollout import engine_weights as weights_module
+from distflow.rollout import engine_weights
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.transports import LocalWeights
+from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.scheduling.group_states import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
@@ -178,7 +178,7 @@ def taken_otherwise(patch: Patch, take: Callable[[nn.Module, dict[str, torch.Ten
         dtype = next(module.parameters()).dtype
         return stripe_hashes(sent.items(), dtype)
 
-    patch.setattr(weights_module, "copy_weights", copy_weights)
+    patch.setattr(engine_weights, "copy_weights", copy_weights)
 
 
 def half(module: nn.Module, sent: dict[str, torch.Tensor]) -> None:
@@ -223,7 +223,7 @@ def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, m
 
     def init(self: EmbeddedEngine, model: nn.Module, *args: Any, **options: Any) -> None:
         original(self, copy.deepcopy(model), *args, **options)
-        self.model, self._weights = model, weights_module.EngineWeights(model, self.shares_weights)
+        self.model, self._weights = model, engine_weights.EngineWeights(model, self.shares_weights)
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", init)
     with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
@@ -371,7 +371,7 @@ def test_the_same_runs_without_a_fault(playground: Playground, name: str) -> Non
 
 
 def test_a_copy_that_fails_in_the_middle_is_not_served(playground: Playground, monkeypatch: Patch) -> None:
-    original, fired = weights_module.copy_weights, Fired()
+    original, fired = engine_weights.copy_weights, Fired()
 
     def failing(module: nn.Module, weights: Any) -> dict[str, str]:
         if len(fired) < 2:
@@ -380,7 +380,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(playground: Playground, m
         half(module, dict(weights))
         raise MemoryError("no memory for the next tensor")
 
-    monkeypatch.setattr(weights_module, "copy_weights", failing)
+    monkeypatch.setattr(engine_weights, "copy_weights", failing)
     with pytest.raises(MemoryError, match="no memory"):
         run(playground, "stream")
     assert len(fired) == 2

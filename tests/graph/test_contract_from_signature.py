@@ -4,14 +4,13 @@ import functools
 
 import pytest
 
-from distflow.graph import SCORE_FIELDS, Form, PipelineError, node
-from distflow.graph import node_class as nodes
+from distflow.graph import SCORE_FIELDS, Form, PipelineError, node, node_class
 from distflow.graph.contract_from_signature import REQUIRED
 from distflow.graph.node_class import Node
 
 
 def contract_of(fn, *, known=(), **settings):
-    return nodes.contract_of(Node("x", fn, **settings), frozenset(known))
+    return node_class.contract_of(Node("x", fn, **settings), frozenset(known))
 
 
 def test_parameters_of_a_wired_function():

@@ -20,9 +20,9 @@ from distflow.config import load_config
 from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
-from distflow.launch.configured_code import check_importable
+from distflow.launch.code_trust import check_importable
 from distflow.launch.data_sets import data_plan
-from distflow.launch.local_launcher import launch_local
+from distflow.launch.one_process_launcher import launch_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground
@@ -31,7 +31,7 @@ from tests.user_code import forgotten
 RUN_IT = """
 import pickle, sys
 from pathlib import Path
-from distflow.launch.local_launcher import launch_local
+from distflow.launch.one_process_launcher import launch_local
 spec = pickle.loads(Path(sys.argv[1]).read_bytes())
 launch_local(spec)
 import torch

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch import hardware
-from distflow.launch.hardware import own_cores, share_threads, usable_cores
+from distflow.launch import device_and_threads
+from distflow.launch.device_and_threads import own_cores, share_threads, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_a_container_grants_a_share_of_time(
 ) -> None:
     root, file = group(tmp_path / "cgroup", limits), tmp_path / "own"
     file.write_text(own + "\n")
-    assert sorted(hardware._quotas(root, file)) == granted
-    monkeypatch.setattr(hardware, "_quotas", lambda *where: iter(granted))
+    assert sorted(device_and_threads._quotas(root, file)) == granted
+    monkeypatch.setattr(device_and_threads, "_quotas", lambda *where: iter(granted))
     assert own_cores() == min([len(os.sched_getaffinity(0)), *granted])
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
-    assert list(hardware._quotas(tmp_path, tmp_path / "none")) == []
+    assert list(device_and_threads._quotas(tmp_path, tmp_path / "none")) == []

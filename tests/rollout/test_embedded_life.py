@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.rollout import engine_weights as weights_module
+from distflow.rollout import engine_weights
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda.device_steps import DeviceOptions
 from distflow.rollout.engine import GenerateResult, Stretch
@@ -276,7 +276,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.Monke
 
     async def story(engine: EmbeddedEngine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(weights_module, "copy_weights", failing)
+            patch.setattr(engine_weights, "copy_weights", failing)
             with pytest.raises(MemoryError):
                 await engine.load_weights(NEXT, others)
         assert engine.version == FIRST

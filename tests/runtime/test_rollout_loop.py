@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
-from distflow.audit.recorded_calls import GroupRecords
+from distflow.audit.recorded_calls_and_updates import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt

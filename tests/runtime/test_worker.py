@@ -13,10 +13,11 @@ from distflow.checks.step_invariants import LiveChecks
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.build_worker import build_worker
-from distflow.launch.local_launcher import launch_local, local_ports
+from distflow.launch.one_process_launcher import launch_local, local_ports
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
+from distflow.runtime.launch_inputs import WorkerInputs
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.run_errors import NodeError
@@ -24,7 +25,6 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.ledger import timeline

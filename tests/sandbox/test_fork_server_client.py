@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.sandbox import fork_server_client as fork_server
+from distflow.sandbox import fork_server_client
 from distflow.sandbox.fork_server_client import LevelName
 from distflow.sandbox.inside import isolation
 from distflow.sandbox.inside.isolation import ALLOWED, CAPSET, CLONE3, FCNTL, IOCTL, PRLIMIT64, SECCOMP
@@ -120,7 +120,7 @@ def test_a_thread_that_started_it_may_end() -> None:
 
 
 def test_without_bubblewrap_there_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server.shutil, "which", lambda _: None)
+    monkeypatch.setattr(fork_server_client.shutil, "which", lambda _: None)
     found = probe()
     assert found.name == "floor" and "not installed" in found.missing["namespaces"]
     assert str(found).startswith("floor; no namespaces: bubblewrap is not installed")
@@ -132,7 +132,7 @@ def test_bubblewrap_that_may_make_no_namespaces(tmp_path: Path, monkeypatch: pyt
     refusing = tmp_path / "bwrap"
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setattr(fork_server.shutil, "which", lambda _: str(refusing))
+    monkeypatch.setattr(fork_server_client.shutil, "which", lambda _: str(refusing))
     assert "No permissions" in probe().missing["namespaces"]
 
 
@@ -142,7 +142,7 @@ def test_a_missing_isolation_layer_is_found(tmp_path: Path, layer: str, monkeypa
     copy = tmp_path / "distflow"
     (copy / "sandbox").mkdir(parents=True)
     (copy / "__init__.py").touch()
-    subprocess.run(["cp", "-r", f"{Path(fork_server.__file__).parent}/.", str(copy / "sandbox")], check=True)
+    subprocess.run(["cp", "-r", f"{Path(fork_server_client.__file__).parent}/.", str(copy / "sandbox")], check=True)
     call, instead = {
         "landlock": ("version = _syscall(_CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)", "raise OSError('no Landlock')"),
         "seccomp": ("_syscall(SECCOMP[isolation.machine], _SET_MODE_FILTER, 0, ctypes.addressof(program))", "pass"),
@@ -151,7 +151,7 @@ def test_a_missing_isolation_layer_is_found(tmp_path: Path, layer: str, monkeypa
     code = Path(isolation.__file__).read_text()
     assert call in code
     (copy / "sandbox" / "inside" / "isolation.py").write_text(code.replace(call, instead))
-    monkeypatch.setattr(fork_server, "_PACKAGE", copy)
+    monkeypatch.setattr(fork_server_client, "_PACKAGE", copy)
     reason = {
         "landlock": "no Landlock",
         "seccomp": "open a socket",

@@ -16,7 +16,7 @@ import torch
 
 from distflow.config import load_config
 from distflow.data.batch import Batch
-from distflow.selftest.figures import RECORDED, Figures, Recorded, Step, is_update, step_of
+from distflow.selftest.run_numbers import RECORDED, Figures, Recorded, Step, is_update, step_of
 from distflow.selftest.runs import PRESET_KEYS, REPLAYED, Lab
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 

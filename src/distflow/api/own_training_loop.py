@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from distflow.cluster.own_loop_driver import OwnLoop
     from distflow.data.batch import Batch
-    from distflow.launch.local_launcher import Running
+    from distflow.launch.one_process_launcher import Running
     from distflow.rollout.engine import GenerateRequest, Generation
     from distflow.runtime.sample_queue.protocol import TrainingStep
     from distflow.training.engine import LossFn, Scorer, TrainEngine
@@ -117,7 +117,7 @@ class Rollouts:
     def __enter__(self) -> "Rollouts":
         """Build engines and reward processes, send the first weights. Raises as `distflow.train`."""
         from distflow.cluster.ray_entry import open_ray
-        from distflow.launch.local_launcher import open_local
+        from distflow.launch.one_process_launcher import open_local
 
         if self._running is not None:
             raise UserError("these rollouts have already been entered")
@@ -311,7 +311,7 @@ class Rollouts:
         """The spec of the run, without audits: it is not known how the user's loop trains."""
         from distflow.launch.select_pipeline import for_own_loop
         from distflow.launch.spec_settings import make_plan
-        from distflow.runtime.sample_queue.submitted_rows import Submissions
+        from distflow.runtime.sample_queue.user_prompt_rows import Submissions
 
         spec = make_spec_of(self._inputs, self._loaded, has_data=self._has_data)
         if not self._has_data:

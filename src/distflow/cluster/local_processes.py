@@ -22,7 +22,7 @@ from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.reports_to_driver import shown
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import TrustError, UserError
-from distflow.launch.hardware import places_of
+from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.runtime.engine_watch import STACKS

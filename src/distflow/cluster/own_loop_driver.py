@@ -210,7 +210,7 @@ def _columns(parts: Sequence[Stored], picks: Sequence[tuple[int, int]]) -> Itera
 
 @dataclass(frozen=True)
 class OwnLoop:
-    """What a user's own loop works with: see `launch.local_launcher.Running`."""
+    """What a user's own loop works with: see `launch.one_process_launcher.Running`."""
 
     worker: TrainingRanks
     intake: RemoteIntake

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as B
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
 from distflow.errors import UserError
-from distflow.launch.hardware import check_cores, usable_cores
+from distflow.launch.device_and_threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
 from distflow.runtime.spec import Spec, WorkerNeeds

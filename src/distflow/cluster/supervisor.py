@@ -22,7 +22,7 @@ from distflow.cluster.reshard_columns import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import UserError
-from distflow.launch.hardware import places_of
+from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.timing import lasting

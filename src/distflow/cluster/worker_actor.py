@@ -24,12 +24,12 @@ from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
 from distflow.runtime.engine_watch import write_stacks
+from distflow.runtime.launch_inputs import WorkerInputs
 from distflow.runtime.rank_info import Place, kept_share, own_device
 from distflow.runtime.recorder import Recorder, ReportingProcess
 from distflow.runtime.resources import build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_inputs import WorkerInputs
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
     if arguments.device is not None:
         return _check_device(arguments.device, arguments.trust_code)
-    from distflow.launch.hardware import find_thread_faults
+    from distflow.launch.device_and_threads import find_thread_faults
 
     ports, versions = _of_run(arguments.run_dir), {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
@@ -66,8 +66,8 @@ def _check_device(words: list[str], trusted: bool) -> int:
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
     with importing():
-        from distflow.launch.configured_code import model_code, only_if_trusted, pipeline_code
-        from distflow.launch.hardware import make_process_ready
+        from distflow.launch.code_trust import model_code, only_if_trusted, pipeline_code
+        from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
         from distflow.selftest.device_checks import check_all
 
@@ -91,8 +91,8 @@ def run_selftest(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     print(f"distflow {__version__} · selftest", flush=True)
     with importing():
-        from distflow.selftest.comparisons import advice, compare_all, head, left_out, line
-        from distflow.selftest.figures import RECORDED, read_recorded
+        from distflow.selftest.compared_runs import advice, compare_all, head, left_out, line
+        from distflow.selftest.run_numbers import RECORDED, read_recorded
 
     rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
     try:
@@ -111,7 +111,7 @@ def run_selftest(arguments: argparse.Namespace) -> int:
 
 
 def _machine() -> list[str]:
-    from distflow.launch.hardware import describe_hardware
+    from distflow.launch.device_and_threads import describe_hardware
     from distflow.sandbox.sandbox import probe
 
     return [

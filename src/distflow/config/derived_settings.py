@@ -12,9 +12,9 @@ from distflow.config.compose.origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.engines import ActorConfig, CriticConfig, OptimConfig, RefConfig
+from distflow.config.keys.policy_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.config.keys.run import FIRST_POLICY
+from distflow.config.keys.run_and_pipeline import FIRST_POLICY
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError

@@ -18,7 +18,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.flatten_and_compare import flatten, show_value
 from distflow.config.keys.declare import KeyInfo
-from distflow.config.keys.run import TrainerConfig
+from distflow.config.keys.run_and_pipeline import TrainerConfig
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.errors import ConfigError, Problem
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-from distflow.environments import text_env
+from distflow.environments import gymnasium_adapter
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.user_process import ProcessServer
 from distflow.environments.workflows import Row
@@ -21,7 +21,9 @@ class EnvironmentWorkflow:
     ) -> None:
         """env: module:Class, file.py:function, or gymnasium's id. timeout_s: of each `reset` and `step`. Raises
         UserError."""
-        self._server = ProcessServer(f"{text_env.__name__}:TextEnv", {"env": env, "options": dict(env_kwargs or {})})
+        self._server = ProcessServer(
+            f"{gymnasium_adapter.__name__}:TextEnv", {"env": env, "options": dict(env_kwargs or {})}
+        )
         weakref.finalize(self, self._server.close)
         self._max_turns, self._timeout_s = max_turns, timeout_s
         self._options: dict[str, Any] = {

@@ -30,8 +30,8 @@ from distflow.launch.configured_models import (
     policy_source,
     scoring_source,
 )
+from distflow.launch.device_and_threads import accelerator
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, shares_weights
-from distflow.launch.hardware import accelerator
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model
 from distflow.models.sharding import empty_model

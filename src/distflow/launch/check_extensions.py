@@ -17,7 +17,7 @@ from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, named_rewards, pipeline_name
-from distflow.config.keys.engines import RolloutConfig
+from distflow.config.keys.policy_and_critic import RolloutConfig
 from distflow.config.unregistered_parts import EXTENSION_POINTS
 from distflow.errors import UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS, MissingColumn

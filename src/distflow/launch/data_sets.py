@@ -27,12 +27,12 @@ from distflow.config.derived_settings import (
     validates,
 )
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.config.keys.run import StopCondition
+from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.row_index import IndexedFile, index_file
-from distflow.data.row_stream import RowStream, is_streamed
 from distflow.data.sources import load_rows
+from distflow.data.streamed_sources import RowStream, is_streamed
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline

@@ -14,9 +14,8 @@ from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps,
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.import_target import load
-from distflow.launch import build_engines
-from distflow.launch import configured_models as model_sources
-from distflow.launch.hardware import choose_device, choose_dtype, threads_of
+from distflow.launch import build_engines, configured_models
+from distflow.launch.device_and_threads import choose_device, choose_dtype, threads_of
 from distflow.models.cpu_kernels import build as native
 from distflow.rewards.judge_text import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
@@ -38,11 +37,11 @@ def make_factories(
     factories: dict[str, Factory] = {
         "policy": partial(
             build_engines.build_policy,
-            source=model_sources.policy_source(config),
-            adapt=model_sources.policy_adapter(config),
+            source=configured_models.policy_source(config),
+            adapt=configured_models.policy_adapter(config),
             spread=_spread(config, "actor"),
         ),
-        "tokenizer": partial(build_engines.build_tokenizer, load=model_sources.tokenizer_loader(config)),
+        "tokenizer": partial(build_engines.build_tokenizer, load=configured_models.tokenizer_loader(config)),
         "stop_token_ids": build_engines.build_stop_token_ids,
     }
     if "actor" in engines:
@@ -50,7 +49,7 @@ def make_factories(
     if "critic" in engines:
         factories["critic"] = partial(
             build_engines.build_critic,
-            source=model_sources.critic_source(config),
+            source=configured_models.critic_source(config),
             spread=_spread(config, "critic"),
             trainer=_trainer(config, "critic", steps),
         )
@@ -62,7 +61,7 @@ def make_factories(
         if settings.model.lora_rank:
             factories["ref"] = partial(build_engines.build_adapted_reference, options=options)
         else:
-            source, spread = model_sources.policy_source(config), _spread(config, "ref")
+            source, spread = configured_models.policy_source(config), _spread(config, "ref")
             factories["ref"] = partial(build_engines.build_reference, source=source, spread=spread, options=options)
     factories |= _scoring_factories(config, engines)
     if "rollout" in engines:
@@ -81,12 +80,12 @@ def make_factories(
 
 def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Factory]:
     """Of reward models and judges."""
-    model_sources.check_engines(config, engines)
+    configured_models.check_engines(config, engines)
     factories, models = dict[str, Factory](), scoring_models(config.reward_model)
     for name, model in ((name, models[name]) for name in models if name in engines):
-        key, source = model_sources.scoring_source(config, name)
+        key, source = configured_models.scoring_source(config, name)
         if model.judge:
-            with model_sources.blaming(f"reward_model.models.{name}.template"):
+            with configured_models.blaming(f"reward_model.models.{name}.template"):
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
@@ -182,7 +181,7 @@ def _rollout_factory(config: Config) -> Factory:
         options["num_threads"] = threads_of(config)[1]
     if _engine_casts(config):
         options["compute_dtype"] = compute_dtype(config)
-    dtype, source = engine_dtype(config), model_sources.policy_source(config)
+    dtype, source = engine_dtype(config), configured_models.policy_source(config)
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         if config.trainer.launcher == "local":
             cast(type[HttpEngine], load(target)).check(options)

@@ -8,11 +8,11 @@ from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
-from distflow.launch.configured_code import check_pickles, named_code
+from distflow.launch.code_trust import check_pickles, named_code
 from distflow.launch.data_sets import LazyRows, num_rows_of
+from distflow.launch.device_and_threads import follow_machines
 from distflow.launch.export_checkpoint import with_models_of_runs
 from distflow.launch.fit_config_to_inputs import Data, fitted_to_files, follow_pipeline, read_config
-from distflow.launch.hardware import follow_machines
 from distflow.launch.run_facts import description, facts
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params

@@ -20,8 +20,8 @@ from distflow.config.derived_settings import code_of_workflow, is_one_process, n
 from distflow.config.flatten_and_compare import diff, show_value
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import schema_keys
+from distflow.launch.device_and_threads import choose_device, threads_of, worker_cores
 from distflow.launch.fit_config_to_inputs import Data
-from distflow.launch.hardware import choose_device, threads_of, worker_cores
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_soundness import identity
 from distflow.rewards.load_functions import fingerprint_target, target_of

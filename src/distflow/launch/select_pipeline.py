@@ -27,7 +27,7 @@ from distflow.graph import (
 from distflow.graph.fields import MissingColumn
 from distflow.graph.node_class import Node
 from distflow.import_target import LoadError, innermost, load_function, load_modules, required_parameters, users_code
-from distflow.launch.hardware import make_process_ready
+from distflow.launch.device_and_threads import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 from distflow.pipelines.nodes.rollout import drop_unless, load_responses
@@ -35,7 +35,7 @@ from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.run_errors import is_ours
-from distflow.runtime.sample_queue.submitted_rows import Submissions, WithSubmitted
+from distflow.runtime.sample_queue.user_prompt_rows import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 
 _WRITERS = {

@@ -17,7 +17,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
-from distflow.runtime.generation_batches import EarlyStop, Rounds
+from distflow.runtime.early_stop_and_rounds import EarlyStop, Rounds
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.run_errors import Failure, NodeError

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from distflow.config.keys.run import StopCondition
+    from distflow.config.keys.run_and_pipeline import StopCondition
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.config.keys.run import StopCondition
+from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.scheduling.domain_curriculum import CurriculumPlan, SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 

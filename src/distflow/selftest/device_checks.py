@@ -11,10 +11,10 @@ import torch
 from distflow.config import Config
 from distflow.launch import check_device
 from distflow.launch.check_device import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
-from distflow.launch.hardware import accelerator
+from distflow.launch.device_and_threads import accelerator
 from distflow.selftest.collectives import check_collectives
-from distflow.selftest.comparisons import Pair, compare
-from distflow.selftest.figures import RECORDED, read_recorded
+from distflow.selftest.compared_runs import Pair, compare
+from distflow.selftest.run_numbers import RECORDED, read_recorded
 from distflow.selftest.runs import TOKENIZER, Lab, write_models
 
 _STEPS: Final = 2

@@ -23,8 +23,8 @@ from distflow import NodeRole, TaskGraph, node
 from distflow.cluster.ray_entry import launch_ray
 from distflow.config import Config, load_config
 from distflow.data.sample import Sample, Segment
-from distflow.launch.local_launcher import launch_local
 from distflow.launch.make_spec import make_spec
+from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import quiet_transformers
 from distflow.models.paths import resolve_path
 from distflow.observe.reading.run_reader import read_timeline
@@ -37,7 +37,7 @@ from distflow.runtime.fault_injection import VARIABLE, Fault
 from distflow.runtime.prompt_group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
-from distflow.selftest.figures import Figures, Recorded, figures_of
+from distflow.selftest.run_numbers import Figures, Recorded, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"
 _SIZES = {

@@ -19,9 +19,9 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.launch.configured_models import load_policy
 from distflow.launch.data_sets import train_sources, validation_sources
-from distflow.launch.hardware import choose_device
-from distflow.launch.local_launcher import launch_local
+from distflow.launch.device_and_threads import choose_device
 from distflow.launch.make_spec import make_spec
+from distflow.launch.one_process_launcher import launch_local
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.reading.run_reader import Event, read_events, read_metrics, read_samples
 from distflow.runtime.spec import Factory, Spec

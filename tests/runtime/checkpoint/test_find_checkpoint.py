@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.launch.local_launcher import launch_local
+from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events, read_metrics, sample_steps
 from distflow.runtime.spec import Outcome
 from tests.e2e.runs import Playground

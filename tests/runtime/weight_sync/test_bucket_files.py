@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.launch.run_start_and_end import starting
 from distflow.observe.crash_safe_files import ASIDE
-from distflow.runtime.weight_sync import bucket_files as buckets
+from distflow.runtime.weight_sync import bucket_files
 from distflow.runtime.weight_sync.bucket_files import (
     WEIGHTS,
     InFile,
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_seen_from_here_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "APPEARS_WITHIN_S", 0.1)
+    monkeypatch.setattr(bucket_files, "APPEARS_WITHIN_S", 0.1)
     with pytest.raises(UserError, match=r"trainer\.default_local_dir.* see at the same path"):
         InFile(tmp_path / "elsewhere", 1).get()
 

@@ -16,7 +16,7 @@ from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
-from distflow.runtime.weight_sync.transports import StreamedWeights
+from distflow.runtime.weight_sync.weight_ports import StreamedWeights
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import make_engine, make_model, prompt_of, request_of
 

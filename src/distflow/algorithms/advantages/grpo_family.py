@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages import group_estimator_base as group_baseline
+from distflow.algorithms.advantages import group_estimator_base
 from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
@@ -23,15 +23,15 @@ ScaleRewards = Literal["group", "batch", "none"]
 
 def grpo_rule(
     norm_adv_by_std_in_grpo: bool = True, adv_epsilon: float = 1e-6, scale_rewards: ScaleRewards | None = None
-) -> group_baseline.GroupRule:
+) -> group_estimator_base.GroupRule:
     """GRPO as a `GroupRule`. scale_rewards: None means "group" or "none", by `norm_adv_by_std_in_grpo`."""
     match scale_rewards or ("group" if norm_adv_by_std_in_grpo else "none"):
         case "group":
-            return group_baseline.GroupRule(scale="std", epsilon=adv_epsilon)
+            return group_estimator_base.GroupRule(scale="std", epsilon=adv_epsilon)
         case "batch":
-            return group_baseline.GroupRule(scale="batch_std", alone="zero", epsilon=adv_epsilon)
+            return group_estimator_base.GroupRule(scale="batch_std", alone="zero", epsilon=adv_epsilon)
         case "none":
-            return group_baseline.GroupRule()
+            return group_estimator_base.GroupRule()
     raise ValueError(f"scale_rewards '{scale_rewards}' is unknown; choose group, batch or none")
 
 
@@ -58,7 +58,7 @@ def compute_grpo_advantage(
     `scale_rewards`.
     """
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards)
-    return group_baseline.advantages_of_rule(token_level_rewards, response_mask, group_index, rule, valid, reduce)
+    return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, rule, valid, reduce)
 
 
 compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)
@@ -107,13 +107,13 @@ def compute_gdpo_advantage(
         scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
         weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
         has_part = is_valid & torch.tensor([name in parts for parts in reward_parts], device=summed.device)
-        summed = summed + weight * group_baseline.group_advantage(scores, group_index, rule, has_part)
+        summed = summed + weight * group_estimator_base.group_advantage(scores, group_index, rule, has_part)
     if whiten_over == "samples":
         whitened = masked_whiten(summed, is_valid, reduce)
-        advantages = group_baseline.on_tokens(whitened, response_mask)
+        advantages = group_estimator_base.on_tokens(whitened, response_mask)
     else:
         spread = summed[:, None].expand(response_mask.shape)
-        advantages = masked_whiten(spread, group_baseline.counted_tokens(response_mask, valid), reduce).float()
+        advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce).float()
     return advantages, advantages.clone()
 
 
@@ -122,7 +122,7 @@ AlphaCounts = Literal["groups", "rewards"]
 
 def _describe_scale(f_norm: float, alpha_counts: AlphaCounts) -> str:
     counted = "of groups with an advantage" if alpha_counts == "groups" else "with a reward ≠ 0"
-    return f"samples / samples {counted} · ({group_baseline.GroupRule()}) / {f_norm:g}"
+    return f"samples / samples {counted} · ({group_estimator_base.GroupRule()}) / {f_norm:g}"
 
 
 @register_adv_est("gpg", scope="global", describe=_describe_scale)
@@ -143,13 +143,15 @@ def compute_gpg_advantage(
     global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other than 0, as in verl.
     A group of one keeps its reward, times α.
     """
-    scores = group_baseline.sample_scores(token_level_rewards, response_mask)
-    groups = group_baseline.Groups(group_index, valid)
-    centred = group_baseline.group_advantage(scores, group_index, group_baseline.GroupRule(), valid)
+    scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
+    groups = group_estimator_base.Groups(group_index, valid)
+    centred = group_estimator_base.group_advantage(scores, group_index, group_estimator_base.GroupRule(), valid)
     counted = groups.sum(centred != 0) > 0 if alpha_counts == "groups" else scores != 0
     counts = torch.stack([groups.valid.sum(), (groups.valid & counted).sum()]).double()
     num_samples, num_counted = global_sum(counts, reduce).unbind()
-    advantages = group_baseline.on_tokens(num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask)
+    advantages = group_estimator_base.on_tokens(
+        num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask
+    )
     return advantages, advantages.clone()
 
 
@@ -174,11 +176,11 @@ def compute_grpo_passk_advantage(
 
     Where several share the best reward, and in a group of one, all get 0. Returns are the advantages.
     """
-    groups = group_baseline.Groups(group_index, valid)
-    scores = under_mask(group_baseline.sample_scores(token_level_rewards, response_mask), groups.valid)
+    groups = group_estimator_base.Groups(group_index, valid)
+    scores = under_mask(group_estimator_base.sample_scores(token_level_rewards, response_mask), groups.valid)
     is_best = groups.valid & (scores == groups.max(scores))
     second = groups.max(torch.where(is_best, -torch.inf, scores))
     is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
     scale = groups.std(scores) + adv_epsilon if norm_adv_by_std_in_grpo else torch.ones_like(scores)
-    advantages = group_baseline.on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
+    advantages = group_estimator_base.on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
     return advantages, advantages.clone()

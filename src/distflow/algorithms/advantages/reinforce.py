@@ -9,7 +9,7 @@
 
 from torch import Tensor
 
-from distflow.algorithms.advantages import group_estimator_base as group_baseline
+from distflow.algorithms.advantages import group_estimator_base
 from distflow.algorithms.advantages.gae import discounted_sum
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
@@ -26,7 +26,9 @@ def compute_reinforce_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on without
     discount."""
-    returns = rewards_to_go(token_level_rewards, group_baseline.counted_tokens(response_mask, valid), gamma).float()
+    returns = rewards_to_go(
+        token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma
+    ).float()
     return returns, returns.clone()
 
 
@@ -44,7 +46,7 @@ def compute_reinforce_plus_plus_advantage(
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened."""
-    mask = group_baseline.counted_tokens(response_mask, valid)
+    mask = group_estimator_base.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce).float(), returns.float()
 
@@ -52,7 +54,7 @@ def compute_reinforce_plus_plus_advantage(
 @register_adv_est(
     "reinforce_plus_plus_baseline",
     scope="global",
-    describe=lambda: f"{group_baseline.GroupRule()}, whitened over the batch",
+    describe=lambda: f"{group_estimator_base.GroupRule()}, whitened over the batch",
 )
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,
@@ -66,10 +68,10 @@ def compute_reinforce_plus_plus_baseline_advantage(
 
     Returns are the advantages. A group of one enters with its reward.
     """
-    scores = group_baseline.sample_scores(token_level_rewards, response_mask)
-    centred = group_baseline.group_advantage(scores, group_index, group_baseline.GroupRule(), valid)
+    scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
+    centred = group_estimator_base.group_advantage(scores, group_index, group_estimator_base.GroupRule(), valid)
     spread = centred[:, None].expand(response_mask.shape)
-    advantages = masked_whiten(spread, group_baseline.counted_tokens(response_mask, valid), reduce).float()
+    advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce).float()
     return advantages, advantages.clone()
 
 
@@ -79,13 +81,13 @@ def compute_remax_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Undiscounted reward to go − baseline, reward_baselines `(bs,)`, on every policy token; returns are the reward to
     go."""
-    mask = group_baseline.counted_tokens(response_mask, valid)
+    mask = group_estimator_base.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, 1.0)
     advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
     return advantages.float(), returns.float()
 
 
-RLOO = group_baseline.GroupRule(leave_one_out=True, alone="zero")
+RLOO = group_estimator_base.GroupRule(leave_one_out=True, alone="zero")
 
 
 @register_adv_est("rloo", scope="group", describe=lambda: str(RLOO))
@@ -93,10 +95,10 @@ def compute_rloo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """reward − mean of the others of its group, on every policy token, 0 in a group of one; returns are the same."""
-    return group_baseline.advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
+    return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
 
 
-OPO = group_baseline.GroupRule(baseline="length_weighted_mean")
+OPO = group_estimator_base.GroupRule(baseline="length_weighted_mean")
 
 
 @register_adv_est("opo", scope="group", describe=lambda: str(OPO))
@@ -107,4 +109,4 @@ def compute_opo_advantage(
 
     Lengths count the policy's tokens. A group of one keeps its reward.
     """
-    return group_baseline.advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)
+    return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)

@@ -6,20 +6,27 @@ from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.flatten_and_compare import flatten
 from distflow.config.keys.schema import Config, schema_keys
-from distflow.config.rules import Finding, algorithm, domains, models, pipeline, unused_options
-from distflow.config.rules import data_and_rewards as data
-from distflow.config.rules import run_and_sizes as run
+from distflow.config.rules import (
+    Finding,
+    algorithm,
+    data_and_rewards,
+    domains,
+    models_and_engines,
+    pipeline,
+    run_and_sizes,
+    unused_options,
+)
 from distflow.config.rules.run_and_sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *pipeline.RULES,
-    *data.RULES,
+    *data_and_rewards.RULES,
     *domains.RULES,
-    *models.RULES,
+    *models_and_engines.RULES,
     *algorithm.RULES,
     *domains.ALGORITHM_RULES,
-    *run.RULES,
+    *run_and_sizes.RULES,
     *unused_options.RULES,
 )
 

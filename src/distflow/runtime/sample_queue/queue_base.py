@@ -16,7 +16,7 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.run_errors import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.group_assignment import RolloutWorker, RolloutWorkers
-from distflow.runtime.sample_queue.submitted_rows import ShouldAccept, Submissions
+from distflow.runtime.sample_queue.user_prompt_rows import ShouldAccept, Submissions
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator

@@ -1,4 +1,4 @@
-"""The protocol of the weight sync from trainer to rollout engines, implemented by `transports.py` and in `cluster`."""
+"""The protocol of the weight sync from trainer to rollout engines: `weight_ports.py` implements it, and `cluster`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

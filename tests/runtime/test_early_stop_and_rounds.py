@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.recorded_calls import GroupRecords
+from distflow.audit.recorded_calls_and_updates import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation

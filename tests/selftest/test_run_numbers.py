@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.selftest.comparisons import TOLERANCE
-from distflow.selftest.figures import (
+from distflow.selftest.compared_runs import TOLERANCE
+from distflow.selftest.run_numbers import (
     RECORDED,
     Differences,
     Figures,

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from distflow.cluster.ray_entry import NEEDED, is_installed, own_ray
-from distflow.selftest.figures import Differences, Figures, Recorded, differences
+from distflow.selftest.run_numbers import Differences, Figures, Recorded, differences
 from distflow.selftest.runs import Lab
 
 TOLERANCE = 5e-6

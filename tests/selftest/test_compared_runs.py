@@ -12,17 +12,16 @@ import torch
 from distflow.cli import main
 from distflow.cluster.ray_entry import own_ray
 from distflow.observe.reading.run_reader import read_metrics
-from distflow.rollout import engine_weights as weights_module
+from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine
-from distflow.selftest import comparisons, runs
-from distflow.selftest import figures as recorded_file
-from distflow.selftest.comparisons import Row, compare, of_paths, of_workers
-from distflow.selftest.figures import RECORDED, Recorded, read_recorded
+from distflow.selftest import compared_runs, run_numbers, runs
+from distflow.selftest.compared_runs import Row, compare, of_paths, of_workers
+from distflow.selftest.run_numbers import RECORDED, Recorded, read_recorded
 from tests.selftest.record import write_recorded
 from tests.sparse_params import BY_HAND, one_fast_in
 
 PERTURBED = """
-import distflow.launch.local_launcher as local
+import distflow.launch.one_process_launcher as local
 original = local.restore
 
 def restore(checkpoint, resources):
@@ -83,7 +82,7 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed by so little that no check of the run itself minds, behind the receipt."""
-    original = weights_module.copy_weights
+    original = engine_weights.copy_weights
 
     def copy_weights(module: torch.nn.Module, weights: object) -> dict[str, str]:
         hashes = original(module, weights)  # type: ignore[arg-type]
@@ -91,7 +90,7 @@ def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: p
             next(iter(module.parameters())).view(-1)[40:60] += 1e-4
         return hashes
 
-    monkeypatch.setattr(weights_module, "copy_weights", copy_weights)
+    monkeypatch.setattr(engine_weights, "copy_weights", copy_weights)
     reference, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
     assert reference().ok and not (found := asynchronous()).ok
     assert found.fault or found.found.log_prob > 0  # type: ignore[union-attr]
@@ -102,7 +101,7 @@ def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: py
     def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
         raise ValueError("no such weights")
 
-    monkeypatch.setattr(weights_module, "copy_weights", broken)
+    monkeypatch.setattr(engine_weights, "copy_weights", broken)
     _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
     assert not (found := asynchronous()).ok and "no such weights" in found.fault
 
@@ -117,10 +116,10 @@ def test_a_wrong_figure_turns_the_command_red(
     wrong = replace(step, updates={**step.updates, "actor/loss": step.updates["actor/loss"] + 1e-4})
     figures = replace(pipeline.figures, steps=[wrong, *pipeline.figures.steps[1:]])
     write_recorded(tmp_path / "wrong.json", {"grpo": replace(pipeline, figures=figures)})
-    monkeypatch.setattr(recorded_file, "RECORDED", tmp_path / "wrong.json")
-    original = comparisons.of_paths
-    monkeypatch.setattr(comparisons, "of_paths", lambda *arguments: original(*arguments)[:2])
-    monkeypatch.setattr(comparisons, "is_installed", lambda: False)
+    monkeypatch.setattr(run_numbers, "RECORDED", tmp_path / "wrong.json")
+    original = compared_runs.of_paths
+    monkeypatch.setattr(compared_runs, "of_paths", lambda *arguments: original(*arguments)[:2])
+    monkeypatch.setattr(compared_runs, "is_installed", lambda: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["selftest"]) == 1
     said = capsys.readouterr().out
@@ -180,8 +179,8 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(comparisons, "is_installed", lambda: False)
-    monkeypatch.setattr(comparisons, "of_paths", lambda *arguments: [])
+    monkeypatch.setattr(compared_runs, "is_installed", lambda: False)
+    monkeypatch.setattr(compared_runs, "of_paths", lambda *arguments: [])
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
