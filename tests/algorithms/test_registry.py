@@ -54,7 +54,7 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
         "print(find_adv_est('grpo').fn.__name__, len(said))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['gae', 'group_baseline', 'reinforce']", "mine 1"]
+    assert done.stdout.splitlines() == ["[]", "['gae', 'group_estimator_base', 'reinforce']", "mine 1"]
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:

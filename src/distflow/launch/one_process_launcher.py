@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from distflow.data.batch import Batch
-from distflow.launch import run_start_and_end as run_setup
+from distflow.launch import run_start_and_end
 from distflow.launch.build_worker import build_worker
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
@@ -37,9 +37,9 @@ def launch_local(
     embedded: bool = False,
 ) -> Outcome:
     """See `Launch`."""
-    with run_setup.starting(spec, allow_change) as start:
+    with run_start_and_end.starting(spec, allow_change) as start:
         built = _build(spec, start, say)
-        if done := run_setup.done_before(spec, start, say):
+        if done := run_start_and_end.done_before(spec, start, say):
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
@@ -47,14 +47,14 @@ def launch_local(
 
         with _running(built, callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-        return run_setup.outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
+        return run_start_and_end.outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None]) -> Iterator["Running"]:
     """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
     never = nullcontext(StopRequest(lambda name: None))
-    with run_setup.starting(spec, ()) as start:
+    with run_start_and_end.starting(spec, ()) as start:
         with _running(_build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True) as running:
             yield running
         write_report(spec.run_dir)
@@ -78,17 +78,19 @@ class _Built:
     """A run with its engines and services. differences: the harmless ones from the checkpoint."""
 
     spec: Spec
-    start: run_setup.Start
+    start: run_start_and_end.Start
     resources: Resources
     differences: list[str]
     say: Callable[[str], None]
 
 
-def _build(spec: Spec, start: run_setup.Start, say: Callable[[str], None]) -> _Built:
+def _build(spec: Spec, start: run_start_and_end.Start, say: Callable[[str], None]) -> _Built:
     """Raises UserError where the checkpoint is of another model, tokenizer or data."""
     fault_injection.arm(0)
     resources = build_resources(spec.factories, spec.plan.ranks[0], say=say)
-    for line in run_setup.model_lines(spec, resources.num_parameters, resources.num_trained, resources.num_critic):
+    for line in run_start_and_end.model_lines(
+        spec, resources.num_parameters, resources.num_trained, resources.num_critic
+    ):
         say(line)
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
@@ -106,7 +108,7 @@ def _running(
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
     state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
-    coordinator, ledger = run_setup.begin_ledger(spec, start)
+    coordinator, ledger = run_start_and_end.begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, built.say),
@@ -115,9 +117,9 @@ def _running(
         make_stop(recorder) as stop,
     ):
         with recorder.phases("start"):
-            run_setup.write_facts(spec, resources.facts, recorder, total_steps)
+            run_start_and_end.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
-                run_setup.note_resume(recorder, checkpoint, built.differences)
+                run_start_and_end.note_resume(recorder, checkpoint, built.differences)
             ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
             if own_loop:
                 assert isinstance(ports.queue, LocalSampleQueue), "the queue is of this process"
@@ -132,7 +134,7 @@ def _running(
             yield Running(worker, ports, recorder, stop)
         counts = coordinator.checked_counts()
         planned = coordinator.plan.total_steps
-        run_setup.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, planned)
+        run_start_and_end.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, planned)
 
 
 def local_ports(
