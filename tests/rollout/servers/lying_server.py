@@ -13,7 +13,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 
 VOCAB_SIZE = 99
 Lie = Callable[[str, dict[str, Any], Any], Any]
-"""(path, what was asked, true answer) → what is answered: an object, bytes, or a status."""
+"""(path, what was asked, true answer) → what is answered: an object, bytes, a status, or None for a lost connection."""
 
 
 def honest(path: str, asked: dict[str, Any], answer: Any) -> Any:
@@ -78,6 +78,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         self.server.asked.append((path, asked))
         answer = self.server.lie(path, asked, self.server.answer(path, asked))
+        if answer is None:
+            self.close_connection = True
+            return
         status = answer if isinstance(answer, int) else 200
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)

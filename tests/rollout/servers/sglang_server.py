@@ -42,6 +42,7 @@ LIES = {
     "dies": "dies in an update",
     "stalls": "does not answer any more",
     "never answers": "is well, and answers no request for tokens",
+    "forbids looks": "answers no request for tokens, and refuses to say how far it is",
     "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
 }
@@ -75,7 +76,7 @@ class SGLang:
         self.resumed.set()
 
     async def generate(self, body: Json) -> Json:
-        while self.paused or self.lie == "never answers":
+        while self.paused or self.lie in ("never answers", "forbids looks"):
             await (self.resumed if self.paused else asyncio.Event()).wait()
         ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
         self.prompts.append(ids)
@@ -224,6 +225,8 @@ class SGLang:
         return {**named, "weight_version": self.label, "architectures": [type(self.model).__name__]}
 
     async def server_info(self, body: Json) -> Json:
+        if self.lie == "forbids looks":
+            raise Refused(403, {"error": "Forbidden"})
         return {**self.args, "api_key": None, "internal_states": [{}], "version": "0.5.6"}
 
     async def health(self, body: Json) -> Json:

@@ -20,7 +20,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import fleet as fleet_module
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.fleet import Fleet
-from distflow.rollout.servers.http_engine import ServerFailed
+from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
@@ -146,6 +146,8 @@ def test_an_update_that_one_server_refuses_does_not_hold_the_others(monkeypatch:
 
 
 def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", DEADLINE_S)  # a look would find it silent for 0 seconds
+
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         servers[1].lie = "updates later"
         monkeypatch.setattr(http_engine, "SILENT_S", 0.0)  # how long the others wait for it, besides
@@ -233,6 +235,64 @@ def test_a_fleet_with_an_address_where_nobody_is_does_not_start(monkeypatch: pyt
         pytest.raises(UserError, match="http://127.0.0.1:1: no server"),
     ):
         asyncio.run(run(server.url))
+
+
+@pytest.mark.parametrize("ends", ["a cancelled start", "an exit at which one raises"])
+def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
+    happened = asyncio.Event()
+
+    class First(SGLangEngine):
+        async def __aenter__(self) -> HttpEngine:
+            await super().__aenter__()
+            if ends == "a cancelled start":
+                happened.set()
+            return self
+
+        async def count_tokens(self) -> int:
+            happened.set()
+            raise NotImplementedError
+
+    async def run(server: Running) -> None:
+        other = server.url if ends == "an exit at which one raises" else "http://127.0.0.1:1"
+        kinds = {First: server.url, SGLangEngine: other}
+        engines = [kind(make_model(), tiny_tokenizer(), version=FIRST, url=url) for kind, url in kinds.items()]
+
+        async def use() -> None:
+            async with Fleet(engines) as fleet:
+                server.state.lie = "never answers"
+                task = asyncio.create_task(fleet.generate(*groups(1)))
+                await happened.wait()
+                task.cancel()
+
+        task = asyncio.create_task(use())
+        await asyncio.wait_for(happened.wait(), DEADLINE_S)
+        if ends == "a cancelled start":
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if ends == "a cancelled start" else NotImplementedError):
+            await task
+        assert all(each.client.is_closed and not each.folder.path.exists() for each in engines)
+
+    with Running(make_model(), tiny_tokenizer()) as server:
+        asyncio.run(run(server))
+
+
+def test_a_pause_may_meet_any_moment_of_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet, servers: list[SGLang]) -> None:
+        for module, name in ((http_engine, "CALL_S"), (fleet_module, "LEAST_DEADLINE_S")):
+            monkeypatch.setattr(module, name, 0.0)
+        monkeypatch.setattr(fleet_module, "DEADLINE_FACTOR", 0.0)
+        servers[0].lie = "never answers"
+        for turns in range(8):  # of the event loop, in which it expires, and its request is cancelled
+            task = asyncio.create_task(fleet.generate(*groups(1)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await fleet.pause()
+            await fleet.resume()
+            with pytest.raises(ServerFailed, match="far slower than before"):
+                await task
+
+    with_fleet(story, num_servers=1)
 
 
 @pytest.mark.slow

@@ -5,18 +5,22 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
-from distflow.rollout.servers.http_engine import ServerFailed
+from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
+from distflow.rollout.servers.openai_engine import OpenAIEngine
+from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import DEADLINE_S, FIRST, make_model, request_of
 from tests.rollout.servers.lying_server import Server, serving
+from tests.rollout.servers.sglang_server import Running
 from tests.tiny_models import tiny_tokenizer
 
 GENERATE = "/inference/v1/generate"
@@ -227,6 +231,73 @@ def test_a_server_that_stalls_is_found(server: Server, monkeypatch: pytest.Monke
         server.lie = lambda path, asked, true: server.released.wait(DEADLINE_S) and true
         with pytest.raises(UserError, match="no server answers there"):
             await engine.generate(request())
+
+    run(make(server.url), story)
+
+
+def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that is gone. Whoever answers there next is asked again."""
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
+
+    async def story(engine: VllmEngine) -> None:
+        monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
+
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            is_gone = [each for each, _ in server.asked].count(GENERATE) == 1
+            if is_gone and path == "/is_paused":
+                return None
+            return server.released.wait(DEADLINE_S) if is_gone and path == GENERATE else true
+
+        server.lie = lie
+        (response, _) = (await engine.generate(request())).generations
+        assert response.token_ids == [7] * 4 and engine.number_of_server > 0
+
+    run(make(server.url), story)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [(VllmEngine, GENERATE), (SGLangEngine, "/generate"), (OpenAIEngine, "/v1/completions")]
+)
+def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: str) -> None:
+    """With its wait in the server's queue and all pauses; everything else has a limit."""
+    limits = dict[str, float | None]()
+
+    async def note(asked: httpx.Request) -> None:
+        limits[asked.url.path] = asked.extensions["timeout"]["read"]
+
+    async def story(url: str) -> None:
+        async with kind(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+            engine.client.event_hooks = {"request": [note]}
+            if kind is not OpenAIEngine:
+                await engine.load_weights(FIRST, list(engine.model.named_parameters()))
+            await engine.generate(request())
+            await engine.pause()
+        assert limits.pop(path, 0) is None and {*limits.values()} == {http_engine.CALL_S}
+
+    own = serving() if kind is VllmEngine else Running(make_model(), tiny_tokenizer(), names=["policy"])
+    with own as server:
+        asyncio.run(story(server.url))
+
+
+def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(server: Server) -> None:
+    async def story(engine: VllmEngine) -> None:
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            return server.released.wait(DEADLINE_S) and true if path == "/update_weight_version" else true
+
+        server.lie = lie
+        update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
+        while server.label != "0.1":
+            await asyncio.sleep(0.01)
+        (response, _) = (await engine.generate(request())).generations
+        assert response.versions == [1] * 4 and engine.version == FIRST
+        server.label = "0.2"
+        with pytest.raises(TrustError, match="weights '0.2', when it was to have '0.1'"):
+            await engine.generate(request())
+        server.released.set()
+        await update
+        assert engine.version == Version(0, 1)
 
     run(make(server.url), story)
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -101,6 +102,26 @@ def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.M
             await generate(engine)
 
     with_server(asked, "stalls")
+
+
+def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it harms nothing: only silence would."""
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
+
+    async def story(engine: SGLangEngine) -> None:
+        refused = asyncio.Semaphore(0)
+
+        async def note(answer: httpx.Response) -> None:
+            if answer.status_code == httpx.codes.FORBIDDEN:
+                refused.release()
+
+        engine.client.event_hooks = {"response": [note]}
+        task = asyncio.create_task(generate(engine))
+        for _ in range(3):
+            await refused.acquire()
+        assert not task.done()
+
+    with_server(story, "forbids looks")
 
 
 def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

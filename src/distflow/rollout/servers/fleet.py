@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -19,7 +19,7 @@ from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, Stream, WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
-from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost
+from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost, cancel
 from distflow.rollout.servers.server_process import WeightFiles
 from distflow.scheduling.group_states import Version
 
@@ -93,21 +93,18 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def __aenter__(self) -> "Fleet":
         self._updating, self._changed = asyncio.Lock(), asyncio.Event()
-        entered = await asyncio.gather(*(each.engine.__aenter__() for each in self._servers), return_exceptions=True)
-        if errors := [each for each in entered if isinstance(each, BaseException)]:
-            for server, found in zip(self._servers, entered, strict=True):
-                if not isinstance(found, BaseException):
-                    await server.engine.__aexit__()
-            raise errors[0]
+        async with AsyncExitStack() as entered:
+            begun = (entered.enter_async_context(each.engine) for each in self._servers)
+            found = await asyncio.gather(*begun, return_exceptions=True)
+            if errors := [each for each in found if isinstance(each, BaseException)]:
+                raise errors[0]
+            self._entered = entered.pop_all()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for task in (each.task for each in self._servers if each.task is not None):
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        for server in self._servers:
-            await server.engine.__aexit__(*exception)
+        async with self._entered as ends:  # all of them, whatever one raises
+            for task in (each.task for each in self._servers if each.task is not None):
+                ends.push_async_callback(cancel, task)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -200,7 +197,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def _wind_clocks(self, clocks: Mapping[asyncio.Timeout, float]) -> None:
         now = asyncio.get_running_loop().time()
         for clock, limit in clocks.items():
-            clock.reschedule(None if self._paused else now + limit)
+            if not clock.expired():  # else its request is being cancelled
+                clock.reschedule(None if self._paused else now + limit)
 
     def _finishes(self, server: _Server, request: GenerateRequest) -> float:
         return (server.outstanding + _cost(request)) / self._speed(server)

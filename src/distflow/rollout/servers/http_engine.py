@@ -37,6 +37,7 @@ MOST_SERVERS: Final = 3  # at one request
 RETRIES: Final = 4  # after an answer that the server failed
 BACK_OFF_S: Final = 0.25  # doubled each time
 _CONNECT_S: Final = 10.0
+UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # of responses: `_watch` finds a server that is silent
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
@@ -86,6 +87,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._activity = RequestLog()
         self._running = set[asyncio.Task[Any]]()
         self._tokens_of_earlier = 0  # servers
+        self._newest = self.version  # that the server may have been told
         self._held: WeightFiles | None = None
         self._process: ServerProcess | None = None
         self.number_of_server = 0
@@ -175,16 +177,16 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        if (watching := getattr(self, "_watching", None)) is not None:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
-        for task in list(self._running):
-            task.cancel()
-        if self._process is not None:
-            self._process.kill()
-        await self.client.aclose()
-        self.folder.remove()
+        try:
+            if (watching := getattr(self, "_watching", None)) is not None:
+                await cancel(watching)
+        finally:
+            for task in list(self._running):
+                task.cancel()
+            if self._process is not None:
+                self._process.kill()
+            self.folder.remove()
+            await self.client.aclose()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
@@ -196,7 +198,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             answers = await self._call(partial(self._answers, request))
             if len(answers) != len(request.samples):
                 raise lie(self.who, f"{len(answers)} responses where {len(request.samples)} were asked for")
-            check = AnswerCheck(self.who, self.tokenizer, vocab_size, first, self.version)
+            check = AnswerCheck(self.who, self.tokenizer, vocab_size, first, max(self.version, self._newest))
             given = zip(request.samples, answers, strict=True)
             generations = tuple(check.generation(sample, request.params, answer) for sample, answer in given)
             self._activity.responded(request, generations)
@@ -253,11 +255,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     # Requests.
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, **params: str) -> Any:
-        """What the server answers. Tried again where it says that it failed. Raises ServerFailed, TrustError for an
-        answer that is no JSON, httpx.TransportError."""
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout: httpx.Timeout | None = None, **params: str
+    ) -> Any:
+        """What the server answers. Tried again where it says that it failed. timeout: None is the client's. Raises
+        ServerFailed, TrustError for an answer that is no JSON, httpx.TransportError."""
         for number in range(RETRIES):
-            answer = await self.client.post(path, json=body, params=params)
+            answer = await self.client.post(path, json=body, params=params, timeout=timeout or self.client.timeout)
             if answer.status_code < 500:
                 break
             await asyncio.sleep(BACK_OFF_S * 2**number)
@@ -383,13 +387,22 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             try:
                 limit = SILENT_S if self.in_fleet or self._process is not None else ATTACH_S
                 async with asyncio.timeout(limit):  # `wait_for` may swallow the end of this task
-                    await self._count()
-            except (httpx.TransportError, TrustError):
-                pass  # it is gone, as those find out who wait
+                    while not await self._is_heard():
+                        await asyncio.sleep(LOOKS_EVERY_S)
             except TimeoutError:
                 is_same = server == self.number_of_server and not self._changing.locked()
                 if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
                     self.abandon()
+
+    async def _is_heard(self) -> bool:
+        """Whether it answers, whatever that is."""
+        try:
+            await self._count()
+        except httpx.TransportError:  # of a machine that is gone, open requests hear nothing
+            return False
+        except (httpx.HTTPError, TrustError, ValueError):
+            pass  # only silence counts here
+        return True
 
     async def _count(self) -> None:
         earlier = self._tokens_of_earlier
@@ -416,6 +429,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await self.go_on()
 
     async def _rename(self, version: Version) -> None:
+        self._newest = version  # responses that end meanwhile may have either
         await self.set_label(label_of(version))
         self._held = self._held and replace(self._held, version=version)
         self.version = version
@@ -429,3 +443,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def _go_on(self) -> None:
         if not self._is_released:
             await self.go_on()
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
+    """Raises what it had ended with before."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

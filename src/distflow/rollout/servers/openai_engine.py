@@ -14,7 +14,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, WeightReceipt
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine
 from distflow.rollout.stops_and_draws import sample_key
 from distflow.scheduling.group_states import Version
 
@@ -69,9 +69,9 @@ class OpenAIEngine(HttpEngine):
             raise UserError(f"{self.who} has the models {', '.join(names)}, and this run has {own or 'a folder'}")
         return found[0]
 
-    async def _complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _complete(self, body: Mapping[str, Any], timeout: httpx.Timeout | None = None) -> Mapping[str, Any]:
         asked = {"model": self._model, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        (choice,) = (await self.post("/v1/completions", {**asked, **body}))["choices"]
+        (choice,) = (await self.post("/v1/completions", {**asked, **body}, timeout=timeout))["choices"]
         return dict(choice)
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
@@ -100,7 +100,8 @@ class OpenAIEngine(HttpEngine):
                 "include_stop_str_in_output": True,
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
-            }
+            },
+            UNLIMITED,
         )
         if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
             raise lie(self.who, "to another prompt than it was asked")

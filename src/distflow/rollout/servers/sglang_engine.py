@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers.answer_checks import Answer, lie
-from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
+from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key
 
@@ -124,7 +124,7 @@ class SGLangEngine(HttpEngine):
         """Aborted there if it is cancelled here."""
         name = uuid.uuid4().hex
         try:
-            return await self.post("/generate", {**body, "rid": name})
+            return await self.post("/generate", {**body, "rid": name}, timeout=UNLIMITED)
         except asyncio.CancelledError:
             task = asyncio.create_task(self._abort(name))
             self._running.add(task)
@@ -132,8 +132,9 @@ class SGLangEngine(HttpEngine):
             raise
 
     async def _abort(self, name: str) -> None:
-        with suppress(httpx.HTTPError):
-            await self.client.post("/abort_request", json={"rid": name})
+        if not self.client.is_closed:  # at the end of a run, with all of its connections
+            with suppress(httpx.HTTPError):
+                await self.client.post("/abort_request", json={"rid": name})
 
     async def halt(self) -> None:
         self._num_halts += 1

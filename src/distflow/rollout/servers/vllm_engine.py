@@ -13,7 +13,7 @@ from typing import Any, Final
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key
 
@@ -117,7 +117,7 @@ class VllmEngine(HttpEngine):
             "cache_salt": salt,
             "return_token_ids": True,
         }
-        answer = await self.post("/inference/v1/generate", body)
+        answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
         if answer["prompt_token_ids"] != list(request.prompt_ids):
             raise lie(self.who, "to another prompt than it was asked")
         return [_answer_of(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
