@@ -12,12 +12,11 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import CallCounts, RewardCounts, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
+from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
 from distflow.runtime.generation_batches import EarlyStop, Rounds
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
@@ -228,8 +227,7 @@ class RolloutLoop:
             return
         batch = group.batch()
         num_asked, num_failed, errors = len(batch), int((~batch["valid"]).sum()), list[str]()
-        results = [each.outcome.reward_result for each in group.samples if isinstance(each.outcome, RewardOutcome)]
-        if results or any(sample.rejected for sample in group.samples):
+        if (results := episode_results(group.samples)) is not None:
             errors = [str(result) for result in results if not isinstance(result, Score)]
             num_asked, num_failed = len(results), len(errors)
         elif drop is not None and drop.reason == TOO_FEW_SCORES:
