@@ -253,3 +253,38 @@ def test_what_cannot_be_said_is_refused(content: Any) -> None:
 def test_there_are_no_branches_yet() -> None:
     with pytest.raises(ChatError, match="not implemented yet"):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork()
+
+
+NAMED = {
+    "default": "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{{ '<|im_start|>' if add_generation_prompt }}",
+    "tool_use": "{{ tools | length }} tools{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }} "
+    "(by tool_use)<|im_end|>{% endfor %}{{ '<|im_start|>' if add_generation_prompt }}",
+}
+CONDITIONAL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% if tools and m.role == 'user' %}"
+    " by {{ tools[0].name }}{% endif %}{% endfor %}{{ '<|im_start|>' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"), [(NAMED, "Again. (by tool_use)<|im_end|>"), (CONDITIONAL, "Again.<|im_end|> by add")]
+)
+def test_later_turns_are_rendered_with_the_tools_of_the_first(template: Any, told: str) -> None:
+    family = Family(of.byte_level(of.PLAIN, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
+    family.tokenizer.chat_template = template
+    end = family.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with_tools, without = Engine([[5, end], [6, end]]), Engine([[5, end], [6, end]])
+    chat = chat_of(family, with_tools)
+
+    async def talk(chat: Chat, tools: Sequence[dict[str, str]]) -> None:
+        await chat.ask("3 + 4?", tools=tools)
+        await chat.ask("Again.")
+
+    asyncio.run(talk(chat, [{"name": "add"}]))
+    plain = chat_of(family, without)
+    plain.tokens = chat.tokens  # which keeps what it has rendered
+    asyncio.run(talk(plain, []))
+    assert told in family.tokenizer.decode(with_tools.asked[1][0])
+    last = family.tokenizer.decode(without.asked[1][0])
+    assert "Again.<|im_end|><|im_start|>" in last and "by" not in last

@@ -144,6 +144,9 @@ def test_it_arrives_whole_in_another_process() -> None:
     [
         ({"tools": []}, "name at least one tool"),
         ({"tools": "calculator"}, "in a list"),
+        ({"tools": {"json:dumps": {}}}, "in a list"),
+        ({"tools": ["json.dumps"]}, 'no built-in tool .json.dumps.;.*; one of your own is "file.py:function"'),
+        ({"tools": [{"name": "/tmp/own.py.tool"}]}, "no built-in tool"),
         ({"tools": ["calculator"], "format": "hermess"}, "did you mean 'hermes'"),
     ],
 )

@@ -115,6 +115,15 @@ def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
     assert answers(tools, *calls)[0] == ['{"sum": 5}', "12-hidden"]
 
 
+def test_arguments_that_are_nested_too_deeply_are_answered(tools: Tools) -> None:
+    text, nested = "[" * 100_000, list[object]()
+    for _ in range(5000):
+        nested = [nested]
+    texts, _ = answers(tools, ToolCall("later", {"a": text}, typed=False), ToolCall("later", {"a": nested}))
+    assert texts[0].startswith("error: later raised TypeError")
+    assert texts[1] == "error: the arguments of later are nested too deeply"
+
+
 def test_schemas_are_those_of_signature_and_docstring_without_options(tools: Tools) -> None:
     schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
     assert schemas["later"]["parameters"] == {

@@ -84,7 +84,22 @@ def test_a_result_of_the_reward_functions_passes_and_none_rejects() -> None:
 
 
 @pytest.mark.parametrize(
-    "returned", ["seven", math.nan, math.inf, {}, {"found": "yes"}, {"a": math.nan}, [1.0], object()]
+    "returned",
+    [
+        "seven",
+        math.nan,
+        math.inf,
+        {},
+        {"found": "yes"},
+        {"a": math.nan},
+        [1.0],
+        object(),
+        {"acc": 1.0},
+        {"a": 1e308, "b": 1e308},
+        RewardOutcome(Score(0.5)).discounted(math.nan),
+        RewardOutcome(Score(1e308)).discounted(10.0),
+        RewardOutcome(Score(0.5), {}, math.nan),
+    ],
 )
 def test_anything_else_is_an_error(returned: object) -> None:
     with pytest.raises(ValueError, match="it returned"):

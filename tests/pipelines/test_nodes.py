@@ -18,7 +18,7 @@ from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
 from distflow.pipelines.nodes.advantages import subtract_kl
 from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
-from distflow.pipelines.nodes.rollout import generate, load_responses, reward_samples
+from distflow.pipelines.nodes.rollout import generate, load_responses, reward_episodes, reward_samples
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
@@ -132,6 +132,27 @@ def test_a_group_with_too_few_scores_to_compare_is_dropped_and_says_why() -> Non
     assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and "crashed" in dropped.detail
     assert not isinstance(rewarded(*faults, min_valid=1), Drop), "an estimator that compares nothing takes it"
     assert not isinstance(rewarded(*faults, validating=True), Drop), "a validation counts it as wrong"
+
+
+def episodes(*results: RewardResult | None, on_error: OnError = "mask", min_valid: int = 2) -> object:
+    """Rewards of episodes with these results; None is a rejected one."""
+    group = answered()
+    (sample, *_) = group.samples
+    outcomes = [None if result is None else RewardOutcome(result) for result in results]
+    made = [replace(sample, outcome=outcome, rejected=outcome is None) for outcome in outcomes]
+    return asyncio.run(reward_episodes(made, context(group), min_valid=min_valid, on_error=on_error))
+
+
+def test_rejected_and_failed_episodes_together_leave_too_few() -> None:
+    one, wrong = Score(1.0), Error("crashed")
+    dropped = episodes(None, wrong, wrong, one)
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and dropped.detail == "crashed"
+    for kept, valid in (
+        (episodes(None, wrong, one, one), [False, False, True, True]),
+        (episodes(None, wrong, wrong, one, on_error=0.25), [False, True, True, True]),
+        (episodes(None, wrong, wrong, one, min_valid=0), [False, False, False, True]),
+    ):
+        assert isinstance(kept, dict) and kept["valid"] == valid
 
 
 def rewarded_as(

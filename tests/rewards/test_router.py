@@ -2,17 +2,27 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from distflow.audit.recorded_calls import GroupRecords
 from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
+from distflow.environments.workflows import Workflow
 from distflow.errors import UserError
+from distflow.pipelines.nodes.episodes import run_scored_episodes
+from distflow.pipelines.nodes.rollout import reward_episodes
 from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains
 from distflow.rewards.score import Error, Score, Timeout
+from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from tests.patience import at_some_deadline
+from tests.pipelines.test_nodes import OneToken, context, new_group_of_three
 from tests.rewards.routers import make_router
+from tests.runtime.groups import bound
+from tests.tiny_models import tiny_tokenizer
 
 FAULTY = str(Path(__file__).parent / "pool" / "faulty_verifiers.py")
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
@@ -172,3 +182,29 @@ def test_a_domain_whose_metrics_would_be_taken_for_others_is_refused(name):
     with pytest.raises(UserError, match=f"called '{name}'.*data.domain_key"):
         check_domains({"default": [RewardPart("math")]}, ["gsm8k", name])
     check_domains({"default": [RewardPart("math")]}, ["gsm8k", "math", "mean", "my/errors"])
+
+
+def test_an_episode_counts_once_however_often_its_workflow_asks(router):
+    """Two calls by each of three episodes: one of the calls fails, of which the workflow makes a score."""
+
+    async def twice(chat, row, reward_fn):
+        await chat.ask(row.prompt)
+        first = await reward_fn("a text")
+        return first if first.accuracy else (await reward_fn()).accuracy
+
+    group = new_group_of_three()
+    group.row = replace(group.row, domain="faulty", ground_truth="raises")
+    options = {"workflow": Workflow("twice", twice, True), "timeout_s": 60.0}
+    parts = {"rollout": OneToken(), "reward_fn": router, "tokenizer": tiny_tokenizer()}
+    steps = compile_steps([bound(run_scored_episodes, **options), bound(reward_episodes, min_valid=2)], parts)
+
+    def context_of(group, node_id) -> NodeContext:
+        return context(group)
+
+    router.call_counts.take()
+    loop = RolloutLoop(
+        steps, lambda of: group, context_of, None, 60.0, GroupEvents(), GroupRecords(), call_counts=router.call_counts
+    )
+    assert asyncio.run(loop.run(group, steps, context_of)) is None
+    counts = loop.call_counts.take()
+    assert counts[:3] == (3, 0, "") and counts.counts["reward/calls"] == 6 and group["valid"].all()

@@ -9,7 +9,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.prompt_group import Group, finished_group
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, group_with_responses, prompt_group, waiting_group
 
@@ -137,3 +137,10 @@ def test_a_sample_s_text_and_reason_come_with_its_tokens() -> None:
     assert batch["uid"] == ["3-0", "3-1"] and batch["responses"] == ["text", ""]
     assert batch["truncated"].tolist() == [True, False] and batch["versions"].tolist() == [[4, 4], [0, 0]]
     assert batch["rollout_log_probs"][0].tolist() == [-1.0, -2.0]
+
+
+def test_a_group_without_a_score_fails_by_its_first_error() -> None:
+    group = group_with_responses()
+    group.write({"valid": [False, False], "reward_errors": [None, "it crashed"]})
+    failure = finished_group(group.prompt_group, group.batch(), []).failure
+    assert failure is not None and failure.message == "it crashed" and failure.users

@@ -11,8 +11,12 @@ import pytest
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.audit.recorded_calls_and_updates import GroupRecords
+from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
+from distflow.pipelines.nodes.rollout import reward_episodes
+from distflow.rewards.router import RewardOutcome
+from distflow.rewards.score import Error, RewardResult, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.prompt_group import Group
@@ -23,7 +27,7 @@ from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 from tests.e2e.runs import Playground
-from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, waiting_group
+from tests.runtime.groups import PARAMS, bound, context, coordinator, prompt_group, samples, waiting_group
 
 
 class OrderedEngine:
@@ -317,3 +321,34 @@ def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
     )
     asyncio.run(fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]
+
+
+S, E = Score(1.0), Error("it crashed")
+
+
+@pytest.mark.parametrize(
+    ("results", "on_error", "drop", "asked", "failed"),
+    [
+        ((S, S, None, E), "mask", None, 3, 1),
+        ((S, S, None, E), 0.5, None, 3, 1),
+        ((S,) * 7 + (E,), "drop", TOO_FEW_SCORES, 8, 1),
+        ((S, None, E, E), "mask", TOO_FEW_SCORES, 3, 2),
+        ((None, None, None, E), "mask", "rejected", 1, 1),
+        ((None, None), "mask", "rejected", 0, 0),
+        ((S, S), "mask", None, 2, 0),
+    ],
+)
+def test_each_episode_that_was_not_rejected_counts_once(
+    results: tuple[RewardResult | None, ...], on_error: OnError, drop: str | None, asked: int, failed: int
+) -> None:
+    group = waiting_group(prompt_group(size=len(results)))
+    group.set_samples(samples(lengths=(1,) * len(results)))
+    for sample, result in zip(group.samples, results, strict=True):
+        sample.valid, sample.rejected = isinstance(result, Score), result is None
+        sample.outcome = None if result is None else RewardOutcome(result)
+    steps = compile_steps([bound(reward_episodes, min_valid=2, on_error=on_error)], {})
+    loop = RolloutLoop(steps, waiting_group, context_of, None, 10.0, GroupEvents(Ends()), GroupRecords())
+    dropped = asyncio.run(loop.run(group, steps, context_of))
+    counts = loop.call_counts.take()
+    assert (dropped.reason if dropped else None) == drop and counts[:2] == (asked, failed)
+    assert counts.first == ("it crashed (node 'x')" if failed else "")

@@ -72,7 +72,7 @@ def code_of_workflow(config: Config) -> list[tuple[str, str]]:
     """(key, target) of the user's code in `rollout.workflow`: the workflow, its tools, its environment."""
     rollout = config.actor_rollout_ref.rollout
     tools, env = (rollout.workflow_kwargs.get(name) for name in ("tools", "env"))
-    entries = [(f"{WORKFLOW}_kwargs.tools", entry) for entry in (tools if isinstance(tools, list) else [])]
+    entries = [(f"{WORKFLOW}_kwargs.tools", entry) for entry in (tools if isinstance(tools, list | tuple) else [])]
     named = [(key, entry.get("name") if isinstance(entry, dict) else entry) for key, entry in entries]
     named += [(WORKFLOW, rollout.workflow), (f"{WORKFLOW}_kwargs.env", env)]
     return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]

@@ -65,11 +65,11 @@ class Limits:
 class Chat:
     """One agent's conversation. A workflow may read all of it, and calls `ask`.
 
-    turns: how often it has asked. messages: what was said so far. finish_reason: of the last reply; a workflow may set
-    another one, which the sample then has. templated: whether text becomes messages of the tokenizer's chat template;
-    else its tokens follow as they are. counts: by the name of a metric, which
-    sums them over episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits
-    that have deadlines of their own.
+    turns: how often it has asked. messages: what was said so far. tools: of the first turn. finish_reason: of the last
+    reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
+    tokenizer's chat template; else its tokens follow as they are. counts: by the name of a metric, which sums them over
+    episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits that have
+    deadlines of their own.
     """
 
     tokens: "TurnTokens"
@@ -78,6 +78,7 @@ class Chat:
     templated: bool
     segments: list[Segment] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    tools: Sequence[Message] = ()
     turns: int = 0
     finish_reason: str = "stop"
     last: Reply | None = None
@@ -169,8 +170,9 @@ class Chat:
             return self.tokens.of_text(content, begins=begins), [_user(content)]
         said = [_user(content)] if isinstance(content, str) else _messages(content)
         if begins:
+            self.tools = tools
             return self.tokens.opening(said, tools), said
-        return self.tokens.between(said, self.segments[-1].token_ids[-1]), said
+        return self.tokens.between(said, self.segments[-1].token_ids[-1], self.tools), said
 
 
 def _user(text: str) -> Message:

@@ -123,14 +123,18 @@ def _pythonic(text: str) -> Iterator[ToolCall]:
         yield ToolCall("", problem=f"the list of calls cannot be read: {error}"[:_SHOWN])
         return
     for node in tree.elts if isinstance(tree, ast.List) else [tree]:
-        if not isinstance(node, ast.Call):
-            yield ToolCall("", problem=f"{ast.unparse(node)[:_SHOWN]!r} in the list is not a call")
+        try:
+            name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+        except (ValueError, RecursionError) as error:
+            yield ToolCall("", problem=f"the name of a call cannot be read: {error}"[:_SHOWN])
             continue
-        name = ast.unparse(node.func)
+        if not isinstance(node, ast.Call):
+            yield ToolCall("", problem=f"{name[:_SHOWN]!r} in the list is not a call")
+            continue
         try:
             found = {str(key.arg): ast.literal_eval(key.value) for key in node.keywords if key.arg}
             json.dumps(found)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             yield ToolCall(name, problem="an argument is not a plain value")
             continue
         has_names = len(found) == len(node.keywords) and not node.args

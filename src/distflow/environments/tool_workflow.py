@@ -27,7 +27,7 @@ class ToolWorkflow:
     ) -> None:
         """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for what the chat
         template shows. Raises UserError."""
-        if isinstance(tools, str) or not tools:
+        if not isinstance(tools, list | tuple) or not tools:
             raise UserError("workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]")
         if format is not None and format not in FORMATS:
             raise UserError(f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}")

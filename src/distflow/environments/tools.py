@@ -100,6 +100,8 @@ class EpisodeTools:
             return ToolAnswer(f"error: {call.name} ended its process: {bounded(str(error), _SHOWN).text}", True)
         except CallFailed as error:
             return ToolAnswer(f"error: {call.name} raised {bounded(str(error), _SHOWN).text}", True)
+        except RecursionError:
+            return ToolAnswer(f"error: the arguments of {call.name} are nested too deeply", True)
 
     def _misfit(self, call: ToolCall) -> str:
         """Why the call fits no tool; empty if it does."""
@@ -153,7 +155,7 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
     name, options = str(whole["name"]), dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
         return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name]}", options
-    if "." not in name and ":" not in name:
+    if ":" not in name:  # what the config names as code (`code_of_workflow`)
         raise UserError(
             f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is \"file.py:function\""
         )
@@ -186,6 +188,6 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
 def _typed(text: str, declared: Mapping[str, Any]) -> Any:
     """An argument of a format without types, as its schema declares it: a text stays, others are JSON where they can
     be."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return text if declared.get("type") == "string" else cast(Any, json.loads(text))
     return text

@@ -56,20 +56,22 @@ class TurnTokens:
         """The first prompt. Raises TemplateError."""
         return self._ids(self._render(messages, tools))
 
-    def between(self, messages: Sequence[Message], last_drawn: int) -> tuple[int, ...]:
+    def between(self, messages: Sequence[Message], last_drawn: int, tools: Sequence[Message] = ()) -> tuple[int, ...]:
         """From the end of a reply to the prompt of the next: the end of the turn unless the reply drew one, the new
         messages, the generation prompt. Raises TemplateError."""
-        key = json.dumps(messages, default=str)
+        key = json.dumps([messages, tools], default=str)
         if key not in self._between:
-            self._between[key] = self._rendered_between(messages)
+            self._between[key] = self._rendered_between(messages, tools)
         ids, num_closing = self._between[key]
         return ids[num_closing:] if last_drawn in self._stop_ids else ids
 
-    def _rendered_between(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], int]:
+    def _rendered_between(
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> tuple[tuple[int, ...], int]:
         """The ids after a reply, and how many of them the end of the reply's turn has, up to its first stop token."""
         asked = [_user(_ASKED), {"role": "assistant", "content": _STAND_IN}]
-        ids = self._after_reply(self._render([*asked, *messages]))
-        closed = self._after_reply(self._render(asked, prompts=False))
+        ids = self._after_reply(self._render([*asked, *messages], tools))
+        closed = self._after_reply(self._render(asked, tools, prompts=False))
         for number, (token, same) in enumerate(zip(ids, closed, strict=False), 1):
             if token != same:
                 break

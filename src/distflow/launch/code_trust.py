@@ -41,16 +41,16 @@ def named_code(config: Config) -> list[str]:
         code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
     for key, files in (train_files(config) | val_files(config)).items():
         code += [f"{key}: {file}" for file in files if is_function(file)]
-    accepts = config.algorithm.filter_groups.should_accept
-    code += [f"algorithm.filter_groups.should_accept: {accepts}"] if accepts else []
-    code += [f"{key}: {target}" for key, target in code_of_workflow(config)]
     return [*code, *model_code(config)]
 
 
 def pipeline_code(config: Config) -> list[str]:
-    """The imported modules and the code of the pipeline."""
-    names = functions_of_pipeline(config)
-    return algorithm_code(config) + [f"dag.pipeline: {name}" for name in names if not name.startswith("distflow.")]
+    """Everything that making the pipeline imports or calls: the imported modules, its functions, and those that its
+    nodes load."""
+    named = [("dag.pipeline", name) for name in functions_of_pipeline(config) if not name.startswith("distflow.")]
+    accepts = config.algorithm.filter_groups.should_accept
+    named += [("algorithm.filter_groups.should_accept", accepts)] if accepts else []
+    return algorithm_code(config) + [f"{key}: {name}" for key, name in named + code_of_workflow(config)]
 
 
 def algorithm_code(config: Config) -> list[str]:

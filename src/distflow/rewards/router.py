@@ -17,7 +17,17 @@ from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.foreign_signatures import NOT_APPLICABLE
 from distflow.rewards.load_functions import PROMPT, call_arguments
 from distflow.rewards.pool import domain_pools
-from distflow.rewards.score import CUT, CallCounts, Error, RewardCounts, RewardResult, Score, Timeout, accuracy
+from distflow.rewards.score import (
+    CUT,
+    CallCounts,
+    Error,
+    RewardCounts,
+    RewardResult,
+    Score,
+    Timeout,
+    accuracy,
+    in_episode,
+)
 
 OVERLONG = "overlong"
 KINDS = ("calls", "errors", "timeouts")
@@ -181,7 +191,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
         failed = not isinstance(outcome.reward_result, Score)
         first = f"{outcome.reward_result} (domain '{sample.domain}')" if failed else ""
-        self.call_counts.add(RewardCounts(1, int(failed), first, _counts(parts, sample.domain)))
+        counts = RewardCounts(1, int(failed), first, _counts(parts, sample.domain))
+        self.call_counts.add(RewardCounts(counts=counts.counts) if in_episode.get() else counts)
         return outcome
 
     def _add(self, counts: Mapping[str, float]) -> None:

@@ -34,6 +34,8 @@ _LEFT_OUT = "… left out"
 TRAINING, VALIDATION = "training", "validation"
 counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
 """The purpose of the scores of the running task and of tasks that it starts. Both may run at the same time."""
+in_episode: ContextVar[bool] = ContextVar("in_episode", default=False)
+"""Whether a workflow asks for the scores: its episode, not each of them, counts as a sample."""
 _due: ContextVar[float] = ContextVar("due", default=math.inf)
 
 

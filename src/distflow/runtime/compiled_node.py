@@ -21,6 +21,7 @@ from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, 
 from distflow.import_target import is_async
 from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
+from distflow.rewards.score import RewardResult
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.prompt_group import Group, rows_by_group
 from distflow.runtime.resources import Resources
@@ -103,6 +104,12 @@ async def score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sa
     """What a node's `reward_fn` is, with router and waits bound."""
     with waits("reward", "scores", on="reward functions"), deadline_paused():
         return await router(samples)
+
+
+def episode_results(samples: Sequence[Sample]) -> list[RewardResult] | None:
+    """Of the episodes that their workflow did not reject; None for samples that no workflow has scored."""
+    results = [sample.outcome.reward_result for sample in samples if isinstance(sample.outcome, RewardOutcome)]
+    return results if results or any(sample.rejected for sample in samples) else None
 
 
 @dataclass(frozen=True)

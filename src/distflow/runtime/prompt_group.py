@@ -133,7 +133,7 @@ def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[M
         int(versions.min()) if len(versions) else None,
         measured,
         accuracy=accuracy_of(batch),
-        failure=Failure(str(batch["reward_errors"][0]), users=True) if failed else None,
+        failure=Failure(next(filter(None, batch["reward_errors"]), "no score"), users=True) if failed else None,
     )
 
 

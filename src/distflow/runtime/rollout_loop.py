@@ -12,11 +12,11 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.score import CallCounts, RewardCounts
+from distflow.rewards.score import CallCounts, RewardCounts, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, score_samples
+from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
 from distflow.runtime.early_stop_and_rounds import EarlyStop, Rounds
 from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
 from distflow.runtime.resources import Resources
@@ -220,18 +220,22 @@ class RolloutLoop:
         return None
 
     def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
-        """Count the scores of a reward that is a node itself; `reward_fn` counts its own calls."""
+        """Count the scores of a reward that is a node itself, or the episodes that were not rejected; `reward_fn`
+        counts its own calls."""
         node = step.node
         if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
         batch = group.batch()
-        num_failed, errors = int((~batch["valid"]).sum()) - sum(sample.rejected for sample in group.samples), []
-        if drop is not None and drop.reason == TOO_FEW_SCORES:
+        num_asked, num_failed, errors = len(batch), int((~batch["valid"]).sum()), list[str]()
+        if (results := episode_results(group.samples)) is not None:
+            errors = [str(result) for result in results if not isinstance(result, Score)]
+            num_asked, num_failed = len(results), len(errors)
+        elif drop is not None and drop.reason == TOO_FEW_SCORES:
             num_failed, errors = len(batch), [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
         first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')" if num_failed else ""
-        self.call_counts.add(RewardCounts(len(batch), num_failed, first))
+        self.call_counts.add(RewardCounts(num_asked, num_failed, first))
 
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended groups · produces groups

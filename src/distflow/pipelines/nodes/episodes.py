@@ -22,7 +22,7 @@ from distflow.errors import users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rewards.score import ACC, Error, Score, read_score
+from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.prompt_group import Group
@@ -218,6 +218,7 @@ class _Episodes:
     async def _reward(self, chat: Chat, index: int, reply: Reply | str | None = None) -> RewardOutcome:
         """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last one), or a text."""
         assert self.reward_fn is not None
+        in_episode.set(True)
         sample = self._sample(index, chat, None)
         text = reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
         (outcome,) = await self.reward_fn([replace(sample, response=text)])
@@ -238,15 +239,19 @@ class _Episodes:
 def read_outcome(returned: object) -> Outcome:
     """The result of an episode: a number, a mapping of parts by name (their sum is the score, unless one is called
     `score`), what `reward_fn` gave, or None, by which it is rejected. Raises ValueError for anything else."""
+    if isinstance(returned, RewardOutcome):
+        read_score(returned.accuracy)
+        if isinstance(returned.reward_result, Score):
+            read_score(returned.reward_result.value)
     if returned is None or isinstance(returned, RewardOutcome):
         return returned
     if not isinstance(returned, Mapping):
         value, extra = read_score(returned)
         return RewardOutcome(Score(value, extra), {}, value)
     parts = {str(name): read_score(part)[0] for name, part in returned.items() if name not in ("score", ACC)}
-    if not returned:
+    if not parts and "score" not in returned:
         raise ValueError("it returned a mapping without a part")
-    value = read_score(returned["score"])[0] if "score" in returned else sum(parts.values())
+    value, _ = read_score(returned["score"] if "score" in returned else sum(parts.values()))
     accuracy = read_score(returned[ACC])[0] if ACC in returned else value
     return RewardOutcome(Score(value), {name: Score(part) for name, part in parts.items()}, accuracy)
 

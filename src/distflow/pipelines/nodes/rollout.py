@@ -150,7 +150,8 @@ async def reward_episodes(
     num_rejected = sum(sample.rejected for sample in samples)
     if num_rejected and not ctx.validating and len(samples) - num_rejected < max(min_valid, 1):
         return Drop(REJECTED)
-    columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, min_valid, on_error)
+    needed = min_valid + num_rejected  # which count as scored there
+    columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, needed, on_error)
     if not isinstance(columns, Drop):
         columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
     return columns
