@@ -253,3 +253,30 @@ def test_what_cannot_be_said_is_refused(content: Any) -> None:
 def test_there_are_no_branches_yet() -> None:
     with pytest.raises(ChatError, match="not implemented yet"):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork()
+
+
+def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_it() -> None:
+    family = FAMILIES["qwen2.5"]()
+
+    async def talk() -> list[Any]:
+        engine, answered = Engine([[5], [6]]), asyncio.Event()
+        chat = chat_of(family, engine)
+
+        async def generate(*asked: Any) -> tuple[Segment, str]:
+            await answered.wait()
+            return await engine(*asked)
+
+        chat.generate = generate
+        first = asyncio.ensure_future(chat.ask((1, 2)))
+        await asyncio.sleep(0)
+        for same_or_other in ((1, 2), (3,)):
+            with pytest.raises(ChatError, match="still waiting for a reply"):
+                await chat.ask(same_or_other)
+        first.cancel()
+        await asyncio.wait((first,))
+        answered.set()
+        await chat.ask((1, 2))
+        await chat.ask((3,))
+        return [segment.token_ids for segment in chat.segments]
+
+    assert asyncio.run(talk()) == [(1, 2), (5,), (3,), (6,)]
