@@ -288,3 +288,30 @@ def test_later_turns_are_rendered_with_the_tools_of_the_first(template: Any, tol
     assert told in family.tokenizer.decode(with_tools.asked[1][0])
     last = family.tokenizer.decode(without.asked[1][0])
     assert "Again.<|im_end|><|im_start|>" in last and "by" not in last
+
+
+def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_it() -> None:
+    family = FAMILIES["qwen2.5"]()
+
+    async def talk() -> list[Any]:
+        engine, answered = Engine([[5], [6]]), asyncio.Event()
+        chat = chat_of(family, engine)
+
+        async def generate(*asked: Any) -> tuple[Segment, str]:
+            await answered.wait()
+            return await engine(*asked)
+
+        chat.generate = generate
+        first = asyncio.ensure_future(chat.ask((1, 2)))
+        await asyncio.sleep(0)
+        for same_or_other in ((1, 2), (3,)):
+            with pytest.raises(ChatError, match="still waiting for a reply"):
+                await chat.ask(same_or_other)
+        first.cancel()
+        await asyncio.wait((first,))
+        answered.set()
+        await chat.ask((1, 2))
+        await chat.ask((3,))
+        return [segment.token_ids for segment in chat.segments]
+
+    assert asyncio.run(talk()) == [(1, 2), (5,), (3,), (6,)]

@@ -126,6 +126,26 @@ def test_calls_end_with_max_turns_and_with_a_reply_that_is_cut_off() -> None:
     assert cut.turns == 1 and cut.finish_reason == "length" and not cut.counts
 
 
+def test_calls_of_an_episode_that_raises_are_counted() -> None:
+    class Ends(Policy):
+        async def __call__(self, *asked: Any) -> tuple[Segment, str]:
+            if self.drawn:
+                raise RuntimeError("no second reply")
+            return await super().__call__(*asked)
+
+    tokenizer, form = FAMILIES["qwen2"]
+    chat = Chat(
+        TurnTokens(tokenizer, [tokenizer.eos_token_id], {}),
+        Ends(tokenizer, [CALLS[form]]),
+        Limits(3000, 4000),
+        templated=True,
+    )
+    row = Row(Prompt("ask", (5,), [{"role": "user", "content": "x"}]))
+    with pytest.raises(RuntimeError, match="no second reply"):
+        asyncio.run(ToolWorkflow(tools=["calculator"])(chat, row, scored))
+    assert chat.counts["tool/calculator/calls"] == 1
+
+
 def test_a_template_without_tools_is_refused() -> None:
     tokenizer = byte_level("{{ messages[0].content }}", CHATML_TOKENS, "<|im_end|>")
     with pytest.raises(UserError, match="does not use tools"):

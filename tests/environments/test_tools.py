@@ -1,16 +1,20 @@
 """Tools as an episode calls them: whatever a tool does, the model gets a bounded text that says so."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.environments.tool_calls import ToolCall
 from distflow.environments.tools import EpisodeTools, Tools
 from distflow.errors import UserError
+from distflow.sandbox.interface import Limits
+from distflow.sandbox.sandbox import Sandbox, Session
 
 FILE = f"{Path(__file__).with_name('hostile_tools.py')}:"
 MOST = 300
@@ -206,3 +210,54 @@ def test_a_tool_that_cannot_be_used_is_refused(entry: str | dict[str, object], s
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="two tools have the same name: calculator"):
         Tools(["calculator", "calculator"], 1.0, 100)
+
+
+class HeldSandbox(Sandbox):
+    """Opens sessions that are held before they open, or at their first call, and records what closes them."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        self.held, self.reached, self.go = held, threading.Event(), threading.Event()
+        self.closed_by = list[threading.Thread]()
+
+    def reach(self, name: str) -> None:
+        if name == self.held:
+            self.reached.set()
+            assert self.go.wait(60)
+
+    def open(self, code: str, limits: Limits | None = None) -> Session:
+        self.reach("open")
+        session = super().open(code, limits)
+        call, close = session.call, session.close
+
+        def held_call(*args: Any) -> Any:
+            self.reach("call")
+            return call(*args)
+
+        def recorded_close() -> None:
+            self.closed_by.append(threading.current_thread())
+            close()
+
+        session.call, session.close = held_call, recorded_close  # type: ignore[method-assign]
+        return session
+
+
+@pytest.mark.parametrize("held", ["open", "call"])
+def test_a_session_that_a_cancelled_call_still_uses_is_closed_by_that_call(held: str) -> None:
+    async def run(tools: Tools, sandbox: HeldSandbox) -> None:
+        with tools.episode() as episode:
+            call = asyncio.ensure_future(episode.run(ToolCall("python", {"code": "1 + 1"})))
+            await asyncio.to_thread(sandbox.reached.wait, 60)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert not sandbox.closed_by, "it is in use"
+        sandbox.go.set()
+
+    with closing(Tools(["python"], 60.0, MOST)) as tools, closing(HeldSandbox(held)) as sandbox:
+        assert tools.sandbox is not None
+        tools.sandbox.close()
+        tools.sandbox = sandbox
+        asyncio.run(run(tools, sandbox))  # at its end it waits for its threads
+    (thread,) = sandbox.closed_by
+    assert thread is not threading.current_thread()

@@ -1,12 +1,16 @@
-"""Processes of episodes end with the run, however that ends."""
+"""Processes of episodes: they end with the run, however that ends; and what comes in time counts."""
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from distflow.environments.user_process import UserProcess
+from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from tests.environments.test_tools import is_running
 
 RUN = """
@@ -35,3 +39,31 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     run.stdout.close()
     while is_running(server) or is_running(started):  # else this test runs into its timeout
         time.sleep(0.05)
+
+
+def test_an_answer_that_came_in_time_counts_although_the_workflow_waits_for_its_turn() -> None:
+    """Another function of the user's has the turn until long after the deadline."""
+
+    async def run() -> object:
+        turn, asked = asyncio.Lock(), asyncio.Event()
+        ours, theirs = socket.socketpair()
+        process = UserProcess(*await asyncio.open_connection(sock=ours))
+
+        async def workflow() -> object:
+            theirs.send(b'{"value": 42}\n')
+            asked.set()
+            with deadline_paused():
+                return await process.call("call", timeout_s=0.05)
+
+        async def other() -> None:
+            await asked.wait()
+            async with turn:
+                await asyncio.sleep(0.2)
+
+        with theirs:
+            try:
+                return (await asyncio.gather(run_async(workflow, 60.0, turn), other()))[0]
+            finally:
+                process.close()
+
+    assert asyncio.run(run()) == 42

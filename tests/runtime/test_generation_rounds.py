@@ -97,3 +97,76 @@ def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
         return sum(isinstance(each, int) for each in ended)
 
     assert asyncio.run(run()) == 2
+
+
+class FailsLater(Engine):
+    """Fails what it is told to, after the start of the generation batch."""
+
+    def __init__(self, failing: str) -> None:
+        super().__init__()
+        self.failing, self.has_begun = failing, False
+
+    def reach(self, name: str) -> None:
+        if self.has_begun and name == self.failing:
+            raise RuntimeError(f"it does not {name}")
+
+    async def pause(self, release: bool = False) -> None:
+        self.reach("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        self.reach("resume")
+        await super().resume()
+
+
+@pytest.mark.parametrize("failing", ["pause", "resume"])
+def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(failing: str) -> None:
+    async def run() -> list[object]:
+        engine = FailsLater(failing)
+        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+
+        async def group(number: int) -> None:
+            group_task.set(asyncio.current_task())
+            for _ in range(2):
+                await gate.generate(request(number, 0))
+
+        await gate.pause()
+        tasks = [asyncio.create_task(group(number)) for number in range(3)]
+        gate.expect(tasks, None, True)
+        await gate.all_in()
+        await gate.resume()
+        engine.has_begun = True
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+    assert [repr(error) for error in asyncio.run(run())] == [f"RuntimeError('it does not {failing}')"] * 3
+
+
+def test_a_request_that_is_cancelled_while_it_is_sent_holds_nobody() -> None:
+    async def run() -> list[list[tuple[int, int]]]:
+        engine, asking = Engine(), list[asyncio.Task[Any]]()
+        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+        answer = engine.generate
+
+        async def generate(request: GenerateRequest) -> GenerateResult:
+            for task in asking:
+                task.cancel()
+            return await answer(request)
+
+        async def group(number: int) -> None:
+            group_task.set(asyncio.current_task())
+            await gate.generate(request(number, 0))
+            if number == 0:
+                engine.generate = generate  # type: ignore[method-assign]
+                asking.append(asyncio.create_task(gate.generate(request(number, 0))))
+                await asyncio.wait(asking)
+            await gate.generate(request(number, 1))
+
+        await gate.pause()
+        tasks = [asyncio.create_task(group(number)) for number in range(2)]
+        gate.expect(tasks, None, True)
+        await gate.all_in()
+        await gate.resume()
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        return engine.rounds
+
+    assert asyncio.run(run()) == [[(0, 0), (1, 0)], [(0, 0), (1, 1)], [(0, 1)]]

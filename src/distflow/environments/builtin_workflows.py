@@ -35,4 +35,5 @@ async def multi_turn(
         if not reply.token_ids:
             break
         rewarded = await reward_fn(reply)
-    return rewarded.discounted(turn_discount ** (chat.turns - 1))
+    num_replies = sum(segment.owner == "policy" for segment in chat.segments)  # an ask without room has none
+    return rewarded.discounted(turn_discount ** (num_replies - 1))

@@ -84,6 +84,7 @@ class Chat:
     last: Reply | None = None
     counts: Counter[str] = field(default_factory=Counter)
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
+    _waiting: bool = field(default=False, init=False)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -119,6 +120,8 @@ class Chat:
         besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template tells the model
         from the first turn on. Raises ChatError for what cannot be said.
         """
+        if self._waiting:
+            raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
         given, messages = self._encoded(content, tools)
@@ -135,7 +138,11 @@ class Chat:
             return self._replied(Reply("", (), "length" if response < 1 else "context"))
         most = min(response, context, max_tokens or response)
         prompt = (*self.token_ids, *given)
-        drawn, reason = await self.generate(prompt, most, tuple(stop), self.num_drawn)
+        self._waiting = True
+        try:
+            drawn, reason = await self.generate(prompt, most, tuple(stop), self.num_drawn)
+        finally:
+            self._waiting = False
         if given:
             is_tools = messages[0].get("role") == "tool"
             self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))

@@ -45,21 +45,23 @@ class ToolWorkflow:
         template = chat.tokens.tool_template(self._tools.schemas)
         format = self._format or format_of(template)
         with self._tools.episode(row.prompt, row.ground_truth) as episode:
-            reply = await chat.ask(row.prompt, tools=self._tools.schemas)
-            while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format):
-                if reply.finish_reason != "stop":  # it is cut off
-                    break
-                if chat.turns >= self._max_turns:
-                    chat.finish_reason = "max_turns"
-                    break
-                with chat.clock_stopped():
-                    texts = [await episode.run(call) for call in calls]
-                ids = [f"{number:09d}" for number in range(len(calls))]  # which templates of Mistral ask for
-                answers = [
-                    {"role": "tool", "name": call.name, "tool_call_id": id, "content": text}
-                    for call, id, text in zip(calls, ids, texts, strict=True)
-                ]
-                reply = await chat.ask(answers)
-        for kind, counts in (("calls", episode.calls), ("errors", episode.errors)):
-            chat.counts.update({f"tool/{name}/{kind}": number for name, number in counts.items()})
+            try:
+                reply = await chat.ask(row.prompt, tools=self._tools.schemas)
+                while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format):
+                    if reply.finish_reason != "stop":  # it is cut off
+                        break
+                    if chat.turns >= self._max_turns:
+                        chat.finish_reason = "max_turns"
+                        break
+                    with chat.clock_stopped():
+                        texts = [await episode.run(call) for call in calls]
+                    ids = [f"{number:09d}" for number in range(len(calls))]  # which templates of Mistral ask for
+                    answers = [
+                        {"role": "tool", "name": call.name, "tool_call_id": id, "content": text}
+                        for call, id, text in zip(calls, ids, texts, strict=True)
+                    ]
+                    reply = await chat.ask(answers)
+            finally:
+                for kind, counts in (("calls", episode.calls), ("errors", episode.errors)):
+                    chat.counts.update({f"tool/{name}/{kind}": number for name, number in counts.items()})
         return await reward_fn(None)

@@ -8,6 +8,7 @@ Python code of the model runs in the sandbox.
 import asyncio
 import inspect
 import json
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -69,15 +70,17 @@ class EpisodeTools:
         self._tools, self._identity = tools, identity
         self._process: UserProcess | None = None
         self._session: Session | None = None
+        self._session_used, self._has_ended = threading.Lock(), False
         self.calls, self.errors = Counter[str](), Counter[str]()
 
     def __enter__(self) -> "EpisodeTools":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for opened in (self._process, self._session):
-            if opened is not None:
-                opened.close()
+        if self._process is not None:
+            self._process.close()
+        self._has_ended = True
+        self._close_session()
 
     async def run(self, call: ToolCall) -> str:
         """The text of the tool message that answers a call, whatever happened."""
@@ -138,10 +141,22 @@ class EpisodeTools:
 
     def _execute(self, code: object) -> Any:
         assert self._tools.sandbox is not None
-        if self._session is None:
-            self._session = self._tools.sandbox.open(PYTHON_SESSION)
-        self._session.renew_time()
-        return self._session.call("run", [code])
+        try:
+            with self._session_used:
+                if self._session is None:
+                    self._session = self._tools.sandbox.open(PYTHON_SESSION)
+                self._session.renew_time()
+                return self._session.call("run", [code])
+        finally:
+            if self._has_ended:
+                self._close_session()
+
+    def _close_session(self) -> None:
+        """Of an episode that has ended. While a thread still uses the session, nothing: that thread then calls this."""
+        if self._session_used.acquire(blocking=False):
+            if self._session is not None:
+                self._session.close()
+            self._session_used.release()
 
 
 def _read(entry: Entry) -> tuple[str, dict[str, Any]]:

@@ -102,13 +102,14 @@ class UserProcess:
     async def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
         """What the object's method returns. Raises CallFailed; ProcessEnded."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
+        reading = asyncio.ensure_future(self._answer())  # it notices an answer that comes while our task has to wait
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._answer()
-        except TimeoutError:
-            answer = {"died": f"no answer within {timeout_s:g} s"}
+            await asyncio.wait((reading,), timeout=timeout_s)
+            answer = reading.result() if reading.done() else {"died": f"no answer within {timeout_s:g} s"}
         except (ValueError, OSError) as error:
             answer = {"died": f"its answer cannot be read: {error}"}
+        finally:
+            reading.cancel()  # no effect if it is done
         if "died" in answer:
             self.close()
             raise ProcessEnded(str(answer["died"]))

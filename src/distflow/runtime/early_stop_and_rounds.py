@@ -133,6 +133,8 @@ class Rounds:
     engine, in the order of groups and samples, before it resumes. The first round is the batch's start, which is not
     held. A group has no request in the engine when it sends those of its next round.
 
+    failed: set once the engine did not pause or resume: it may answer nothing more.
+
     Everything here runs on the asyncio thread.
     """
 
@@ -148,6 +150,7 @@ class Rounds:
         self._held: dict[asyncio.Future[None], tuple[int, int, GroupTask]] = {}
         self._num_released, self._all_submitted = 0, asyncio.Event()
         self._releasing: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         for task in tasks:
             task.add_done_callback(self.left)
 
@@ -192,7 +195,7 @@ class Rounds:
 
     async def _release(self) -> None:
         await asyncio.sleep(0)  # a group's requests of one round come in the same turn of the loop
-        await self._pause()
+        await self._attempt(self._pause)
         try:
             held = sorted(self._held.items(), key=lambda item: item[1][:2])
             self._held, self._num_released = {}, len(held)
@@ -205,6 +208,13 @@ class Rounds:
             if held:
                 await self._all_submitted.wait()
         finally:
-            await self._resume()
+            await self._attempt(self._resume)
             self._releasing = None
             self._look()
+
+    async def _attempt(self, change: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await change()
+        except Exception as error:  # whatever it is, the requests of the batch must end
+            if not self.failed.done():
+                self.failed.set_result(error)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
@@ -92,24 +93,35 @@ class SubmissionGate:
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:
         pending = asyncio.ensure_future(self._engine.generate(request))
-        task = group_task.get() or asyncio.current_task()
-        assert task is not None
+        own, rounds = asyncio.current_task(), self._rounds
+        task = group_task.get() or own
+        assert task is not None and own is not None
 
-        def end(task: asyncio.Task[None]) -> None:
+        def end(cause: asyncio.Future[Any]) -> None:
             pending.cancel()
 
         task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
+        if rounds is not None:
+            rounds.failed.add_done_callback(end)
         try:
-            await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
-            self.arrived(task)
-            if self._rounds is not None:
-                self._rounds.submitted(task)
+            try:
+                await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
+            finally:  # one that is cancelled meanwhile must not be waited for
+                self.arrived(task)
+                if rounds is not None:
+                    rounds.submitted(task)
             result = await pending
             if self._early_stop is not None:
                 self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
             return result
+        except asyncio.CancelledError:
+            if rounds is None or not rounds.failed.done() or own.cancelling():
+                raise
+            raise rounds.failed.result() from None
         finally:
             task.remove_done_callback(end)
+            if rounds is not None:
+                rounds.failed.remove_done_callback(end)
             pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:

@@ -87,7 +87,8 @@ class _Requests:
         self._num_running = len(group)
         self._asked: dict[tuple[tuple[int, ...], SamplingParams, int], dict[int, asyncio.Future[Generation]]] = {}
         self._sent: set[asyncio.Task[None]] = set()
-        self.failure: BaseException | None = None
+        self._closed = False
+        self.failure: Exception | None = None
 
     async def ask(
         self, index: int, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
@@ -97,12 +98,16 @@ class _Requests:
         params = replace(own, max_tokens=max_tokens, stop=tuple(dict.fromkeys((*own.stop, *stop))))
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with deadline_paused():
-            self._asked.setdefault((prompt, params, num_drawn), {})[index] = future
+            waiting = self._asked.setdefault((prompt, params, num_drawn), {})
+            waiting[index] = future
             if sum(map(len, self._asked.values())) >= self._num_running or (num_drawn and not self._in_rounds):
                 self._send()
             elif not self._in_rounds:
                 asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
-            made = await future
+            try:
+                made = await future
+            finally:
+                del waiting[index]  # of a workflow that waits no longer
         return policy_segment(made), made.finish_reason
 
     def ended(self) -> None:
@@ -112,12 +117,14 @@ class _Requests:
             self._send()
 
     def close(self) -> None:
+        """Withdraw what was sent, and send nothing more."""
+        self._closed = True
         for task in self._sent:
             task.cancel()
 
     def _send(self) -> None:
-        asked, self._asked = self._asked, {}
-        for (prompt, params, num_drawn), waiting in sorted(asked.items(), key=lambda item: min(item[1])):
+        asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
+        for (prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: min(item[1])):
             indices = tuple(sorted(waiting))
             request = GenerateRequest(prompt, indices, params, self._group.stream, num_drawn)
             task = asyncio.ensure_future(self._generate(request, waiting))
@@ -128,11 +135,11 @@ class _Requests:
         try:
             made = {each.sample: each for each in (await self._rollout.generate(request)).generations}
         except BaseException as error:  # whatever it is, the episodes that wait must end
-            self.failure = error
             for future in waiting.values():
                 future.cancel()
             if not isinstance(error, Exception):
                 raise
+            self.failure = error
             return
         for index, future in waiting.items():
             if not future.done():
@@ -163,10 +170,16 @@ class _Episodes:
 
     async def run(self) -> NodeOutput:
         """One sample for each episode, in order."""
+        episodes = [asyncio.ensure_future(self._episode(index)) for index in self.group.wanted]
         try:
-            samples = await asyncio.gather(*map(self._episode, self.group.wanted))
+            samples = await asyncio.gather(*episodes)
         finally:
             self.requests.close()
+            if left := [episode for episode in episodes if not episode.done()]:
+                for episode in left:
+                    if not episode.cancelling():  # a second time would cut its end short
+                        episode.cancel()
+                await asyncio.wait(left)
         if self.requests.failure is not None:
             raise self.requests.failure
         ended = [sample for sample in samples if len(sample.segments) > 1]
@@ -198,13 +211,20 @@ class _Episodes:
         return self._sample(index, chat, outcome)
 
     async def _outcome(self, chat: Chat, row: Row, index: int) -> Outcome:
-        """What the workflow returned. An error of it, by name, is no score."""
+        """What the workflow returned. An error of it, by name, is no score. Raises what the engine raised."""
         reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
         work = partial(self.workflow, chat, row, reward)
         try:
             outcome = read_outcome(await self.ctx.call_user(work, self.timeout_s, index))
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            if self.requests.failure is not None:
+                raise self.requests.failure from None
+            return self._error("it has cancelled itself")
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
             return self._error(f"{type(error).__name__}: {error}{place}"[:1000])

@@ -1,0 +1,155 @@
+"""Episodes of a group by themselves, against an engine that fails: whatever happens, the group ends, and says why."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+
+from distflow.config import load_config
+from distflow.environments.chat import Chat
+from distflow.environments.workflows import Row, Workflow
+from distflow.pipelines.nodes.episodes import run_episodes
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
+from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.prompt_group import Group
+from distflow.runtime.run_errors import NodeError
+from distflow.runtime.user_calls.sync_calls import PlainCalls
+from tests.runtime.groups import bound, prompt_group, waiting_group
+from tests.tiny_models import tiny_tokenizer
+
+Run = Callable[[Chat, Row], Awaitable[object]]
+FAILS, NEVER = 8, 9
+STALENESS = pytest.mark.parametrize("staleness", [0, 2])
+
+
+class Engine:
+    """Answers one token; a prompt that ends with one of two tokens fails, or is never answered."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.asked.append((request.prompt_ids, request.samples))
+        await asyncio.sleep(0)
+        if request.prompt_ids[-1] == FAILS:
+            raise RuntimeError("the engine is out of memory")
+        if request.prompt_ids[-1] == NEVER:
+            await asyncio.Event().wait()
+        return GenerateResult(tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples))
+
+
+async def run_group(run: Run, engine: Engine, staleness: int) -> Group:
+    """A group of two, as the rollout loop runs it. Raises NodeError."""
+    keys = [f"async.max_staleness={staleness}"]
+    group = waiting_group(prompt_group())
+    node = partial(run_episodes, workflow=Workflow("own", run, scores=False), timeout_s=60.0)
+    resources = {"rollout": engine, "tokenizer": tiny_tokenizer()}
+    (step,) = compile_steps([bound(node)], resources)
+    config = load_config("grpo", overrides=keys, complete=False).config
+    await asyncio.wait_for(
+        step.on_group(group, NodeContext(config, 0, tiny_tokenizer(), group=group), PlainCalls(), 9.0), 60
+    )
+    return group
+
+
+@STALENESS
+def test_what_the_engine_raises_is_the_error_of_the_group_and_ends_its_other_episodes(staleness: int) -> None:
+    numbers, ended = iter((FAILS, NEVER)), list[int]()
+
+    async def run(chat: Chat, row: Row) -> float:
+        number = next(numbers)
+        try:
+            await chat.ask((number,))
+        finally:
+            ended.append(number)
+        return 1.0
+
+    async def group() -> list[int]:
+        with pytest.raises(NodeError, match="the engine is out of memory"):
+            await run_group(run, Engine(), staleness)
+        return ended[:]
+
+    assert asyncio.run(group()) == [FAILS, NEVER], "both have ended when the group has"
+
+
+@STALENESS
+def test_an_error_of_the_engine_is_raised_also_if_a_workflow_swallows_it(staleness: int) -> None:
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        try:
+            await chat.ask((FAILS,))
+        except asyncio.CancelledError:
+            return 1.0
+        return 0.0
+
+    with pytest.raises(NodeError, match="the engine is out of memory"):
+        asyncio.run(run_group(run, Engine(), staleness))
+
+
+@STALENESS
+def test_a_workflow_that_cancels_itself_is_an_error_of_its_episode_alone(staleness: int) -> None:
+    numbers = iter(range(2))
+
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        if next(numbers):
+            raise asyncio.CancelledError
+        return 1.0
+
+    group = asyncio.run(run_group(run, Engine(), staleness))
+    assert sorted(sample.valid for sample in group.samples) == [False, True]
+    (wrong,) = [sample for sample in group.samples if not sample.valid]
+    assert "has cancelled itself" in str(wrong.outcome)
+
+
+@STALENESS
+def test_a_cancelled_group_ends_its_episodes_and_what_they_asked(staleness: int) -> None:
+    async def group() -> tuple[int, int]:
+        engine, ended, began = Engine(), list[int](), asyncio.Event()
+
+        async def run(chat: Chat, row: Row) -> float:
+            try:
+                await chat.ask((7,))
+                began.set()
+                await chat.ask((NEVER,))
+            finally:
+                ended.append(0)
+            return 1.0
+
+        task = asyncio.ensure_future(run_group(run, engine, staleness))
+        await asyncio.wait((task, asyncio.ensure_future(began.wait())), return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        asked = len(engine.asked)
+        await asyncio.sleep(0)
+        assert len(engine.asked) == asked
+        return len(ended), len(asyncio.all_tasks())
+
+    assert asyncio.run(group()) == (2, 1)
+
+
+def test_a_reply_that_is_no_longer_waited_for_is_not_asked_for() -> None:
+    """The first request of one episode is withdrawn before the other asks."""
+
+    async def group() -> tuple[Group, Engine]:
+        engine, withdrawn, numbers = Engine(), asyncio.Event(), iter(range(2))
+
+        async def run(chat: Chat, row: Row) -> float:
+            if next(numbers):
+                await withdrawn.wait()
+                await chat.ask((7,))
+                return 1.0
+            asking = asyncio.ensure_future(chat.ask((NEVER,)))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait((asking,))
+            withdrawn.set()
+            await chat.ask((7,))
+            return 1.0
+
+        return await run_group(run, engine, staleness=0), engine
+
+    made, engine = asyncio.run(group())
+    assert engine.asked == [((7,), (0, 1))] and all(sample.valid for sample in made.samples)
