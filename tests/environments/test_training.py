@@ -28,12 +28,12 @@ import random
 
 async def faulty(chat, row):
     chance = random.random()
-    if chance < 0.2:
+    if chance < 0.1:
         raise RuntimeError("before a token")
     reply = await chat.ask(row.prompt)
-    if chance < 0.4:
+    if chance < 0.2:
         return "seven"
-    if chance < 0.6:
+    if chance < 0.3:
         return None
     return len(reply.text)
 
@@ -111,7 +111,7 @@ def test_single_turn_is_bit_equal_to_a_run_without_a_workflow(tmp_path: Path) ->
 
 
 def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Playground) -> None:
-    """Of 48 episodes a fifth each raises before a token, returns a text, or is rejected."""
+    """Of 48 episodes a tenth each raises before a token, returns a text, or is rejected."""
     run = playground.run(
         "grpo",
         f"{WORKFLOW}={playground.folder}/game.py:faulty",
