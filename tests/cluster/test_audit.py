@@ -168,7 +168,7 @@ def test_a_fault_is_named_on_two_workers(ground: Playground, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "options", "proven"),
     [
-        ("torch", (), {"groups", "responses", "draws", "loss", "gradients"}),
+        pytest.param("torch", (), {"groups", "responses", "draws", "loss", "gradients"}, marks=pytest.mark.by_hand),
         ("fsdp", (f"{ACTOR}.strategy=fsdp",), {"groups", "responses", "draws", "loss", "gradients"}),
         ("whitened", ("algorithm.adv_estimator=reinforce_plus_plus",), {"advantages", "loss"}),
         ("apart", (APART,), {"groups", "responses", "draws", "loss", "gradients"}),

@@ -97,7 +97,7 @@ def on_workers(ground: Playground, num_workers: int, *keys: str, name: str) -> R
     return Run(ground.folder / name, config, launch_ray(spec, say=lambda line: None))
 
 
-@pytest.mark.parametrize("strategy", ["torch", "fsdp"])
+@pytest.mark.parametrize("strategy", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
 @pytest.mark.parametrize("num_workers", one_fast_in(3, [2, 1, 4], others=BY_HAND))
 def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     ground: Playground, free: Run, alone: Run, strategy: str, num_workers: int

@@ -125,6 +125,7 @@ def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(g
     check_as_one_process(found, alone)
 
 
+@pytest.mark.by_hand
 def test_another_plan_of_a_rank_is_what_that_worker_runs(ground: Playground, alone: Run) -> None:
     spec = with_nodes(spec_of(ground, name="changed"), 1, ANSWERS)
     assert nodes_of(spec.plan) == [LENGTHS, ANSWERS, ANSWERS]

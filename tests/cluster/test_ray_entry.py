@@ -24,6 +24,7 @@ LIKELY = (6379, 6380, 6381, 8076, 8265, 10001, 10002, 29500, 44217, 44227, 52365
 """What Ray and torch take where nobody says otherwise."""
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_a_process_starts_one_after_another_whatever_ports_are_taken(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

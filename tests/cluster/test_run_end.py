@@ -25,7 +25,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
 @pytest.mark.parametrize(
     "layout",
     [
-        ("trainer.n_gpus_per_node=2",),
+        pytest.param(("trainer.n_gpus_per_node=2",), marks=pytest.mark.by_hand),
         pytest.param(
             (
                 "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'",

@@ -90,6 +90,7 @@ def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground)
     assert live.stat().st_size > 4 * MOST, "the groups themselves are large"
 
 
+@pytest.mark.by_hand
 def test_a_failure_of_many_words_is_told_by_its_beginning(ground: Playground) -> None:
     (ground.folder / "wordy.py").write_text(WORDY)
     _, spec = ground.spec("grpo", *KEYS, f"dag.pipeline={ground.folder}/wordy.py:wordy")

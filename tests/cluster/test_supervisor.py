@@ -188,6 +188,7 @@ def test_generation_and_training_on_workers_of_their_own(ground: Playground, alo
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
 
 
+@pytest.mark.by_hand
 def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
     ground: Playground, alone: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
     assert (folder / ".writer").read_text().endswith(", restart 1")
 
 
+@pytest.mark.by_hand
 def test_a_run_that_fails_again_ends_as_one_without_restarts(ground: Playground, plan: Callable[..., None]) -> None:
     plan(Fault("train.backward", rank=1, call=1, again=True))
     _, spec = ground.spec("grpo", *AGAIN, name="fails_again")

@@ -200,10 +200,10 @@ def _finish(
     needed: Collection[str] = (),
 ) -> Loaded:
     config, unreadable, faulty = build(values, origins)
-    if own := config.dag.policies.get(config.dag.policy or ""):
+    if (policy := config.dag.policy) and (own := config.dag.policies.get(policy)):
         own = {f"actor_rollout_ref.{name}": value for name, value in own.items()}
-        origin = f"dag.policies.{config.dag.policy}, {where('dag.policies', origins)}"
-        used = {"dag.policies": {**config.dag.policies, config.dag.policy: {}}}  # read again, it changes nothing
+        origin = f"dag.policies.{policy}, {where('dag.policies', origins)}"
+        used = {"dag.policies": {**config.dag.policies, policy: {}}}  # read again, it changes nothing
         config, origins = with_values(config, own | used), origins | dict.fromkeys(own, origin)
     faulty |= set(refused)
     problems = [*problems, *unreadable]
