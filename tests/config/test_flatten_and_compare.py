@@ -31,6 +31,15 @@ def good(**groups):
     return config_from_dict(values)
 
 
+def test_a_policys_config_is_read_again_as_it_was_changed():
+    """A run's checkpoint stands in the place of the model that it began from."""
+    config = load_config("grpo", [*GOOD, "dag.policies={b: {model: {path: other}}}", "dag.policy=b"]).config
+    assert config.actor_rollout_ref.model.path == "other"
+    values = to_dict(config)
+    values["actor_rollout_ref"]["model"]["path"] = "trained"
+    assert config_from_dict(values).actor_rollout_ref.model.path == "trained"
+
+
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo", "sft"])
 def test_yaml_round_trips(preset, tmp_path):
     parts = "[math,{name: format, weight: 0.5},{name: length, options: {at_most: 9, unit: words}}]"
