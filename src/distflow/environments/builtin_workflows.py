@@ -35,5 +35,4 @@ async def multi_turn(
         if not reply.token_ids:
             break
         rewarded = await reward_fn(reply)
-    num_replies = sum(segment.owner == "policy" for segment in chat.segments)  # an ask without room has none
-    return rewarded.discounted(turn_discount ** (num_replies - 1))
+    return rewarded.discounted(turn_discount ** (sum(segment.owner == "policy" for segment in chat.segments) - 1))

@@ -134,7 +134,6 @@ class Rounds:
     held. A group has no request in the engine when it sends those of its next round.
 
     failed: set once the engine did not pause or resume: it may answer nothing more.
-
     Everything here runs on the asyncio thread.
     """
 
@@ -150,7 +149,7 @@ class Rounds:
         self._held: dict[asyncio.Future[None], tuple[int, int, GroupTask]] = {}
         self._num_released, self._all_submitted = 0, asyncio.Event()
         self._releasing: asyncio.Task[None] | None = None
-        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         for task in tasks:
             task.add_done_callback(self.left)
 
@@ -213,8 +212,6 @@ class Rounds:
             self._look()
 
     async def _attempt(self, change: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await change()
-        except Exception as error:  # whatever it is, the requests of the batch must end
-            if not self.failed.done():
-                self.failed.set_result(error)
+        (error,) = await asyncio.gather(change(), return_exceptions=True)
+        if error is not None and not self.failed.done():
+            self.failed.set_result(error)

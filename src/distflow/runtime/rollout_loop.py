@@ -100,9 +100,9 @@ class SubmissionGate:
         def end(cause: asyncio.Future[Any]) -> None:
             pending.cancel()
 
-        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
-        if rounds is not None:
-            rounds.failed.add_done_callback(end)
+        causes: tuple[asyncio.Future[Any], ...] = (task, rounds.failed) if rounds is not None else (task,)
+        for cause in causes:  # nobody waits any more for a request by a task that its group started; or it cannot end
+            cause.add_done_callback(end)
         try:
             try:
                 await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
@@ -119,9 +119,8 @@ class SubmissionGate:
                 raise
             raise rounds.failed.result() from None
         finally:
-            task.remove_done_callback(end)
-            if rounds is not None:
-                rounds.failed.remove_done_callback(end)
+            for cause in causes:
+                cause.remove_done_callback(end)
             pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:

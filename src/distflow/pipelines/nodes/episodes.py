@@ -134,16 +134,14 @@ class _Requests:
     async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
         try:
             made = {each.sample: each for each in (await self._rollout.generate(request)).generations}
-        except BaseException as error:  # whatever it is, the episodes that wait must end
-            for future in waiting.values():
-                future.cancel()
-            if not isinstance(error, Exception):
-                raise
+            for index, future in waiting.items():
+                if not future.done():
+                    future.set_result(made[index])
+        except Exception as error:  # whatever it is, the episodes that wait must end
             self.failure = error
-            return
-        for index, future in waiting.items():
-            if not future.done():
-                future.set_result(made[index])
+        finally:
+            for future in waiting.values():
+                future.cancel()  # no effect if it is done
 
 
 @dataclass
@@ -219,8 +217,7 @@ class _Episodes:
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             if self.requests.failure is not None:
                 raise self.requests.failure from None
