@@ -445,6 +445,16 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await self.go_on()
 
 
+async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in their order. Where one fails, or the caller is cancelled, the others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def cancel(task: asyncio.Task[None]) -> None:
     """Raises what it had ended with before."""
     task.cancel()

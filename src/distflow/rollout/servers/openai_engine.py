@@ -14,7 +14,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, WeightReceipt
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine
+from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, all_or_none
 from distflow.rollout.stops_and_draws import sample_key
 from distflow.scheduling.group_states import Version
 
@@ -76,12 +76,7 @@ class OpenAIEngine(HttpEngine):
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         await self._may_ask.wait()
-        tasks = [asyncio.create_task(self._respond(request, sample)) for sample in request.samples]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await all_or_none(self._respond(request, sample) for sample in request.samples)
 
     async def _respond(self, request: GenerateRequest, sample: int) -> Answer:
         params = request.params

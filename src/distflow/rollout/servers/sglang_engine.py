@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers.answer_checks import Answer, lie
-from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed
+from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed, all_or_none
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.stops_and_draws import sample_key
 
@@ -89,12 +89,7 @@ class SGLangEngine(HttpEngine):
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         check_params(request.params)
-        tasks = [asyncio.create_task(self._respond(request, sample)) for sample in request.samples]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await all_or_none(self._respond(request, sample) for sample in request.samples)
 
     async def _respond(self, request: GenerateRequest, sample: int) -> Answer:
         ids, rollout, sampling, versions = list[int](), list[float](), list[float](), list[str]()
