@@ -25,14 +25,14 @@ def write_run(folder: Path) -> Path:
             assert numbers is not None
             coordinator.release(step - 1)
             run.samples(step, [_sample(number, i) for number in numbers for i in range(2)])
-        coordinator.take_groups()
+        coordinator.issue_groups()
     return folder
 
 
 def _collect(coordinator: Coordinator) -> None:
     lost = False
     while coordinator.ready(coordinator.step) is None:
-        for prompt_group in coordinator.take_groups():
+        for prompt_group in coordinator.issue_groups():
             coordinator.assign(prompt_group.group_id, f"rank-{prompt_group.attempt}")
             if prompt_group.group_id == 2 and not lost:
                 lost = coordinator.retry(2)
@@ -108,10 +108,10 @@ def test_states_are_named_as_the_scheduler_names_them(tmp_path: Path, capsys: py
     plan = DataPlan(10, 4, 2, 10, 5, shuffle=False, max_staleness=1)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
-        for prompt_group in coordinator.take_groups()[:6]:
+        for prompt_group in coordinator.issue_groups()[:6]:
             coordinator.complete(prompt_group.group_id, 7)
         coordinator.release(0)
-        coordinator.take_groups()
+        coordinator.issue_groups()
         coordinator.lose(5)
         states = {str(group.group_id): str(group.state) for group in coordinator.queue.live}
         snapshot = coordinator.snapshot()

@@ -15,8 +15,8 @@ from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import EngineWeights, stripe_hashes
 from distflow.runtime.weight_sync.bucket_files import Carry, hash_of, pack, write_bucket
 from distflow.runtime.weight_sync.protocol import check_receipt
+from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.sender import buckets
-from distflow.runtime.weight_sync.weight_ports import IncomingWeights
 from distflow.scheduling.group_states import Version
 from tests.device.rehearsal import load_device, on_device
 from tests.forks import forks

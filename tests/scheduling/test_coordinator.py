@@ -34,7 +34,7 @@ def run_to_the_end(coordinator, drop=lambda prompt_group: False):
     """Consumed groups of each step, by the loop that a worker runs."""
     steps = []
     while not coordinator.finished:
-        prompt_groups = coordinator.take_groups()
+        prompt_groups = coordinator.issue_groups()
         reward_fn(
             coordinator, prompt_groups, {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)}
         )
@@ -54,7 +54,7 @@ def test_a_released_step_is_on_the_disk(tmp_path):
 
     on_disk = []
     coordinator = Coordinator(plan_of(), Synced(tmp_path / "ledger.jsonl"))
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     assert on_disk == [["consumed", "version"]]
 
@@ -64,7 +64,7 @@ def test_tickets_name_the_rows_of_the_epochs_in_order():
     seen = []
     coordinator = Coordinator(plan)
     while not coordinator.finished:
-        prompt_groups = coordinator.take_groups()
+        prompt_groups = coordinator.issue_groups()
         seen += prompt_groups
         reward_fn(coordinator, prompt_groups)
         coordinator.release(coordinator.step)
@@ -84,46 +84,46 @@ def test_steps_cross_the_border_of_an_epoch_and_the_last_is_short():
 
 def test_drops_are_refilled_by_further_waves():
     coordinator = Coordinator(plan_of())
-    first = coordinator.take_groups()
+    first = coordinator.issue_groups()
     assert numbers_of(first) == [0, 1, 2, 3]
-    assert coordinator.take_groups() == []
+    assert coordinator.issue_groups() == []
     for number in (3, 1):
         coordinator.drop(number, "equal_rewards")
     coordinator.complete(0, 5)
-    assert coordinator.take_groups() == [], "a wave opens only when the last one is wholly judged"
+    assert coordinator.issue_groups() == [], "a wave opens only when the last one is wholly judged"
     coordinator.complete(2, 5)
-    assert numbers_of(coordinator.take_groups()) == [4, 5]
+    assert numbers_of(coordinator.issue_groups()) == [4, 5]
     coordinator.complete(5, 5)
     assert coordinator.ready(0) is None
     coordinator.complete(4, 5)
     assert coordinator.ready(0) == (0, 2, 4, 5)
-    assert coordinator.take_groups() == [], "the step is full"
+    assert coordinator.issue_groups() == [], "the step is full"
     coordinator.release(0)
-    assert numbers_of(coordinator.take_groups()) == [6, 7, 8, 9]
+    assert numbers_of(coordinator.issue_groups()) == [6, 7, 8, 9]
 
 
 def test_waves_are_bounded_by_what_may_run_at_once():
     coordinator = Coordinator(plan_of(max_concurrent=3))
-    assert numbers_of(coordinator.take_groups()) == [0, 1, 2]
-    reward_fn(coordinator, coordinator.take_groups())
+    assert numbers_of(coordinator.issue_groups()) == [0, 1, 2]
+    reward_fn(coordinator, coordinator.issue_groups())
     for number in range(3):
         coordinator.complete(number, 1)
-    assert numbers_of(coordinator.take_groups()) == [3]
+    assert numbers_of(coordinator.issue_groups()) == [3]
 
 
 def test_an_engine_that_lags_gets_nothing_until_it_serves_the_new_version():
     coordinator = Coordinator(plan_of())
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
-    assert coordinator.take_groups(engine_version=0) == []
-    assert len(coordinator.take_groups(engine_version=1)) == 4
+    assert coordinator.issue_groups(engine_version=0) == []
+    assert len(coordinator.issue_groups(engine_version=1)) == 4
 
 
 def test_the_run_ends_after_its_steps_though_rows_are_left():
     coordinator = Coordinator(plan_of(total_steps=2, total_groups=1000))
     steps = run_to_the_end(coordinator, drop=lambda prompt_group: prompt_group.group_id % 3 == 0)
     assert [len(step) for step in steps] == [4, 4]
-    assert coordinator.take_groups() == []
+    assert coordinator.issue_groups() == []
 
 
 def test_the_run_ends_with_its_data_though_steps_are_left():
@@ -136,7 +136,7 @@ def test_the_run_ends_with_its_data_though_steps_are_left():
 def test_exhausted_after_the_batches_that_a_step_may_draw():
     coordinator = Coordinator(plan_of(num_rows=100, max_num_gen_batches=2))
     drawn = 0
-    while prompt_groups := coordinator.take_groups():
+    while prompt_groups := coordinator.issue_groups():
         drawn += len(prompt_groups)
         reward_fn(coordinator, prompt_groups, drop=range(1, 100))
         if drawn < 8:
@@ -149,10 +149,10 @@ def test_exhausted_after_the_batches_that_a_step_may_draw():
 def test_going_on_when_exhausted_counts_the_short_step_as_full():
     plan = plan_of(num_rows=100, max_concurrent=64, max_num_gen_batches=1, when_exhausted="continue")
     coordinator = Coordinator(plan)
-    reward_fn(coordinator, coordinator.take_groups(), drop=(0, 1))
+    reward_fn(coordinator, coordinator.issue_groups(), drop=(0, 1))
     assert coordinator.ready(0) == (2, 3)
     coordinator.release(0)
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     assert coordinator.ready(1) == (4, 5, 6, 7)
 
 
@@ -163,14 +163,14 @@ def test_a_short_step_counts_as_full_without_a_bound_on_its_tickets_too():
     assert run_to_the_end(coordinator) == [(0, 1, 2, 3), (4, 5)]
     longer = plan_of(num_rows=6, batch=4, epochs=3, max_concurrent=64)
     resumed = Coordinator(longer, snapshot=coordinator.snapshot())
-    assert numbers_of(resumed.take_groups()) == [6, 7, 8, 9]
+    assert numbers_of(resumed.issue_groups()) == [6, 7, 8, 9]
 
 
 def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
     for step, published in enumerate((True, False, False, True)):
-        reward_fn(coordinator, coordinator.take_groups())
+        reward_fn(coordinator, coordinator.issue_groups())
         assert coordinator.release(step, published) == Version(0, step + 1)
     ledger.close()
     versions = [(r["step"], r["weights"]) for _, r in timeline(ledger.path) if r["kind"] == "version"]
@@ -181,15 +181,15 @@ def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(t
 def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(max_staleness=1, max_concurrent=8), ledger)
-    first = coordinator.take_groups()[2]
+    first = coordinator.issue_groups()[2]
     seen = [first]
     for _ in range(2):
         assert coordinator.retry(2), "it waits to be handed out again"
-        seen += coordinator.take_groups()
+        seen += coordinator.issue_groups()
     assert [(t.group_id, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
     assert not coordinator.retry(2), "it is dropped"
     assert coordinator.checked_counts() == GroupCounts(issued=8, running=7, dropped={"max_retries": 1})
-    assert numbers_of(coordinator.take_groups()) == [8], "its credit is free"
+    assert numbers_of(coordinator.issue_groups()) == [8], "its credit is free"
     ledger.close()
     assert verify(ledger.path) == coordinator.checked_counts()
 
@@ -197,11 +197,11 @@ def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
 def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often_as_need_be(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     for attempt in range(1, 5):
         coordinator.lose(2)
         assert coordinator.ready(0) is None and not coordinator.queue.holds(2)
-        assert [(t.group_id, t.attempt) for t in coordinator.take_groups()] == [(2, attempt)]
+        assert [(t.group_id, t.attempt) for t in coordinator.issue_groups()] == [(2, attempt)]
         coordinator.complete(2, 5)
     assert coordinator.ready(0) == (0, 1, 2, 3)
     with pytest.raises(CountsError, match="group 2 cannot be lost: .* a step has taken it"):
@@ -213,59 +213,61 @@ def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often
 
 def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
     coordinator = Coordinator(plan_of())
-    coordinator.take_groups()
+    coordinator.issue_groups()
     coordinator.retry(3)
     coordinator.retry(1)
     coordinator.drop(0, "equal_rewards")
-    assert coordinator.take_groups() == [], "the wave is not over yet: 2 runs"
+    assert coordinator.issue_groups() == [], "the wave is not over yet: 2 runs"
     coordinator.complete(2, 5)
-    assert [(t.group_id, t.attempt) for t in coordinator.take_groups()] == [(1, 1), (3, 1)]
+    assert [(t.group_id, t.attempt) for t in coordinator.issue_groups()] == [(1, 1), (3, 1)]
     coordinator.complete(1, 5)
-    assert coordinator.take_groups() == []
+    assert coordinator.issue_groups() == []
     coordinator.complete(3, 5)
-    assert numbers_of(coordinator.take_groups()) == [4]
+    assert numbers_of(coordinator.issue_groups()) == [4]
 
 
 def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weights():
     coordinator = Coordinator(plan_of())
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
-    coordinator.take_groups()
+    coordinator.issue_groups()
     for number in range(4, 8):
         coordinator.retry(number)
     with pytest.raises(CountsError, match="has version 0, but version 1 was there before"):
-        coordinator.take_groups(engine_version=0)
-    assert [(t.group_id, t.version) for t in coordinator.take_groups(engine_version=1)] == [(n, 1) for n in range(4, 8)]
+        coordinator.issue_groups(engine_version=0)
+    assert [(t.group_id, t.version) for t in coordinator.issue_groups(engine_version=1)] == [
+        (n, 1) for n in range(4, 8)
+    ]
 
 
 def test_a_version_ahead_of_the_steps_is_a_fault():
     coordinator = Coordinator(plan_of(max_staleness=2))
-    coordinator.take_groups(engine_version=1)  # sent, and not released yet
+    coordinator.issue_groups(engine_version=1)  # sent, and not released yet
     with pytest.raises(CountsError, match="has version 2, .* step 1 is the next one"):
-        coordinator.take_groups(engine_version=2)
+        coordinator.issue_groups(engine_version=2)
 
 
 def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
     coordinator = Coordinator(plan_of(max_staleness=2))
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     with pytest.raises(CountsError, match="has version 0, but version 1 was there before"):
-        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).take_groups(engine_version=0)
+        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).issue_groups(engine_version=0)
 
 
 def test_as_many_run_at_once_as_staleness_allows_unless_less_is_asked_for():
     coordinator = Coordinator(plan_of(num_rows=100, max_staleness=3))
-    assert numbers_of(coordinator.take_groups()) == list(range(16))
-    assert numbers_of(Coordinator(plan_of(num_rows=100, max_staleness=3, max_concurrent=6)).take_groups()) == [
+    assert numbers_of(coordinator.issue_groups()) == list(range(16))
+    assert numbers_of(Coordinator(plan_of(num_rows=100, max_staleness=3, max_concurrent=6)).issue_groups()) == [
         *range(6)
     ]
 
 
 def test_no_group_is_drawn_for_a_step_that_the_run_does_not_have():
     coordinator = Coordinator(plan_of(total_steps=2, max_staleness=3, max_concurrent=64))
-    assert numbers_of(coordinator.take_groups()) == list(range(8))
+    assert numbers_of(coordinator.issue_groups()) == list(range(8))
     coordinator.drop(3, "equal_rewards")
-    assert numbers_of(coordinator.take_groups()) == [8]
+    assert numbers_of(coordinator.issue_groups()) == [8]
 
 
 def streaming(ledger=None, snapshot=None, **options):
@@ -276,7 +278,7 @@ def streaming(ledger=None, snapshot=None, **options):
 def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_path):
     path = tmp_path / "ledger.jsonl"
     coordinator = streaming(Ledger(path))
-    prompt_groups = coordinator.take_groups()
+    prompt_groups = coordinator.issue_groups()
     assert numbers_of(prompt_groups) == list(range(12))
     assert coordinator.retry(9)
     for number in (2, 3, 5, 7, 11):
@@ -296,7 +298,7 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
     ledger = Ledger(path, mark_of(snapshot))
     resumed = streaming(ledger, snapshot)
     assert resumed.checked_counts() == GroupCounts(issued=12, running=7, complete=1, consumed=4)
-    again = resumed.take_groups()
+    again = resumed.issue_groups()
     assert numbers_of(again) == [0, 1, 4, 6, 8, 9, 10, 12, 13, 14, 15], "the lost ones first, then as before"
     assert [t.attempt for t in again] == [1] * 7 + [0] * 4
     assert [t.row for t in again[:7]] == [prompt_groups[number].row for number in numbers_of(again)[:7]]
@@ -311,42 +313,42 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
 def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
     coordinator = streaming(num_rows=100)
     for kills in range(5):
-        prompt_groups = coordinator.take_groups()
+        prompt_groups = coordinator.issue_groups()
         assert [prompt_group.attempt for prompt_group in prompt_groups if prompt_group.group_id == 0] == [kills]
         reward_fn(coordinator, [prompt_group for prompt_group in prompt_groups if prompt_group.group_id != 0])
         coordinator.release(coordinator.step)
         coordinator = streaming(num_rows=100, snapshot=coordinator.snapshot())
-    coordinator.take_groups()
+    coordinator.issue_groups()
     assert coordinator.retry(0), "its own three attempts are all there"
     assert coordinator.checked_counts().dropped == {}
 
 
 def test_failures_before_the_cut_still_count_behind_it():
     coordinator = streaming()
-    prompt_groups = coordinator.take_groups()
+    prompt_groups = coordinator.issue_groups()
     for _ in range(2):
         coordinator.retry(0)
-        coordinator.take_groups()
+        coordinator.issue_groups()
     reward_fn(coordinator, prompt_groups[1:])
     coordinator.release(0)
     resumed = streaming(snapshot=coordinator.snapshot())
-    assert [t.attempt for t in resumed.take_groups() if t.group_id == 0] == [3]
+    assert [t.attempt for t in resumed.issue_groups() if t.group_id == 0] == [3]
     assert not resumed.retry(0)
     assert resumed.checked_counts().dropped == {"max_retries": 1}
 
 
 def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():
     coordinator = streaming(total_steps=2)
-    reward_fn(coordinator, coordinator.take_groups()[:4])
+    reward_fn(coordinator, coordinator.issue_groups()[:4])
     coordinator.release(0)
     resumed = streaming(total_steps=1, snapshot=coordinator.snapshot())
-    assert resumed.finished and resumed.take_groups() == []
+    assert resumed.finished and resumed.issue_groups() == []
     assert resumed.checked_counts() == GroupCounts(issued=8, running=4, consumed=4)
 
 
 def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
     coordinator = streaming(Ledger(tmp_path / "old.jsonl"))
-    coordinator.take_groups()
+    coordinator.issue_groups()
     for number in range(6):
         coordinator.complete(number, 1)
     coordinator.release(0)
@@ -360,9 +362,9 @@ def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
 def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_time(tmp_path):
     path = tmp_path / "ledger.jsonl"
     coordinator = streaming(Ledger(path), num_rows=100)
-    reward_fn(coordinator, coordinator.take_groups())  # 0 to 11, of version 0
+    reward_fn(coordinator, coordinator.issue_groups())  # 0 to 11, of version 0
     coordinator.release(0)
-    reward_fn(coordinator, coordinator.take_groups()[:2])  # 12 and 13, of version 1, with 14 and 15
+    reward_fn(coordinator, coordinator.issue_groups()[:2])  # 12 and 13, of version 1, with 14 and 15
     coordinator.release(1)
     snapshot = coordinator.snapshot()
     assert [group["prompt_group"]["group_id"] for group in snapshot["live"]] == list(range(8, 16))
@@ -372,7 +374,7 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_
         issued=16, running=2, complete=2, consumed=8, dropped={"stale": 4}
     ), "8 to 11 are of version 0, which step 2 may not train on any more"
     assert [number for number in range(16) if resumed.queue.holds(number)] == [12, 13]
-    again = resumed.take_groups()
+    again = resumed.issue_groups()
     assert [(t.group_id, t.version) for t in again] == [(14, 2), (15, 2), *((n, 2) for n in range(16, 20))]
     reward_fn(resumed, again)
     assert resumed.ready(2) == (12, 13, 14, 15)
@@ -387,7 +389,7 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_
 @pytest.mark.parametrize(("batch", "kept"), [(4, 8), (3, 6), (1, 2), (9, 8)])
 def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(batch, kept):
     coordinator = streaming(num_rows=100)
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     resumed = streaming(num_rows=100, batch=batch, snapshot=coordinator.snapshot())
     assert [number for number in range(12) if resumed.queue.holds(number)] == list(range(4, 4 + kept))
@@ -396,12 +398,12 @@ def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(
 
 def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
     coordinator = streaming(num_rows=100)
-    reward_fn(coordinator, coordinator.take_groups()[:4])
+    reward_fn(coordinator, coordinator.issue_groups()[:4])
     coordinator.release(0)
     resumed = Coordinator(plan_of(num_rows=100, batch=2), snapshot=coordinator.snapshot())
     seen = []
     for step in (1, 2, 3, 4):
-        prompt_groups = resumed.take_groups()
+        prompt_groups = resumed.issue_groups()
         assert [prompt_group.version for prompt_group in prompt_groups] == [step] * 2
         reward_fn(resumed, prompt_groups)
         seen += resumed.ready(step)
@@ -411,12 +413,12 @@ def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
 
 def test_a_group_made_by_weights_that_are_too_old_is_not_trained():
     coordinator = streaming(num_rows=100)
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     for step in range(2):
         coordinator.release(step)
-        reward_fn(coordinator, coordinator.take_groups())
+        reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(2)
-    prompt_group, *others = coordinator.take_groups()
+    prompt_group, *others = coordinator.issue_groups()
     assert prompt_group.version == 3
     coordinator.complete(prompt_group.group_id, 5, version=0)
     reward_fn(coordinator, others)
@@ -430,7 +432,7 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
     coordinator = Coordinator(plan)
     issued = []
     for step in range(3):
-        while prompt_groups := coordinator.take_groups():
+        while prompt_groups := coordinator.issue_groups():
             issued += prompt_groups
             reward_fn(
                 coordinator,
@@ -446,28 +448,28 @@ def test_the_empty_slots_of_a_short_step_are_given_to_no_group():
     """The last of two steps of 4 is formed with one group, and then the engine gets another version."""
     plan = plan_of(num_rows=100, total_steps=2, max_staleness=1, max_num_gen_batches=1, when_exhausted="continue")
     coordinator = Coordinator(plan)
-    reward_fn(coordinator, coordinator.take_groups(), drop=range(4, 7))
+    reward_fn(coordinator, coordinator.issue_groups(), drop=range(4, 7))
     coordinator.release(0, sent_weights=False)
-    assert coordinator.take_groups(engine_version=0) == [] and coordinator.ready(1) == (7,)
-    assert coordinator.take_groups(engine_version=1) == []
+    assert coordinator.issue_groups(engine_version=0) == [] and coordinator.ready(1) == (7,)
+    assert coordinator.issue_groups(engine_version=1) == []
     coordinator.queue.untake()
-    assert len(coordinator.take_groups(engine_version=1)) == 3
+    assert len(coordinator.issue_groups(engine_version=1)) == 3
 
 
 def test_exhausted_only_once_no_later_version_can_bring_room():
     coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
-    first = coordinator.take_groups()
+    first = coordinator.issue_groups()
     assert len(first) == 8
     reward_fn(coordinator, first, drop=range(4, 8))
     coordinator.release(0)
     assert coordinator.ready(1) is None, "nobody has asked for groups yet"
-    assert coordinator.take_groups(engine_version=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
-    second = coordinator.take_groups(engine_version=1)
+    assert coordinator.issue_groups(engine_version=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
+    second = coordinator.issue_groups(engine_version=1)
     assert numbers_of(second) == [8, 9, 10, 11]
     reward_fn(coordinator, second[1:])
     assert coordinator.ready(1) is None, "one runs"
     coordinator.drop(8, "equal_rewards")
-    coordinator.take_groups(engine_version=1)
+    coordinator.issue_groups(engine_version=1)
     with pytest.raises(Exhausted, match=r"of the 8 drawn for it and those up to step 3 3 are left \(dropped: 5 equal"):
         coordinator.ready(1)
 
@@ -475,9 +477,9 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
 def test_exhausted_where_the_engine_keeps_its_weights():
     """Every second step is published: the engines' version is the last one before the next step."""
     coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
-    reward_fn(coordinator, coordinator.take_groups(), drop=range(4, 8))
+    reward_fn(coordinator, coordinator.issue_groups(), drop=range(4, 8))
     coordinator.release(0, sent_weights=False)
-    assert coordinator.take_groups(engine_version=0) == []
+    assert coordinator.issue_groups(engine_version=0) == []
     with pytest.raises(Exhausted, match="of the 4 drawn for it none are left"):
         coordinator.ready(1)
 
@@ -485,9 +487,9 @@ def test_exhausted_where_the_engine_keeps_its_weights():
 def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
     coordinator = Coordinator(plan_of(num_rows=100, max_staleness=1))
     for step in range(2):
-        reward_fn(coordinator, coordinator.take_groups(engine_version=0))
+        reward_fn(coordinator, coordinator.issue_groups(engine_version=0))
         coordinator.release(step, sent_weights=False)
-    assert coordinator.take_groups(engine_version=0) == []
+    assert coordinator.issue_groups(engine_version=0) == []
     with pytest.raises(CountsError, match="step 3 can get no groups: .* version 0, max_staleness is 1"):
         coordinator.ready(2)
 
@@ -495,7 +497,7 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
 def test_an_alias_opens_credits_as_a_version_that_was_sent_does():
     coordinator = Coordinator(plan_of(num_rows=1000))
     for step in range(3):
-        prompt_groups = coordinator.take_groups(engine_version=step)
+        prompt_groups = coordinator.issue_groups(engine_version=step)
         assert [prompt_group.version for prompt_group in prompt_groups] == [step] * 4
         reward_fn(coordinator, prompt_groups)
         coordinator.release(step, sent_weights=False)
@@ -504,16 +506,16 @@ def test_an_alias_opens_credits_as_a_version_that_was_sent_does():
 
 def test_the_snapshot_is_the_cut_of_the_last_release():
     coordinator = Coordinator(plan_of())
-    reward_fn(coordinator, coordinator.take_groups(), drop=(1,))
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups(), drop=(1,))
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     at_release = json.loads(json.dumps(coordinator.snapshot()))
-    reward_fn(coordinator, coordinator.take_groups()[:2])
+    reward_fn(coordinator, coordinator.issue_groups()[:2])
     assert coordinator.snapshot() == at_release
     resumed = Coordinator(plan_of(), snapshot=at_release)
     assert resumed.version == Version(1, 1)
     assert resumed.checked_counts() == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
-    assert numbers_of(resumed.take_groups()) == [5, 6, 7, 8]
+    assert numbers_of(resumed.issue_groups()) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("kill_after", range(12))
@@ -530,7 +532,7 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
     coordinator = Coordinator(plan_of(epochs=3), ledger)
     checkpoint, steps = None, []
     for wave in range(kill_after):
-        prompt_groups = coordinator.take_groups()
+        prompt_groups = coordinator.issue_groups()
         dropped = {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)}
         reward_fn(coordinator, prompt_groups if wave < kill_after - 1 else prompt_groups[:1], dropped)
         if coordinator.ready(coordinator.step) is not None:
@@ -552,8 +554,8 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
 def test_a_checkpoint_of_another_folder_goes_on_with_its_account(tmp_path):
     ledger = Ledger(tmp_path / "old.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
-    reward_fn(coordinator, coordinator.take_groups(), drop=(0,))
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups(), drop=(0,))
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     snapshot = coordinator.snapshot()
     ledger.close()
@@ -586,7 +588,7 @@ def test_a_ledger_that_does_not_fit_the_snapshot_is_found(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
     start = mark_of(coordinator.snapshot())
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     ledger.close()
     with pytest.raises(CountsError, match="the ledger counts .*issued=0.* the coordinator .*issued=4"):
@@ -595,7 +597,7 @@ def test_a_ledger_that_does_not_fit_the_snapshot_is_found(tmp_path):
 
 def test_a_ticket_that_is_not_running_is_named():
     coordinator = Coordinator(plan_of())
-    reward_fn(coordinator, coordinator.take_groups())
+    reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     for wrong in (
         lambda: coordinator.complete(2, 1),

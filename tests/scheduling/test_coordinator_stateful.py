@@ -178,7 +178,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def take(self):
         plan, finished = self.plan, self.coordinator.finished
-        prompt_groups = self.coordinator.take_groups(self.engine_version)
+        prompt_groups = self.coordinator.issue_groups(self.engine_version)
         assert not (finished and prompt_groups)
         assert plan.max_staleness or not (prompt_groups and self.running), "a wave opened while the last one runs"
         lost = [prompt_group.group_id for prompt_group in prompt_groups if prompt_group.group_id in self.waiting]

@@ -76,7 +76,7 @@ class Walk:
         self.cut = json.dumps(self.coordinator.snapshot())
 
     def take(self):
-        for prompt_group in self.coordinator.take_groups(self.engine_version):
+        for prompt_group in self.coordinator.issue_groups(self.engine_version):
             assert prompt_group.group_id not in self.running
             self.running.add(prompt_group.group_id)
             self.domain_of(prompt_group)
@@ -188,7 +188,7 @@ def complete_all(coordinator, drop=lambda prompt_group: False):
     """A step of a run without staleness, from its groups to its release; those that were issued, in order."""
     issued, step = [], coordinator.step
     while coordinator.ready(step) is None:
-        prompt_groups = coordinator.take_groups(step)
+        prompt_groups = coordinator.issue_groups(step)
         assert prompt_groups
         issued += prompt_groups
         for prompt_group in prompt_groups:
@@ -241,12 +241,12 @@ def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
 def test_a_step_waits_for_the_slow_domain_at_any_staleness():
     """What is quick does not take the places of what is slow."""
     coordinator = Coordinator(plan_of(("quick", 9, 1), ("slow", 9, 1), batch=2, max_staleness=2, steps=5))
-    prompt_groups = coordinator.take_groups(0)
+    prompt_groups = coordinator.issue_groups(0)
     assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {"train/quick": 3, "train/slow": 3}
     for prompt_group in prompt_groups:
         if prompt_group.stream == "train/quick":
             coordinator.complete(prompt_group.group_id, 1)
-    assert coordinator.ready(0) is None and not coordinator.take_groups(0)
+    assert coordinator.ready(0) is None and not coordinator.issue_groups(0)
     slow = [prompt_group for prompt_group in prompt_groups if prompt_group.stream == "train/slow"]
     coordinator.complete(slow[0].group_id, 1)
     assert len(coordinator.ready(0)) == 2
@@ -258,7 +258,7 @@ def test_draws_are_counted_by_domain():
     coordinator, issued = Coordinator(plan), Counter()
     with pytest.raises(Exhausted, match=r"step 1 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
         while coordinator.ready(0) is None:
-            for prompt_group in coordinator.take_groups(0):
+            for prompt_group in coordinator.issue_groups(0):
                 issued[prompt_group.stream] += 1
                 if prompt_group.stream == "train/bad":
                     coordinator.drop(prompt_group.group_id, "all_equal")
@@ -281,12 +281,12 @@ def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path)
 def test_memory_that_is_full_holds_what_the_next_step_needs_of_each_domain():
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=2, steps=5, max_staleness=3, max_held_bytes=1)
     coordinator = Coordinator(plan)
-    prompt_groups = coordinator.take_groups(0)
+    prompt_groups = coordinator.issue_groups(0)
     assert [prompt_group.stream for prompt_group in prompt_groups] == ["train/a", "train/b"]
     coordinator.complete(prompt_groups[0].group_id, 1)
     coordinator.weigh(prompt_groups[0].group_id, 100)
     coordinator.drop(prompt_groups[1].group_id, "all_equal")
-    assert [prompt_group.stream for prompt_group in coordinator.take_groups(0)] == ["train/b"]
+    assert [prompt_group.stream for prompt_group in coordinator.issue_groups(0)] == ["train/b"]
 
 
 def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
@@ -405,7 +405,7 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
         found = []
         for _ in range(num_steps):
             while coordinator.ready(coordinator.step) is None:
-                for prompt_group in coordinator.take_groups(coordinator.step):
+                for prompt_group in coordinator.issue_groups(coordinator.step):
                     found.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
                     coordinator.record_accuracy(prompt_group.group_id, Accuracy(prompt_group.row % 3, 2))
                     ends = coordinator.complete if prompt_group.group_id % 4 else coordinator.drop
@@ -433,7 +433,7 @@ def test_tickets_that_are_granted_ahead_keep_their_shares():
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
     coordinator, steps = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))), []
     for step in range(6):
-        for prompt_group in coordinator.take_groups(step):
+        for prompt_group in coordinator.issue_groups(step):
             coordinator.complete(prompt_group.group_id, 1)
             steps.append(prompt_group.stream[-1])
         assert coordinator.ready(step)

@@ -29,7 +29,7 @@ class OtherRule:
     def finished(self):
         return self.step == self.plan.total_steps
 
-    def take_groups(self, engine_version):
+    def issue_groups(self, engine_version):
         accepted = self.step * self.plan.consumer_batch + len(self.complete_ones)
         bounded = min(engine_version, self.plan.total_steps - 1 - self.plan.max_staleness)
         staleness, batch = self.plan.max_staleness, self.plan.consumer_batch
@@ -88,7 +88,7 @@ def staleness_of(seed, make):
         heapq.heappush(events, (now + delay, len(versions), kind, value))
 
     while not run.finished:
-        for group_id in run.take_groups(engine_version):
+        for group_id in run.issue_groups(engine_version):
             versions[group_id.group_id] = group_id.version
             after(rng.uniform(5, 50) if rng.random() < straggles else rng.random(), "ended", group_id.group_id)
         if not trains and (numbers := run.ready(run.step)) is not None:
@@ -138,7 +138,7 @@ def steps_in_order(order, dropped, options):
     plan = DataPlan(ROWS, 3, 1, total_groups=2 * ROWS, total_steps=2 * ROWS // 3, **options)
     run, steps = Coordinator(plan), []
     while not run.finished:
-        group_ids = run.take_groups()
+        group_ids = run.issue_groups()
         for group_id in sorted(group_ids, key=lambda group_id: order[group_id.group_id]):
             if group_id.group_id in dropped:
                 run.drop(group_id.group_id, "equal_rewards")

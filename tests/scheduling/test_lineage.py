@@ -18,7 +18,7 @@ def plan_of(**options):
 def run_step(coordinator, drop=()):
     """One step, its groups judged in waves; the groups in `drop` are dropped."""
     while (numbers := coordinator.ready(coordinator.step)) is None:
-        for group_id in coordinator.take_groups():
+        for group_id in coordinator.issue_groups():
             if group_id.group_id in drop:
                 coordinator.drop(group_id.group_id, "equal_rewards")
             else:
@@ -48,7 +48,7 @@ def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
         for attempt in range(3):
-            for group_id in coordinator.take_groups():
+            for group_id in coordinator.issue_groups():
                 coordinator.assign(group_id.group_id, f"rank-{group_id.group_id + attempt}")
                 if group_id.group_id == 1 or (group_id.group_id, attempt) == (0, 0):
                     coordinator.retry(group_id.group_id)
@@ -72,7 +72,7 @@ def test_what_a_resume_took_back_is_no_part_of_it(tmp_path):
         run_step(coordinator)
         snapshot = coordinator.snapshot()
         run_step(coordinator, drop=(3,))
-        coordinator.take_groups()
+        coordinator.issue_groups()
     with path.open("ab") as file:
         file.write(b'{"t":1,"restart":0,"kind":"comp')
     assert [group.group_id for group in step_lineage(path, 2).dropped] == [3]
@@ -89,7 +89,7 @@ def test_the_step_under_way_when_a_run_was_killed(tmp_path):
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
         run_step(coordinator)
-        done, _ = coordinator.take_groups()
+        done, _ = coordinator.issue_groups()
         coordinator.complete(done.group_id, 9)
     lineage = step_lineage(path, 2)
     assert (lineage.consumed_at, lineage.weights) == (None, None)
@@ -109,7 +109,7 @@ def test_stale_groups_and_weights_that_were_not_sent(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger)
-        for group_id in coordinator.take_groups():
+        for group_id in coordinator.issue_groups():
             coordinator.complete(group_id.group_id, 5)
         coordinator.release(0, sent_weights=False)
         coordinator.release(1)
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_in_another_folder(tmp_path):
     """At staleness 1 it inherits groups of the first run: one that waits for its step, and one that starts again."""
     with Ledger(tmp_path / "first.jsonl") as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger)
-        *most, _ = coordinator.take_groups()
+        *most, _ = coordinator.issue_groups()
         for group_id in most:
             coordinator.complete(group_id.group_id, 5)
         coordinator.release(0)
@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_in_another_folder(tmp_path):
     path = tmp_path / "second.jsonl"
     with Ledger(path, mark_of(snapshot)) as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger, snapshot)
-        for group_id in coordinator.take_groups():
+        for group_id in coordinator.issue_groups():
             coordinator.complete(group_id.group_id, 5)
         coordinator.release(1)
     inherited, again = step_lineage(path, 2).groups

@@ -38,7 +38,7 @@ def domains_of(*domains, **changes):
 
 def wave(coordinator, order, dropped=lambda prompt_group: False):
     """One wave as it would be run. order: sorts its groups as they come first."""
-    prompt_groups = coordinator.take_groups()
+    prompt_groups = coordinator.issue_groups()
     left, places = sorted(prompt_groups, key=order), Places(prompt_groups)
     surplus = []
 
@@ -93,7 +93,7 @@ def test_few_places_that_are_left_call_for_few_groups():
 
 
 def test_a_part_that_is_no_whole_group_is_rounded_up():
-    assert len(Coordinator(plan_of(batch=4, share="0.1")).take_groups()) == 5
+    assert len(Coordinator(plan_of(batch=4, share="0.1")).issue_groups()) == 5
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
@@ -138,7 +138,7 @@ def test_data_that_end_are_all_trained_on():
 
 def test_each_domain_has_more_in_flight_by_its_places():
     coordinator = Coordinator(domains_of(("a", 9, 3), ("b", 9, 1), batch=8))
-    prompt_groups = coordinator.take_groups()
+    prompt_groups = coordinator.issue_groups()
     assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {"train/a": 9, "train/b": 3}
 
 
@@ -187,7 +187,7 @@ def test_why_says_that_a_group_was_aborted(tmp_path):
 
 def test_only_what_runs_can_be_aborted(tmp_path):
     coordinator = Coordinator(plan_of(), Journal(tmp_path / "ledger.jsonl"))
-    coordinator.take_groups()
+    coordinator.issue_groups()
     coordinator.complete(0, 1)
     with pytest.raises(CountsError, match="group 0 cannot be aborted: it is complete already"):
         coordinator.abort([0], 1)
@@ -297,7 +297,7 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch
         coordinator = Coordinator(plan, ledger)
         before = run(coordinator, cut)
         snapshot = json.loads(json.dumps(coordinator.snapshot()))
-        coordinator.take_groups()
+        coordinator.issue_groups()
     with Journal(folder / "cut.jsonl", mark_of(snapshot)) as ledger:
         found = before + run(Coordinator(plan, ledger, snapshot), 14 - cut)
     verify(folder / "cut.jsonl")

@@ -46,7 +46,7 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(p
     for _ in range(10_000):
         if coordinator.finished:
             break
-        running += [prompt_group.group_id for prompt_group in coordinator.take_groups()]
+        running += [prompt_group.group_id for prompt_group in coordinator.issue_groups()]
         group_counts = coordinator.checked_counts()
         assert (group_counts.running + group_counts.complete) * size <= limit
         numbers = coordinator.ready(coordinator.step)

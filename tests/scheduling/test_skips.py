@@ -48,7 +48,7 @@ def run(coordinator, num_steps):
     worked = []
     for _ in range(num_steps):
         while coordinator.ready(coordinator.step) is None:
-            prompt_groups = coordinator.take_groups(coordinator.step)
+            prompt_groups = coordinator.issue_groups(coordinator.step)
             for prompt_group in prompt_groups:
                 worked.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
                 coordinator.record_accuracy(prompt_group.group_id, Accuracy(right_of(prompt_group), 4))
@@ -132,7 +132,7 @@ def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, 
     cut = json.dumps([coordinator.snapshot(), []])
     while not coordinator.finished:
         before = coordinator.checked_counts().issued
-        prompt_groups = coordinator.take_groups(coordinator.step)
+        prompt_groups = coordinator.issue_groups(coordinator.step)
         check_issued(plan, path, before, [t for t in prompt_groups if t.group_id >= before], expected)
         running += prompt_groups
         for prompt_group in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:

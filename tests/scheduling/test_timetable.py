@@ -18,7 +18,7 @@ def due_steps(coordinator: Coordinator, last: int, what: str = "save") -> list[i
     while coordinator.step < last:
         step = coordinator.step
         while coordinator.ready(step) is None:
-            for group in coordinator.take_groups():
+            for group in coordinator.issue_groups():
                 if group.row == 0:
                     coordinator.drop(group.group_id, "all_equal")
                 else:

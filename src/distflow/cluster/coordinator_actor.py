@@ -111,7 +111,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None
     ) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
         """The step with the first of its groups; `rest` returns the others."""
-        taken = super().take_groups(step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s)
+        taken = super().take_step(step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s)
         if taken is None or isinstance(taken, NewWorkers):
             return taken
         if rank == 0:

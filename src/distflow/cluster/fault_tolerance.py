@@ -1,6 +1,7 @@
 """A worker fails or dies: which one made the run fail, where the next start resumes, and who replaces a rollout worker.
 
-Of a rollout worker that dies, only the groups that it was generating are lost, and they are issued again.
+Of a rollout worker that dies, the groups that it was generating are lost, and the finished ones that no step has taken:
+all are issued again.
 """
 
 import re
@@ -199,9 +200,9 @@ class Replacements:
     def begin(self, rank: int, why: str) -> None:
         """Start another worker in place of one that is gone or counts as gone; its groups go to others. Raises
         WorkerDied."""
-        num_groups = reply_of(self._coordinator.lose.remote(self.places[rank].generator), COORDINATOR)
+        num_groups = reply_of(self._coordinator.lose_worker.remote(self.places[rank].generator), COORDINATOR)
         self._check(rank, why)
-        number = reply_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
+        number = reply_of(self._coordinator.add_worker.remote(str(rank)), COORDINATOR)
         self.places[rank] = replace(self.places[rank], generator=number)
         worker = self._start(self.places[rank])
         self.starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
@@ -237,7 +238,7 @@ class Replacements:
         if len(deaths) > MOST_DEATHS:
             raise WorkerDied(
                 f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and is not replaced "
-                "again: find the cause (memory, a device, a prompt that crashes the engine). The last death: {why}"
+                f"again: find the cause (memory, a device, a prompt that crashes the engine). The last death: {why}"
             )
 
     def _give_up(self, starting: _Starting) -> None:

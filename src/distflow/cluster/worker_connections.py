@@ -19,7 +19,8 @@ from distflow.runtime.stop import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
 from distflow.runtime.weight_sync.protocol import WeightPort
-from distflow.runtime.weight_sync.weight_ports import IncomingWeights, LocalWeights, StreamedWeights
+from distflow.runtime.weight_sync.receiver import IncomingWeights
+from distflow.runtime.weight_sync.weight_ports import LocalWeights, StreamedWeights
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 

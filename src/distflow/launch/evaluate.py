@@ -18,7 +18,8 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.wait_log import Waits
-from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
+from distflow.runtime.weight_sync.receiver import WeightReceiver
+from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.scheduling.group_states import Version
 

@@ -1,4 +1,4 @@
-"""A prompt group in the rollout loop: its samples, which become columns when it leaves the loop."""
+"""A prompt group in the rollout loop: its samples, and the columns of its nodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -195,9 +195,10 @@ class Spec:
         """Raises UserError where what generates takes no weights."""
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
+            can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]
             raise UserError(
                 f"actor_rollout_ref.rollout.name={name} is for `distflow eval`: its server takes no weights. To train, "
-                "set it to embedded, vllm or sglang; the last two use servers at actor_rollout_ref.rollout.url, too"
+                f"set it to one of {', '.join(can_train)}"
             )
 
 

@@ -19,7 +19,7 @@ from distflow.runtime.sample_queue.protocol import NewWorkers, Released, Trainin
 from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks, throughput
 from distflow.runtime.stop import MetricStop
 from distflow.runtime.validation import score
-from distflow.runtime.weight_sync.sender import WeightReceiver
+from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.sample_queue import Exhausted

@@ -30,11 +30,12 @@ LOST = "lost"
 class Coordinator:
     """Metadata only, without threads or locks of its own: threads share it under a lock, processes through an actor.
 
-    A group goes take_groups → complete | drop | retry | abort; a step goes ready → release, which consumes
-    its groups and ends in a new version. Every move is written to the ledger; an impossible one raises CountsError
-    naming the group. At staleness 0 every step consumes all groups that were issued for it, so the queue is empty after
-    a release (except for aborted groups, and those of an earlier run with more staleness), and a resumed run repeats
-    what an uninterrupted run would do. Otherwise groups stay in the queue, and the snapshot lists them.
+    A group goes issue_groups → complete | drop | retry | abort; a step goes ready → release, which consumes its groups
+    and ends in a new version. Every move but `retry`, which the next issue shows, is written to the ledger; an
+    impossible one raises CountsError naming the group. At staleness 0 every step consumes all groups that were issued
+    for it, so the queue is empty after a release (except for aborted groups, and those of an earlier run with more
+    staleness), and a resumed run repeats what an uninterrupted run would do. Otherwise groups
+    stay in the queue, and the snapshot lists them.
 
     Each of several domains has its own order, epoch and position, and its slots in every step (`domain_quotas`): a new
     group is of the domain with the first slot without a group, so that a dropped group is replaced by one of its
@@ -110,7 +111,7 @@ class Coordinator:
         """Whether no step is left: all were consumed, or the data ended and the queue is empty."""
         return self.step >= self.plan.total_steps or (self.queue.closed and not self.queue.num_live)
 
-    def take_groups(self, engine_version: int | None = None) -> list[PromptGroup]:
+    def issue_groups(self, engine_version: int | None = None) -> list[PromptGroup]:
         """The groups to start now: lost ones that wait for another attempt, then new ones, each by group id. At
         staleness 0 they come in waves; none while the last wave runs or the step is full.
 
@@ -178,7 +179,7 @@ class Coordinator:
     def retry(self, number: int) -> bool:
         """A group was lost during the run, with the engine or the process that worked on it.
 
-        Returns whether it waits for `take_groups` to issue it again. If not, this was its third attempt and it is
+        Returns whether it waits for `issue_groups` to issue it again. If not, this was its third attempt and it is
         dropped as max_retries.
         """
         waits = self.queue.retry(number)
@@ -231,7 +232,7 @@ class Coordinator:
         """Consume the step, which ends in a new version, on disk when this returns. Counts are checked.
 
         sent_weights: whether new weights were sent; if not, the version stands for the last ones that were sent, or the
-        engines keep an older one. `take_groups` gets their version, which the caller sets before this call.
+        engines keep an older one. `issue_groups` gets their version, which the caller sets before this call.
         Raises UserError, and changes nothing, if a curriculum fails.
         """
         self.ready(step)

@@ -116,7 +116,7 @@ def test_training_with_it_and_one_without_an_address_are_refused(
     keys = [NAME, f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1"]
     assert main(["train", "examples/tiny.yaml", *keys, f"{URL}=http://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
-    assert "rollout.name=openai is for `distflow eval`" in said and "set it to embedded, vllm or sglang" in said
+    assert "rollout.name=openai is for `distflow eval`" in said and "one of embedded, hf, vllm, sglang" in said
     assert main(["train", "examples/tiny.yaml", *keys]) == 2
     assert "needs the address of one server" in capsys.readouterr().err
 

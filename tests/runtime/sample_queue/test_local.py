@@ -36,7 +36,7 @@ class Driven:
         self.queue = LocalSampleQueue(self.coordinator, told, [DpGroupShares(tuple(range(num_ranks)))])
 
     def issue(self) -> list[PromptGroup]:
-        return self.coordinator.take_groups()
+        return self.coordinator.issue_groups()
 
     def put(self, prompt_group: PromptGroup, batch: Batch | None = None, **metrics: float) -> None:
         batch = group(prompt_group.group_id, version=prompt_group.version) if batch is None else batch
@@ -245,7 +245,7 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
     resumed = Coordinator(plan, None, point.snapshot)
     queue = LocalSampleQueue(resumed, Waits(), queued=point.queued)
     assert resumed.checked_counts().dropped == {"stale": 2}
-    for prompt_group in resumed.take_groups():
+    for prompt_group in resumed.issue_groups():
         queue.put(finished_group(prompt_group, group(prompt_group.group_id, version=1), []))
     assert rows(queue.take(1, 0)) == [4, 4, 5, 5]
     queue.release(1, 0, sent_weights=True)

@@ -21,14 +21,14 @@ TOKENS = (40, 10, 30, 20, 25, 5)
 def queue(*dp_groups: DpGroupShares) -> SharedSampleQueue[str]:
     counted = coordinator(consumer_batch=len(TOKENS))
     made = SharedSampleQueue[str](counted, Waits(), dp_groups)
-    for prompt_group in counted.take_groups():
+    for prompt_group in counted.issue_groups():
         group_id = prompt_group.group_id
         made.put(FinishedGroup(prompt_group, f"group {group_id}", TOKENS[group_id], version=0))
     return made
 
 
 def taken(shared: SharedSampleQueue[str], rank: int) -> list[int]:
-    part = shared.take_groups(0, rank)
+    part = shared.take_step(0, rank)
     assert isinstance(part, TrainingStep) and part.group_ids == tuple(range(len(TOKENS)))
     return [int(group.split()[1]) for group in part.batch]
 
@@ -87,7 +87,7 @@ class Shared:
         self.queue.put(FinishedGroup(prompt_group, prompt_group, 5))
 
     def part(self, rank: int) -> "TrainingStep[Sequence[PromptGroup]]":
-        found = self.queue.take_groups(0, rank)
+        found = self.queue.take_step(0, rank)
         assert isinstance(found, TrainingStep)
         return found
 
@@ -105,7 +105,7 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     shared = Shared()
     theirs, ours = shared.prompt_groups(0), shared.prompt_groups(1)
     shared.put(theirs[0])
-    assert shared.queue.lose(0) == len(theirs), "running ones, and what it had made"
+    assert shared.queue.lose_worker(0) == len(theirs), "running ones, and what it had made"
     again = shared.prompt_groups(1)
     assert {prompt_group.group_id for prompt_group in again} >= {prompt_group.group_id for prompt_group in theirs}
     before = shared.coordinator.checked_counts()
@@ -127,7 +127,7 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     before, parts = shared.coordinator.checked_counts(), [shared.part(rank) for rank in (0, 1)]
     lost = parts[1].own[0]
     assert shared.told([[], [lost]]) == [False, False]
-    shared.queue.lose(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
+    shared.queue.lose_worker(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
     again = shared.prompt_groups(1)
     assert (lost, 1) in {(prompt_group.group_id, prompt_group.attempt) for prompt_group in again}
     for prompt_group in again:
@@ -147,7 +147,7 @@ def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_p
             shared.put(prompt_group)
 
     def part(wanted: int) -> tuple[int, ...]:
-        found = shared.queue.take_groups(0, 0, wanted)
+        found = shared.queue.take_step(0, 0, wanted)
         assert isinstance(found, TrainingStep)
         return found.own
 
@@ -177,13 +177,13 @@ def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
 
 def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again() -> None:
     counted = coordinator(max_staleness=1)
-    numbers = [prompt_group.group_id for prompt_group in counted.take_groups()]
+    numbers = [prompt_group.group_id for prompt_group in counted.issue_groups()]
     for number in numbers:
         counted.complete(number, 5)
     queued = {number: FinishedGroup(PromptGroup(number, 0, 0, 2, 0), "data", 5) for number in numbers[:-1]}
     SharedSampleQueue[str](counted, Waits(), queued=queued)
     assert counted.queue.untaken == numbers[:-1] and counted.checked_counts().running == 1
-    assert [prompt_group.group_id for prompt_group in counted.take_groups()][0] == numbers[-1]
+    assert [prompt_group.group_id for prompt_group in counted.issue_groups()][0] == numbers[-1]
 
 
 def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them() -> None:
@@ -191,21 +191,21 @@ def test_who_takes_a_step_in_parts_hears_of_new_workers_between_them() -> None:
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
-    assert isinstance(shared.queue.take_groups(0, 0, 1), TrainingStep)
+    assert isinstance(shared.queue.take_step(0, 0, 1), TrainingStep)
     shared.queue.announce_new_workers()
-    assert isinstance(shared.queue.take_groups(0, 0, 1), NewWorkers)
-    assert isinstance(shared.queue.take_groups(0, 0, 1), TrainingStep)
+    assert isinstance(shared.queue.take_step(0, 0, 1), NewWorkers)
+    assert isinstance(shared.queue.take_step(0, 0, 1), TrainingStep)
 
 
 def test_a_worker_that_comes_gets_no_group_before_it_asks() -> None:
     shared = Shared()
     shared.prompt_groups(0)
     shared.prompt_groups(1)
-    shared.queue.lose(0)
-    number = shared.queue.join("0")
+    shared.queue.lose_worker(0)
+    number = shared.queue.add_worker("0")
     again = shared.prompt_groups(1)
     assert again
-    shared.queue.lose(1)
+    shared.queue.lose_worker(1)
     assert shared.prompt_groups(number), "those that it has asked for"
 
 
@@ -215,8 +215,8 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
     shared.queue.announce_new_workers()
-    assert isinstance(shared.queue.take_groups(0, 0), NewWorkers)
-    assert isinstance(shared.queue.take_groups(0, 1), NewWorkers)
-    assert not isinstance(shared.queue.take_groups(0, 1), NewWorkers)
+    assert isinstance(shared.queue.take_step(0, 0), NewWorkers)
+    assert isinstance(shared.queue.take_step(0, 1), NewWorkers)
+    assert not isinstance(shared.queue.take_step(0, 1), NewWorkers)
     shared.queue.announce_new_workers()
-    assert not isinstance(shared.queue.take_groups(0, 0), NewWorkers), "the other one has its part already"
+    assert not isinstance(shared.queue.take_step(0, 0), NewWorkers), "the other one has its part already"

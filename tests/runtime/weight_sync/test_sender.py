@@ -12,7 +12,8 @@ from distflow.errors import TrustError
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync import sender
-from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender, buckets
+from distflow.runtime.weight_sync.receiver import WeightReceiver
+from distflow.runtime.weight_sync.sender import WeightSender, buckets
 from distflow.scheduling.group_states import Version
 
 

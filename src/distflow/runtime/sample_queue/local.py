@@ -38,7 +38,7 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | None:
-        taken = self.take_groups(step, rank, wanted, deadline)
+        taken = self.take_step(step, rank, wanted, deadline)
         assert not isinstance(taken, NewWorkers), "the engine of one process is there from the start"
         return None if taken is None else joined(taken, Batch.concat(taken.batch))
 

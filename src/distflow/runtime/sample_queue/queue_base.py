@@ -50,7 +50,7 @@ class SharedSampleQueue(Generic[T]):
     """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator decides; this object only
     guards it with a lock, stores the groups, and wakes waiting threads.
 
-    Any method may be called on any thread; `take_groups`, `release` and `wait_for_groups` wait. Trainers wait on the
+    Any method may be called on any thread; `take_step`, `release` and `wait_for_groups` wait. Trainers wait on the
     lock's condition; callers that must not block call `groups_for` again when woken (`_wake_loop`).
 
     A failure on either side is raised on the other, so that nobody waits for a dead process. Groups that fail one after
@@ -76,7 +76,7 @@ class SharedSampleQueue(Generic[T]):
         workers: names of those that generate, empty if there is only one. queued: the complete groups of the
         coordinator's snapshot. Those that it has dropped since are left out, missing ones are generated again. changed:
         called with how many groups run, are complete and were dropped, from any thread, inside the lock. may_be_lost:
-        groups may be lost between `take_groups` and their arrival at a rank, so that each rank reports them with
+        groups may be lost between `take_step` and their arrival at a rank, so that each rank reports them with
         `read`.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
@@ -96,7 +96,7 @@ class SharedSampleQueue(Generic[T]):
         self._new_workers_wait = False  # for weights
         self._uninformed_ranks = set[int]()  # that are still to be informed of them
         self._divided_step = -1
-        self._num_waiting = 0  # trainers inside `take_groups`
+        self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
         self._paused, self.submissions = False, Submissions()
@@ -171,7 +171,7 @@ class SharedSampleQueue(Generic[T]):
         with self._lock:
             self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
-    def lose(self, worker: int) -> int:
+    def lose_worker(self, worker: int) -> int:
         """A worker is gone, with its groups that no step has taken: they are handed out again, and its late results are
         ignored. Returns their number."""
         with self._lock:
@@ -186,7 +186,7 @@ class SharedSampleQueue(Generic[T]):
         self._wake()
         return len(running) + len(stored)
 
-    def join(self, name: str) -> int:
+    def add_worker(self, name: str) -> int:
         """A worker replaces one that is gone; returns its number. It gets groups after its first request."""
         with self._lock:
             return self._workers.join(name)
@@ -198,7 +198,7 @@ class SharedSampleQueue(Generic[T]):
             self._new_workers_wait = True
             self._lock.notify_all()
 
-    def take_groups(
+    def take_step(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> protocol.TrainingStep[Sequence[T]] | protocol.NewWorkers | None:
         """See `SampleQueuePort.take`; the batch is a list of groups."""
@@ -344,7 +344,7 @@ class SharedSampleQueue(Generic[T]):
         """Inside the lock."""
         oldest = self._workers.ask(worker, engine_version)
         if not self._paused and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
-            for prompt_group in self._coordinator.take_groups(oldest):
+            for prompt_group in self._coordinator.issue_groups(oldest):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
                 self._askers.notify_all()

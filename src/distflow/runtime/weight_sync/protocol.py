@@ -47,8 +47,8 @@ class WeightPort(Protocol):
     def commit(self, hashes: Mapping[str, str]) -> None:
         """All were sent: engines load them, and the hashes of both sides are compared.
 
-        hashes: of the sent tensors, computed by the sender; engines must have the same. Raises TrustError if they do
-        not; the engine then must not generate.
+        hashes: of the sent tensors, computed by the sender; engines must have the same. Raises TrustError, which ends
+        the run, if they do not.
         """
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:

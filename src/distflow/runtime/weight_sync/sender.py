@@ -8,8 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,7 +20,6 @@ from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
 from distflow.models.sharding import at_places, whole
 from distflow.models.weight_soundness import magnitudes, unsound
-from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
@@ -124,36 +122,6 @@ class WeightSender:
         """In the engine's dtype: the trainer's own are float32."""
         weights = self.actor.weights() if self.sends else iter(())
         return ((name, tensor.to(self.dtype)) for name, tensor in weights)
-
-
-class WeightReceiver:
-    """A `Receive` that passes versions to the engine on its own thread.
-
-    A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
-    it has another version than the receipt says, or other weights.
-    """
-
-    def __init__(self, engine: RolloutEngine, session: Session) -> None:
-        self._engine, self._session = engine, session
-
-    def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
-        return self._session.call(self._load(version, weights))
-
-    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[WeightReceipt]":
-        return self._session.start(self._load(version, weights))
-
-    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        engine = self._engine
-        receipt = await engine.load_weights(version, weights)
-        hashes = await engine.hashes()
-        same = {name: hashes.get(name) for name in receipt.hashes} == receipt.hashes
-        if engine.version != receipt.version or not same:
-            raise TrustError(
-                f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
-                f"{sum(hashes.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
-                "that the receipt names: weights that were not loaded, or a version number without its weights"
-            )
-        return replace(receipt, hashes=hashes)
 
 
 class WeightSync:

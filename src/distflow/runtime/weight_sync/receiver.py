@@ -1,0 +1,107 @@
+"""Receives weights: takes a version to the engine of a worker, and collects one that comes from another process."""
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from torch import Tensor
+
+from distflow.errors import TrustError
+from distflow.rollout.engine import RolloutEngine, WeightReceipt
+from distflow.runtime import fault_injection
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.weight_sync.bucket_files import SentBucket, Spoiled, hash_of, pack
+from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive
+from distflow.scheduling.group_states import Version
+
+
+class WeightReceiver:
+    """A `Receive` that passes versions to the engine on its own thread.
+
+    A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
+    it has another version than the receipt says, or other weights.
+    """
+
+    def __init__(self, engine: RolloutEngine, session: Session) -> None:
+        self._engine, self._session = engine, session
+
+    def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
+        return self._session.call(self._load(version, weights))
+
+    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[WeightReceipt]":
+        return self._session.start(self._load(version, weights))
+
+    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+        engine = self._engine
+        receipt = await engine.load_weights(version, weights)
+        hashes = await engine.hashes()
+        same = {name: hashes.get(name) for name in receipt.hashes} == receipt.hashes
+        if engine.version != receipt.version or not same:
+            raise TrustError(
+                f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
+                f"{sum(hashes.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
+                "that the receipt names: weights that were not loaded, or a version number without its weights"
+            )
+        return replace(receipt, hashes=hashes)
+
+
+class IncomingWeights:
+    """The `WeightPort` of a worker that does not train. A version is collected beside the weights of its engine, which
+    uses these until all of the new ones are there; an incomplete version is discarded when the next begins. `receive`
+    and `load` are called from outside, one after another."""
+
+    confirmed = None  # it sends nothing
+
+    def __init__(self) -> None:
+        self.ready: Future[None] = Future()  # set after the first version is loaded
+        self._receive: Receive | None = None
+        self._attached = threading.Event()
+        self._version: Version | None = None
+        self._buckets: list[list[tuple[str, Tensor]]] = []
+
+    def attach(self, receive: Receive) -> Detach:
+        self._receive = receive
+        self._attached.set()
+        return lambda: None
+
+    def receive(self, version: Version, number: int, bucket: SentBucket, own_hash: str) -> str | None:
+        """Receive a bucket of a version. number: from 0; the first one begins the version. own_hash: of the bucket.
+        Returns None, or why it was rejected: it may be sent again. Raises ValueError if an earlier one is missing,
+        UserError if it is not visible from here."""
+        fault_injection.reach("weights.take")
+        if number == 0:
+            self._version, self._buckets = version, []
+        if (version, number) != (self._version, len(self._buckets)):
+            raise ValueError(f"bucket {number} of {version} came after {len(self._buckets)} buckets of {self._version}")
+        buckets = self._buckets  # whatever is begun meanwhile
+        try:
+            weights = bucket.get()
+        except Spoiled as err:
+            return str(err)
+        arrived = pack(weights)
+        fault_injection.reach("weights.arrived", next((values.data for *_, values in arrived), None))
+        if hash_of(arrived) != own_hash:
+            return "its hash differs from that of the sent bytes"
+        buckets.append(weights)
+        return None
+
+    def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:
+        """The engine loads the received version; num_buckets None: its own weights under another number. Waits until
+        the worker has started. Raises ValueError if buckets are missing, and as `Receive`."""
+        fault_injection.reach("weights.serve")
+        buckets, self._buckets = self._buckets, []
+        if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
+            raise ValueError(f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}")
+        self._attached.wait()
+        assert self._receive is not None, "it is attached"
+        weights = None if num_buckets is None else [each for bucket in buckets for each in bucket]
+        receipt = self._receive(version, weights)
+        if not self.ready.done():
+            self.ready.set_result(None)
+        return receipt
+
+    def begin(self, *_: object) -> None:
+        raise AssertionError("a worker that does not train sends no weights")
+
+    put = commit = renumber = begin
