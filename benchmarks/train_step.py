@@ -29,7 +29,7 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
   gain they saved 5 % of an update at 1 M, 3 % on long tails, whose micro-batches have a new size each time.
   Left alone: too little for an operator of torch that is no public one.
 - With two threads attention was what gained least: torch's fused CPU kernel over answers of 80 tokens 1.3 times, over
-  512 tokens 2 times. Batched products in blocks that stay in the cache (`models/attention.py`), on rows that are
+  512 tokens 2 times. Batched products in blocks that stay in the cache (`models/packed_attention.py`), on rows that are
   gathered head by head, gain 1.9 times and leave a third of the page faults. Update of 256 answers at 1 M, two threads
   1.04 → 0.93 s, one 1.66 → 1.59 s; long tails 1.51 → 1.42 s, 2.29 → 2.25 s; 10 M 6.2 → 5.8 s, one thread as before.
   With copies between token by token and head by head, in the blocks or around them, nothing was left of it.

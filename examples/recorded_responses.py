@@ -3,9 +3,9 @@
 from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
 from distflow.data.sample import Sample, Segment
-from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
+from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
 from distflow.pipelines.rlvr import rlvr_pipeline
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 
 
 @node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")

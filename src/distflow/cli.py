@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from distflow import __version__
 from distflow.observe.harmless_output import harmless_output, quiet_libraries
-from distflow.runtime.stop import Interrupted, ended_by, exit_status, interruptible, leave_at_once
+from distflow.runtime.stop_conditions import Interrupted, ended_by, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
@@ -44,7 +44,7 @@ COMMANDS: dict[str, Command] = {
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
     "chat": Command("chat with a model or a run's policy", "distflow.commands.chat", runs_code=True),
-    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.inspect_run"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export_replay_report_why"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "migrate": Command(
         "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL",
@@ -61,10 +61,10 @@ COMMANDS: dict[str, Command] = {
         "run a Python file in the sandbox, or serve the sandbox to other machines", "distflow.commands.sandbox"
     ),
     "list": Command("list presets, built-in models or runs", "distflow.commands.new_and_list"),
-    "report": Command("write report.html of a run again", "distflow.commands.inspect_run"),
-    "why": Command("show the groups of a step, and what was dropped", "distflow.commands.inspect_run"),
-    "trace": Command("write steps of a run as a trace for ui.perfetto.dev", "distflow.commands.inspect_run"),
-    "replay": Command("repeat a saved non-finite update on the CPU", "distflow.commands.inspect_run"),
+    "report": Command("write report.html of a run again", "distflow.commands.export_replay_report_why"),
+    "why": Command("show the groups of a step, and what was dropped", "distflow.commands.export_replay_report_why"),
+    "trace": Command("write steps of a run for ui.perfetto.dev", "distflow.commands.export_replay_report_why"),
+    "replay": Command("repeat a saved non-finite update on the CPU", "distflow.commands.export_replay_report_why"),
     "doctor": Command("show the hardware, missing extras and problems of this machine", "distflow.commands.doctor"),
     "selftest": Command("verify that all kinds of runs agree on this machine", "distflow.commands.doctor"),
 }

@@ -19,7 +19,7 @@ from distflow.audit.optimizer_steps import (
     schedule,
     total_updates,
 )
-from distflow.audit.recorded_calls_and_updates import GroupRecords, UpdateRecord
+from distflow.audit.record_calls_and_updates import GroupRecords, UpdateRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
 from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distflow.audit.model_forward import Turns, logits_of, plainly
 from distflow.audit.optimizer_steps import audit_gradients, audit_optimizer
-from distflow.audit.recorded_calls_and_updates import UpdateRecord, UpdateWatch, striped
+from distflow.audit.record_calls_and_updates import UpdateRecord, UpdateWatch, striped
 from distflow.audit.recorded_step import Wrong
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config

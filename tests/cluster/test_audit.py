@@ -79,7 +79,7 @@ FAULTS = {
     ),
     "a group that is lost on its way to a rank": (
         """
-        from distflow.cluster import sample_queue
+        from distflow.cluster import remote_sample_queue as sample_queue
         original = sample_queue.to_batch
         sample_queue.to_batch = lambda groups: original(groups[:1])
         """,

@@ -15,8 +15,9 @@ from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.launch import build_engines, engine_factories
-from distflow.pipelines.nodes import rollout
+from distflow.launch import build_engines
+from distflow.launch import model_and_engine_factories as engine_factories
+from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
@@ -515,7 +516,7 @@ FAULTS = {
         (*TWO, *FAST, "actor_rollout_ref.actor.off_policy_mask_threshold=1e-9"),
     ),
     "groups dropped whatever their accuracies": Fault(
-        attribute(rollout, "drop_reason", drops_two_of_three),
+        attribute(rollout_reward_filter, "drop_reason", drops_two_of_three),
         "dropped",
         ("grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20"),
     ),

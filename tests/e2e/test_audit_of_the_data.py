@@ -10,7 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from distflow.data import tokenizing
-from distflow.data.chat_template import ChatTemplate
+from distflow.data.chat_template_and_turns import ChatTemplate
 from distflow.data.prompts import PromptRow
 from distflow.errors import TrustError
 from distflow.launch import make_spec, spec_settings

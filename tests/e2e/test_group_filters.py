@@ -8,7 +8,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, UserError
-from distflow.pipelines.nodes import rollout
+from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back
@@ -100,13 +100,13 @@ def test_filters_that_cannot_work_are_told_before_the_start(
 def test_the_audit_finds_a_filter_by_other_bounds(
     ground: Playground, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    right = rollout.drop_reason
+    right = rollout_reward_filter.drop_reason
 
     def planted(metric: Any, valid: Any = None, mean_range: Any = None) -> Any:
         swapped = {"mean_too_low": "mean_too_high", "mean_too_high": "mean_too_low", "all_equal": None}
         return None if reason == "kept" else swapped.get(right(metric, valid, mean_range) or "")
 
-    monkeypatch.setattr(rollout, "drop_reason", planted)
+    monkeypatch.setattr(rollout_reward_filter, "drop_reason", planted)
     said = {"kept": "was kept, but", "dropped": "was dropped as mean_too_.*, but the mean of its score is"}
     with pytest.raises(TrustError, match=said[reason]):
         ground.run("grpo", *BAND, *STEPS, name=f"planted_{reason}")

@@ -10,7 +10,7 @@ import pytest
 
 from distflow import cli
 from distflow.observe.reading.run_reader import read_samples
-from distflow.observe.writing.live_view import TerminalView
+from distflow.observe.writing.terminal_view import TerminalView
 from tests.e2e.hostile import CANARY, HOSTILE_CHARACTERS, assert_harmless, speak_hostile, text_files
 from tests.e2e.runs import Playground
 

@@ -4,9 +4,10 @@ import functools
 
 import pytest
 
-from distflow.graph import SCORE_FIELDS, Form, PipelineError, node, node_class
+from distflow.graph import SCORE_FIELDS, Form, PipelineError, node
+from distflow.graph import graph_node as node_class
 from distflow.graph.contract_from_signature import REQUIRED
-from distflow.graph.node_class import Node
+from distflow.graph.graph_node import Node
 
 
 def contract_of(fn, *, known=(), **settings):

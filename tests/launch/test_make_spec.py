@@ -20,7 +20,7 @@ from distflow.config import load_config
 from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
-from distflow.launch.code_trust import check_importable
+from distflow.launch.code_named_by_config import check_importable
 from distflow.launch.data_sets import data_plan
 from distflow.launch.one_process_launcher import launch_local
 from distflow.rollout.engine import SamplingParams

@@ -5,11 +5,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import ready
+from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.packed_forward import choose_attention, output_head, packed_error, packed_hidden_states
-from distflow.models.packed_layout import Packing
+from distflow.models.shared_prefixes_and_buckets import Packing
 from distflow.training.torch_engine import checkpoint_activations
 from tests.tiny_models import tiny_config
 

@@ -15,7 +15,7 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.packed_forward import attach_packed_forward, choose_attention, packed_hidden_states, runs_natively
-from distflow.models.packed_layout import shared_prefixes
+from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.training.torch_engine import checkpoint_activations
 from tests.models.cpu_kernels.test_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model

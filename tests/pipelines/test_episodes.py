@@ -12,8 +12,8 @@ from distflow.environments.workflows import Row, Workflow
 from distflow.pipelines.nodes.episodes import run_episodes
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import NodeContext, compile_steps
-from distflow.runtime.prompt_group import Group
-from distflow.runtime.run_errors import NodeError
+from distflow.runtime.group_columns import Group
+from distflow.runtime.run_errors_and_limits import NodeError
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from tests.runtime.groups import bound, prompt_group, waiting_group
 from tests.tiny_models import tiny_tokenizer

@@ -9,7 +9,7 @@ from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput
 from distflow.pipelines.nodes import add_model_scores
-from distflow.runtime.run_errors import TooManyErrors
+from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training.engine import OneRank
 from tests.checks.batches import sampled_batch
 

@@ -18,13 +18,13 @@ from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
 from distflow.pipelines.nodes.advantages import subtract_kl
 from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
-from distflow.pipelines.nodes.rollout import generate, load_responses, reward_episodes, reward_samples
+from distflow.pipelines.nodes.rollout_reward_filter import generate, load_responses, reward_episodes, reward_samples
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 from tests.runtime.groups import group as columns_of

@@ -9,7 +9,7 @@ from distflow.config import load_config
 from distflow.config.keys.run_and_pipeline import MARKERS, NODE_KEYS
 from distflow.errors import UserError
 from distflow.graph import PipelineError
-from distflow.graph.node_class import NODE_SETTINGS
+from distflow.graph.graph_node import NODE_SETTINGS
 from distflow.graph.node_spec import MARKER_TYPES
 from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline

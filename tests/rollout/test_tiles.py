@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.models.attention import BLOCK, attend_in_blocks
 from distflow.models.cached_decoder import DecoderView
+from distflow.models.packed_attention import BLOCK, attend_in_blocks
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.host_steps import LARGEST, tile_size
 from distflow.rollout.engine import GenerateRequest, GenerateResult

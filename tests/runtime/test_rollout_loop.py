@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
-from distflow.audit.recorded_calls_and_updates import GroupRecords
+from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
-from distflow.pipelines.nodes.rollout import reward_episodes
+from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
-from distflow.runtime.run_errors import UserNoProgress
+from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
@@ -230,10 +230,14 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch
                 raise MemoryError
             return await super().generate(request)
 
-    monkeypatch.setattr("distflow.runtime.run_errors.users_place", lambda error: None)  # this file is no user's
-    counted = coordinator(shuffle=False)
-    assert asyncio.run(fill(plane_of(Failing()), LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
+    this_file_is_no_users = "distflow.runtime.run_errors_and_limits.users_place"
+    monkeypatch.setattr(this_file_is_no_users, lambda error: None)
+    counted, loop, warnings = coordinator(shuffle=False), plane_of(Failing()), list[str]()
+    loop.events = replace(loop.events, failed=GroupFailures(warnings.append).add)
+    assert asyncio.run(fill(loop, LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
     assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {"max_retries": 1}
+    assert [int(said.split("so far: ")[1].split(")")[0]) for said in warnings] == [1, 2, 4], "of five"
+    assert all("generated again" in said and "MemoryError" in said for said in warnings)
 
 
 def test_a_program_that_always_fails_ends_with_the_reason() -> None:

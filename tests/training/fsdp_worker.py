@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distflow.algorithms.objective import PolicyObjective
-from distflow.audit.recorded_calls_and_updates import UpdateWatch
+from distflow.audit.record_calls_and_updates import UpdateWatch
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora

@@ -19,11 +19,11 @@ from distflow.checks.step_invariants import Movement
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError
-from distflow.launch.engine_factories import make_factories
+from distflow.launch.model_and_engine_factories import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
 from distflow.models.sharding import DATA, TENSOR, Sharding, at_places, own_part, shard_model, square_sum, whole
-from distflow.models.weight_soundness import magnitudes
+from distflow.models.weight_fingerprint_and_soundness import magnitudes
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.shards import own_shards

@@ -27,7 +27,7 @@ _FUNCTIONS = {
     "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage"),
     "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
-    "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.builtin_workflows:single_turn"),
+    "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.single_and_multi_turn:single_turn"),
 }
 """The keys of functions by the names of arguments, and what each names until then."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
@@ -190,7 +190,7 @@ class PythonInputs:
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
         """(key, file, name, what is pickled) of each function but the reward: those passed, and the estimator and loss
         that the calling script registered."""
-        from distflow.launch.code_trust import entry_to_send
+        from distflow.launch.code_named_by_config import entry_to_send
         from distflow.rewards.load_functions import name_of
 
         values = flatten(config)

@@ -46,8 +46,8 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
         from distflow.launch.make_spec import make_spec
         from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-        from distflow.runtime.rollout_services import call_rewards_once
-        from distflow.runtime.run_errors import writing_to
+        from distflow.runtime.rollout_session import call_rewards_once
+        from distflow.runtime.run_errors_and_limits import writing_to
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
         resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()

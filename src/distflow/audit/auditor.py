@@ -11,7 +11,7 @@ from distflow.audit import all_checks
 from distflow.audit.audit_schedule import SHARES, AuditSchedule, Depth, drawn_update
 from distflow.audit.log_probs import score_before
 from distflow.audit.model_forward import KeptWeights, Turns, model_of
-from distflow.audit.recorded_calls_and_updates import (
+from distflow.audit.record_calls_and_updates import (
     GradientWatch,
     GroupRecord,
     GroupRecords,
@@ -30,9 +30,9 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.launch_inputs import WorkerInputs
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.audit import model_forward
-from distflow.audit.recorded_calls_and_updates import OpenEngine, UpdateRecord
+from distflow.audit.record_calls_and_updates import OpenEngine, UpdateRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Sample, Wrong, check, doubles
 from distflow.config.derived_settings import is_rl
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.algorithms.objective import PolicyObjective
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
-from distflow.audit.recorded_calls_and_updates import UpdateRecord
+from distflow.audit.record_calls_and_updates import UpdateRecord
 from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,

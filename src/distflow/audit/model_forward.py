@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distflow.models.attention import PACKED_ATTENTION
 from distflow.models.lora import adapter_off, unwrapped
+from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.sharding import is_spread, own_part
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.model_forward import logits_of, plainly
-from distflow.audit.recorded_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped
+from distflow.audit.record_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, is_builtin, samples_of, shuffled
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, reads_pairs, takes_values
-from distflow.config.keys.policy_and_critic import OptimConfig
+from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.models.sharding import is_spread
 
 SCORED = ("advantages", "returns", "old_log_probs", "ref_log_prob", "values", "selected_tokens")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
-from distflow.audit.recorded_calls_and_updates import GroupRecord, UpdateRecord
+from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import BY_WORKFLOW, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig
@@ -28,10 +28,10 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
-from distflow.runtime.launch_inputs import WorkerInputs
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_services import Session
+from distflow.runtime.rollout_session import Session
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distflow.audit.model_forward import model_of
-from distflow.audit.recorded_calls_and_updates import OpenEngine
+from distflow.audit.record_calls_and_updates import OpenEngine
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check, samples_of
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import global_generators
 from distflow.data.batch import Batch
-from distflow.models.weight_soundness import bit_hash
+from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
-from distflow.runtime.launch_inputs import WorkerInputs
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.worker_inputs import WorkerInputs
 
 STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"
 

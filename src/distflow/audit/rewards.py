@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW
 from distflow.audit.normalization import finished_rewards, whitened
-from distflow.audit.recorded_calls_and_updates import GroupRecord
+from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
 from distflow.audit.samples import ROUNDING, filtered_values, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_beyond, policy_scores
 from distflow.audit.model_forward import PlainScores, Turns, Weights, model_of, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_calls_and_updates import OpenEngine
+from distflow.audit.record_calls_and_updates import OpenEngine
 from distflow.audit.recorded_step import (
     NOT_APPLICABLE,
     RecordedStep,

@@ -12,7 +12,7 @@ import torch
 
 from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples
 from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
-from distflow.audit.recorded_calls_and_updates import GroupRecord, OpenEngine
+from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
 from distflow.audit.recorded_step import AuditedRun, Wrong, check, is_builtin
 from distflow.audit.rollout_engine import TWIN_NATS
 from distflow.config.derived_settings import response_limit

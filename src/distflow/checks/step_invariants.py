@@ -20,7 +20,7 @@ from distflow.algorithms.mismatch_check import Tolerance, check_mismatch
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.sharding import on_any_rank, own_part, whole
-from distflow.models.weight_soundness import bit_hash, magnitudes, unsound
+from distflow.models.weight_fingerprint_and_soundness import bit_hash, magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from distflow.cluster.remote_sample_queue import GroupRef, to_group
 from distflow.cluster.reports_to_driver import Message, MessageQueue
-from distflow.cluster.sample_queue import GroupRef, to_group
 from distflow.data.prompts import PromptRow
 from distflow.launch.run_start_and_end import Start, begin_ledger
 from distflow.planning.plan import dp_groups_of

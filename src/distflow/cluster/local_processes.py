@@ -29,7 +29,7 @@ from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.stop import StopRequest, leave_at_once
+from distflow.runtime.stop_conditions import StopRequest, leave_at_once
 from distflow.runtime.user_calls.sync_calls import Callbacks
 
 _PR_SET_PDEATHSIG = 1

@@ -12,17 +12,17 @@ import torch
 
 from distflow.cluster.actor_calls import COORDINATOR, WorkerDied
 from distflow.cluster.own_loop_worker import Stored, StoredColumn, stored
-from distflow.cluster.sample_queue import GroupRef, RemoteSampleQueue, Taken
+from distflow.cluster.remote_sample_queue import GroupRef, RemoteSampleQueue, Taken
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.prompt_group import rows_by_group
+from distflow.runtime.group_columns import rows_by_group
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
 from distflow.runtime.spec import Get, Spec
-from distflow.runtime.stop import Stop
+from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.sample_queue import Exhausted

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from distflow.cluster.actor_calls import reply, shorten
-from distflow.cluster.sample_queue import GroupRef, read_groups
+from distflow.cluster.remote_sample_queue import GroupRef, read_groups
 from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.data.prompts import PromptRow

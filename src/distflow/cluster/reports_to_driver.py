@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from distflow.cluster.actor_calls import COORDINATOR, future_of, reply_of, shortened
-from distflow.observe.writing.live_view import TerminalView
+from distflow.observe.writing.terminal_view import TerminalView
 from distflow.runtime.rank_info import Place
 from distflow.runtime.recorder import make_view
 from distflow.runtime.spec import Spec

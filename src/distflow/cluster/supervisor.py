@@ -29,7 +29,7 @@ from distflow.observe.writing.timing import lasting
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.stop import StopRequest
+from distflow.runtime.stop_conditions import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 

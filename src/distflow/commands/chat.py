@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distflow import __version__
-from distflow.commands.shared import at_least, importing
+from distflow.commands.arguments_and_run_folders import at_least, importing
 from distflow.errors import UserError
 
 

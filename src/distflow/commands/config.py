@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from distflow.commands.shared import add_preset_arguments, add_trust_argument
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
@@ -33,7 +33,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
-        from distflow.launch.code_trust import only_if_trusted, pipeline_code
+        from distflow.launch.code_named_by_config import only_if_trusted, pipeline_code
         from distflow.launch.select_pipeline import bind, import_user_modules
 
         only_if_trusted(pipeline_code(loaded.config), trusted, say=_note)
@@ -68,7 +68,7 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data, is_local_model
     from distflow.config.derived_settings import train_files, val_files
-    from distflow.launch.code_trust import pipeline_code
+    from distflow.launch.code_named_by_config import pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     files = (train_files(config) | val_files(config)).values()

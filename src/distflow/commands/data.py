@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.shared import add_preset_arguments, at_least, importing
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
 from distflow.observe.harmless_output import escape_control
 
 if TYPE_CHECKING:

@@ -13,10 +13,16 @@ import time
 from pathlib import Path
 
 from distflow import __version__
-from distflow.commands.shared import add_run_argument, add_trust_argument, find_run, importing, newest_run
+from distflow.commands.arguments_and_run_folders import (
+    add_run_argument,
+    add_trust_argument,
+    find_run,
+    importing,
+    newest_run,
+)
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.harmless_output import escape_control
-from distflow.observe.listening_ports import family, listeners
+from distflow.observe.port_owners import family, listeners
 from distflow.observe.writing.folder_lock import writer_of
 
 EXTRAS = {
@@ -66,7 +72,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
     with importing():
-        from distflow.launch.code_trust import model_code, only_if_trusted, pipeline_code
+        from distflow.launch.code_named_by_config import model_code, only_if_trusted, pipeline_code
         from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
         from distflow.selftest.device_checks import check_all

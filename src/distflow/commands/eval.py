@@ -11,7 +11,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.shared import RUNS, add_preset_arguments, empty_folder, importing, rewards_ahead
+from distflow.commands.arguments_and_run_folders import (
+    RUNS,
+    add_preset_arguments,
+    empty_folder,
+    importing,
+    rewards_ahead,
+)
 from distflow.errors import UserError
 from distflow.observe.harmless_output import escape_control
 
@@ -47,7 +53,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
-                from distflow.runtime.rollout_services import call_rewards_once
+                from distflow.runtime.rollout_session import call_rewards_once
             spec = make_spec(loaded, say=say)
             call_rewards_once(spec)
             found = evaluate(spec, say)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from distflow.commands.shared import RUNS, empty_folder, importing
+from distflow.commands.arguments_and_run_folders import RUNS, empty_folder, importing
 from distflow.errors import UserError
 from distflow.observe.harmless_output import escape_control
 
@@ -87,7 +87,7 @@ def _models() -> Iterator[tuple[str, str]]:
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     """The last written first. Raises UserError where there is no such folder."""
     from distflow.observe.reading.run_reader import read_events, read_metrics
-    from distflow.observe.report.judgements import accuracies, status
+    from distflow.observe.report.summary_sentences import accuracies, status
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")

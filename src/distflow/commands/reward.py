@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from distflow.commands.shared import at_least
+from distflow.commands.arguments_and_run_folders import at_least
 from distflow.observe.harmless_output import escape_control
 from distflow.rewards.score import RIGHT
 

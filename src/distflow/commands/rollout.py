@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.shared import add_preset_arguments, importing
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing
 from distflow.errors import UserError
 from distflow.observe.harmless_output import escape_control
 
@@ -39,7 +39,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    from distflow.launch.check_rollout import check_rollout
+    from distflow.launch.check_rollout_engine import check_rollout
 
     settings, failed = config.actor_rollout_ref, 0
     print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
 from distflow.builtin_names import SEVERAL_RUNS
-from distflow.commands.shared import add_preset_arguments, importing, rewards_ahead
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing, rewards_ahead
 from distflow.config.compose.origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.runtime.stop import exit_status
+from distflow.runtime.stop_conditions import exit_status
 
 if TYPE_CHECKING:
     from distflow.config import Loaded
@@ -84,7 +84,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
             from distflow.launch.make_spec import make_spec
-            from distflow.runtime.rollout_services import call_rewards_once
+            from distflow.runtime.rollout_session import call_rewards_once
 
             launch = cast("Launch", load(launch_target(runs[0].config)))
         specs = []

@@ -10,9 +10,9 @@ from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PRO
 from distflow.config.compose.key_usage import peek, with_group
 from distflow.config.compose.origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_keys import suggest
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
-from distflow.config.keys.policy_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.run_and_pipeline import FIRST_POLICY
 from distflow.config.keys.schema import Config, schema_keys

@@ -10,7 +10,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
-from distflow.data.chat_template import (
+from distflow.data.chat_template_and_turns import (
     Chat,
     ChatTemplate,
     Refused,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from distflow.environments.toolbox import bounded, without_control
+from distflow.environments.tools_in_process import bounded, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 

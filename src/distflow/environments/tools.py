@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from distflow.environments import builtin_tools, toolbox
+from distflow.environments import builtin_tools, tools_in_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.tool_calls import ToolCall
-from distflow.environments.toolbox import ToolAnswer, bounded
+from distflow.environments.tools_in_process import ToolAnswer, bounded
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load
@@ -46,7 +46,7 @@ class Tools:
         if len(self.parameters) < len(targets):
             raise UserError(f"two tools have the same name: {', '.join(function['name'] for function in functions)}")
         named = dict(zip(self.parameters, targets, strict=True))
-        self.server = ProcessServer(f"{toolbox.__name__}:Toolbox", {"targets": named})
+        self.server = ProcessServer(f"{tools_in_process.__name__}:Toolbox", {"targets": named})
         self.timeout_s, self.max_characters = timeout_s, max_characters
         self.sandbox = None
         if PYTHON in self.parameters:

@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from distflow.data.chat_template import Chat as Rows
-from distflow.data.chat_template import ChatTemplate, template_of
+from distflow.data.chat_template_and_turns import Chat as Rows
+from distflow.data.chat_template_and_turns import ChatTemplate, template_of
 from distflow.data.messages import RowError
 from distflow.errors import UserError
 

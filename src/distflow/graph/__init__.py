@@ -3,7 +3,7 @@
 from distflow.graph.bind import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import Form
 from distflow.graph.fields import PipelineError, register_field
-from distflow.graph.node_class import Drop, Node, NodeOutput
+from distflow.graph.graph_node import Drop, Node, NodeOutput
 from distflow.graph.node_spec import SCORE_FIELDS, NodeRole, NodeType, node, node_factory
 from distflow.graph.task_graph import Pipeline, TaskGraph, pipeline_from_config
 

@@ -11,7 +11,7 @@ from distflow.errors import hint
 from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
-from distflow.graph.node_class import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
+from distflow.graph.graph_node import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
 from distflow.graph.node_spec import NodeRole, NodeType, Plane
 from distflow.graph.wiring import Wiring
 

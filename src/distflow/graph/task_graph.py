@@ -10,7 +10,7 @@ from distflow.errors import hint
 from distflow.graph.bind import BoundPipeline, bind_pipeline, check_options
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
-from distflow.graph.node_class import NODE_SETTINGS, Node, contracts_of, split_arguments
+from distflow.graph.graph_node import NODE_SETTINGS, Node, contracts_of, split_arguments
 from distflow.graph.node_spec import is_factory
 from distflow.graph.wiring import Wiring, dependents
 

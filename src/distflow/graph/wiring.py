@@ -10,7 +10,7 @@ from itertools import combinations
 from distflow.errors import hint
 from distflow.graph.contract_from_signature import Contract, canonical
 from distflow.graph.fields import DERIVED, PipelineError
-from distflow.graph.node_class import Node, engines_of
+from distflow.graph.graph_node import Node, engines_of
 from distflow.graph.node_spec import Plane, is_factory
 
 Edges = Mapping[str, Sequence[str]]

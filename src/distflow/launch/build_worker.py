@@ -13,15 +13,15 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
-from distflow.runtime.launch_inputs import WorkerInputs
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_services import Session
-from distflow.runtime.run_errors import ErrorShare
+from distflow.runtime.rollout_session import Session
+from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_parts import WorkerParts
 
 
@@ -56,7 +56,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             ports.queue.count(reward_counts())
 
     nodes = [pipeline.node(name) for name in plan.rollout_nodes]
-    events = GroupEvents(group_ended, recorder.group_dropped, recorder.waits)
+    events = GroupEvents(group_ended, recorder.group_dropped, GroupFailures(warn).add, recorder.waits)
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
     validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn)
     export = partial(write_hf_models, spec.run_dir, warn) if spec.options.save_hf_model else lambda: None

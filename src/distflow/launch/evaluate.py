@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from distflow.audit.recorded_calls_and_updates import GroupRecords
+from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.checks.engine_weights_canary import make_canary
 from distflow.errors import UserError
 from distflow.observe.writing.timing import lasting
@@ -12,8 +12,8 @@ from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.rank_info import own_device
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_services import Session
-from distflow.runtime.run_errors import warn_of_errors
+from distflow.runtime.rollout_session import Session
+from distflow.runtime.run_errors_and_limits import warn_of_errors
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss

@@ -15,7 +15,7 @@ import yaml
 
 from distflow.config import Config, Loaded, config_of_run
 from distflow.errors import UserError
-from distflow.launch.code_trust import model_code, only_if_trusted, without_model_code
+from distflow.launch.code_named_by_config import model_code, only_if_trusted, without_model_code
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.models.export import check_target, export_model
 from distflow.observe.crash_safe_files import read_object

@@ -11,17 +11,17 @@ from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
-from distflow.runtime.launch_inputs import Ports, WorkerInputs
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.stop import StopRequest
+from distflow.runtime.stop_conditions import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.training.engine import OneRank
 

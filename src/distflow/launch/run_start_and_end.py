@@ -11,7 +11,7 @@ from distflow.launch.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
 from distflow.observe.report.build import report_data, write_report
-from distflow.observe.report.judgements import accuracies
+from distflow.observe.report.summary_sentences import accuracies
 from distflow.observe.writing.folder_lock import claimed, join
 from distflow.observe.writing.run_folder import RunFolder, finish_moving, set_aside
 from distflow.runtime import fault_injection
@@ -29,9 +29,9 @@ from distflow.runtime.checkpoint.find_checkpoint import (
 )
 from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
 from distflow.runtime.recorder import Recorder
-from distflow.runtime.run_errors import writing_to
+from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.stop import Stop
+from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.group_states import GroupCounts

@@ -25,16 +25,16 @@ from distflow.graph import (
     pipeline_from_config,
 )
 from distflow.graph.fields import MissingColumn
-from distflow.graph.node_class import Node
+from distflow.graph.graph_node import Node
 from distflow.import_target import LoadError, innermost, load_function, load_modules, required_parameters, users_code
 from distflow.launch.device_and_threads import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
-from distflow.pipelines.nodes.rollout import drop_unless, load_responses
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
+from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
-from distflow.runtime.prompt_group import Group
-from distflow.runtime.run_errors import is_ours
+from distflow.runtime.group_columns import Group
+from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.runtime.sample_queue.user_prompt_rows import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 

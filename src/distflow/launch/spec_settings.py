@@ -20,14 +20,14 @@ from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.configured_models import check_layouts, model_sizes
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
-from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
+from distflow.launch.model_and_engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.run_errors import is_ours
+from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 

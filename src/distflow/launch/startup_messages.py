@@ -6,7 +6,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
-from distflow.config.unregistered_parts import find_unregistered
+from distflow.config.missing_registrations import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.prompts import PromptRow
 from distflow.errors import hint

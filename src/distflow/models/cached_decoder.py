@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from distflow.device_transfer import send
 from distflow.errors import UserError
-from distflow.models.attention import attend_in_blocks
 from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.lora import unwrapped
+from distflow.models.packed_attention import attend_in_blocks
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,

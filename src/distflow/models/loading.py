@@ -25,7 +25,7 @@ from distflow.models.lora import base_of_adapter, merge_adapter
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
 from distflow.models.paths import WEIGHT_PATTERNS, first_lines, is_local, readable, require_files, resolve_path
 from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
-from distflow.models.weight_soundness import magnitudes, unsound
+from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
 
 Init = Literal["pretrained", "random"]
 Model = TypeVar("Model", bound=nn.Module)

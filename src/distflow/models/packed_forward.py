@@ -26,7 +26,6 @@ from torch.nn.functional import linear
 
 from distflow.device_transfer import send
 from distflow.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, take_rows
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import (
@@ -40,8 +39,9 @@ from distflow.models.cpu_kernels.training_layer import (
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
-from distflow.models.packed_layout import Packing, Sequences, Sharing, shared_prefixes
+from distflow.models.packed_attention import PACKED_ATTENTION, take_rows
 from distflow.models.sharding import is_spread
+from distflow.models.shared_prefixes_and_buckets import Packing, Sequences, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and

@@ -23,9 +23,9 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import RewardResult
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.prompt_group import Group, rows_by_group
+from distflow.runtime.group_columns import Group, rows_by_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.run_errors import NodeError, is_ours, node_error, output_error
+from distflow.runtime.run_errors_and_limits import NodeError, is_ours, node_error, output_error
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
-from distflow.models.weight_soundness import identity
+from distflow.models.weight_fingerprint_and_soundness import identity
 from distflow.rewards.judge_cache import JudgeCache
 from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, read_score, score_at_end
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream

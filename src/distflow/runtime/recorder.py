@@ -24,8 +24,8 @@ from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
 from distflow.observe.report.findings import LiveFindings
 from distflow.observe.report.timelines import TRAINING
-from distflow.observe.writing.live_view import TerminalView
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
+from distflow.observe.writing.terminal_view import TerminalView
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity

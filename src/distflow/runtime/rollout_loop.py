@@ -18,10 +18,10 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngi
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
-from distflow.runtime.early_stop_and_rounds import EarlyStop, Rounds
-from distflow.runtime.prompt_group import Group, accuracy_of, finished_group
+from distflow.runtime.group_columns import Group, accuracy_of, finished_group
+from distflow.runtime.oversampling_and_turn_rounds import EarlyStop, Rounds
 from distflow.runtime.resources import Resources
-from distflow.runtime.run_errors import Failure, NodeError
+from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
@@ -44,12 +44,13 @@ class GroupEvents:
     """Callbacks for events of prompt groups.
 
     ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
-    before the queue has it. dropped: (its version, why a node dropped it, its columns). waits: logs how long each group
-    waits for its rewards.
+    before the queue has it. dropped: (its version, why a node dropped it, its columns). failed: (group id, why), of one
+    whose node raised. waits: logs how long each group waits for its rewards.
     """
 
     ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
+    failed: Callable[[int, Failure], None] = lambda group_id, failure: None
     waits: Waits = field(default_factory=Waits)
 
 
@@ -336,9 +337,10 @@ class RolloutLoop:
                 self._end(prompt_group, "aborted: the step was complete", started)
             raise
         except NodeError as err:
-            users = isinstance(err, UserError)
+            failure = Failure(str(err), users=isinstance(err, UserError))
             self._end(prompt_group, f"error: {err}", started)
-            queue.drop(DroppedGroup(prompt_group, "error", Failure(str(err), users), lost=not users))
+            self.events.failed(prompt_group.group_id, failure)
+            queue.drop(DroppedGroup(prompt_group, "error", failure, lost=not failure.users))
             return
         if drop is None:
             self._end(prompt_group, "complete", started)

@@ -29,14 +29,14 @@ from distflow.models.loading import quiet_transformers
 from distflow.models.paths import resolve_path
 from distflow.observe.reading.run_reader import read_timeline
 from distflow.pipelines.grpo import grpo_pipeline
-from distflow.pipelines.nodes.rollout import RESPONSE_FIELDS
+from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.fault_injection import VARIABLE, Fault
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 from distflow.runtime.spec import Launch, Spec
-from distflow.runtime.stop import Interrupted
+from distflow.runtime.stop_conditions import Interrupted
 from distflow.selftest.run_numbers import Figures, Recorded, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"

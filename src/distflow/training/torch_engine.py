@@ -23,8 +23,8 @@ from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
-from distflow.models.packed_layout import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
+from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.scheduling.bin_packing import pack
 from distflow.training import engine
 from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state

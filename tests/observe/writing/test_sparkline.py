@@ -2,7 +2,7 @@
 
 import math
 
-from distflow.observe.writing.live_view import WIDTH, Curve, means, sparkline
+from distflow.observe.writing.terminal_view import WIDTH, Curve, means, sparkline
 
 
 def test_bars_run_from_the_least_to_the_greatest() -> None:

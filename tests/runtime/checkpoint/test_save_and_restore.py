@@ -19,7 +19,7 @@ from distflow.runtime.checkpoint.save_and_restore import (
     saved_parts,
     set_generators,
 )
-from distflow.runtime.prompt_group import finished_group
+from distflow.runtime.group_columns import finished_group
 from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator

@@ -16,8 +16,8 @@ from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
 from distflow.config.flatten_and_compare import flatten, show_value
 from distflow.config.keys.schema import Config, group_names, schema_keys, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
+from distflow.config.missing_registrations import find_unregistered
 from distflow.config.rules.check import find_problems, find_size_problems, where
-from distflow.config.unregistered_parts import find_unregistered
 from distflow.errors import ConfigError, Problem, UserError
 from distflow.import_target import LoadError, load_modules
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from distflow.builtin_names import REWARDS
 from distflow.config.compose.values import Differing, Mismatch, convert, parse_differing, show
+from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
-from distflow.config.keys.policy_and_critic import RefFsdpConfig
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
 """What happens to a sample with a reward error: left out of the loss, its group dropped, or given a score."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, PIPELINES, TRACKERS, not_there_yet
 from distflow.config.compose.values import Differing, Mismatch, did_you_mean, parse_differing, show
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig
 from distflow.config.keys.declare import collect, group, key
-from distflow.config.keys.policy_and_critic import ActorRolloutRefConfig
 
 NODE_KEYS = (
     *("id", "type", "role", "func", "deps", "options", "only_forward_compute", "config", "engine", "writes"),

@@ -6,10 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distflow.config.compose.values import can_convert
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig, CriticConfig
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, yaml_name
-from distflow.config.keys.policy_and_critic import ActorRolloutRefConfig, CriticConfig
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from distflow.config.keys.run_and_pipeline import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
 

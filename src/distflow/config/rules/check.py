@@ -12,7 +12,7 @@ from distflow.config.rules import (
     data_and_rewards,
     domains,
     models_and_engines,
-    pipeline,
+    pipeline_and_estimator,
     run_and_sizes,
     unused_options,
 )
@@ -20,7 +20,7 @@ from distflow.config.rules.run_and_sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    *pipeline.RULES,
+    *pipeline_and_estimator.RULES,
     *data_and_rewards.RULES,
     *domains.RULES,
     *models_and_engines.RULES,

@@ -20,7 +20,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ROLLOUT, Finding, algorithm, pipeline, unused_options
+from distflow.config.rules import ROLLOUT, Finding, algorithm, pipeline_and_estimator, unused_options
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
@@ -161,7 +161,7 @@ def used(config: Config) -> Iterator[Finding]:
 
 
 _RULES_OF_DOMAINS = (
-    *(pipeline.group_of_one, pipeline.known_names, algorithm.kl_control),
+    *(pipeline_and_estimator.group_of_one, pipeline_and_estimator.known_names, algorithm.kl_control),
     *(*algorithm.NORMALIZATION_RULES, *unused_options.RULES),
 )
 

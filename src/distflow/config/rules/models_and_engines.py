@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.builtin_names import MODELS, ROLLOUT_ENGINES
 from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, may_have_critic, reads_pairs
-from distflow.config.keys.policy_and_critic import ActorConfig, CriticConfig, OptimConfig
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from distflow.models.cpu_kernels.build import ADDRESS, COUNT, address, addresses, call, counts, size
-from distflow.models.packed_layout import Sequences
+from distflow.models.shared_prefixes_and_buckets import Sequences
 
 
 class _Packing(ctypes.Structure):

@@ -17,9 +17,9 @@ from distflow.observe.metrics import find_metric
 from distflow.observe.reading import run_reader
 from distflow.observe.reading.run_reader import Event
 from distflow.observe.report import chart_data as charts
-from distflow.observe.report import domains, findings, judgements, samples
+from distflow.observe.report import domains, findings, samples, summary_sentences
 from distflow.observe.report import timelines as step
-from distflow.observe.report.judgements import Accuracy, EventGroup, Finding, Steps, known_values
+from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.writing.folder_lock import RunFolderError, is_ours
 from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 
@@ -68,28 +68,30 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     run, config = read_object(run_dir / "run.json", run_dir), run_reader.read_config(run_dir)
     steps, activity = charts.tabulate(records), step.read_activity(run_dir)
     trials = samples.num_problems(run_dir, timeline)
-    accuracy = None if findings.accuracy_counts_nothing(steps) else judgements.find_accuracy(records, trials.get("all"))
-    failed = judgements.failure(events)
-    groups = judgements.group_events([event for event in events if event is not failed])
+    accuracy = (
+        None if findings.accuracy_counts_nothing(steps) else summary_sentences.find_accuracy(records, trials.get("all"))
+    )
+    failed = summary_sentences.failure(events)
+    groups = summary_sentences.group_events([event for event in events if event is not failed])
     columns = charts.series(steps)
     chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
     drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
     found = [*findings.findings(run_dir, timeline, steps, config), *findings.idle_sides(activity, config)]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
-    end = judgements.ending(events, steps, run.get("total_steps"), written)
+    end = summary_sentences.ending(events, steps, run.get("total_steps"), written)
     judged = _judgements(end, found, accuracy, groups, steps)
     data: dict[str, Any] = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name)[:_MAX_SENTENCE],
         "head": _facts(run, HEAD),
         "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
-        "status": judgements.status(events),
+        "status": summary_sentences.status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "failure": _failure(failed) if failed else None,
         "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
         "sentences": _sentences(judged, steps, events, run_reader.read_damage(run_dir)),
         "tiles": tiles(accuracy, steps),
         "problems": groups,
-        "log": [_log_line(event) for event in events if event.kind not in judgements.PROBLEM_KINDS][-_MAX_LOG:],
+        "log": [_log_line(event) for event in events if event.kind not in summary_sentences.PROBLEM_KINDS][-_MAX_LOG:],
         "compare": samples.before_and_after(run_dir, timeline),
         "domains": domains.domain_table(steps),
         "series": columns,
@@ -124,15 +126,15 @@ def _judgements(
     if not steps:
         return [each for each in (end, Finding("unknown", "No step has been recorded yet.")) if each.text]
     if not max(steps) and accuracy:  # an evaluation, or a run that has only validated so far
-        judged = [end, *found, judgements.describe_accuracy(accuracy), judgements.problems(groups, steps)]
+        judged = [end, *found, summary_sentences.describe_accuracy(accuracy), summary_sentences.problems(groups, steps)]
         return [finding for finding in judged if finding.text]
     hindered = [finding for finding in found if finding.hinders]
     others = [finding for finding in found if not finding.hinders]
     # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to that.
-    outcome = [judgements.describe_learning(accuracy, steps)] if accuracy or not hindered else []
+    outcome = [summary_sentences.describe_learning(accuracy, steps)] if accuracy or not hindered else []
     if end.tone == "bad":  # after a failure, checks that passed or did not run do not matter
         outcome = [finding for finding in outcome if finding.tone != "unknown"]
-    problems = [] if end.tone == "bad" and not groups else [judgements.problems(groups, steps)]
+    problems = [] if end.tone == "bad" and not groups else [summary_sentences.problems(groups, steps)]
     return [finding for finding in (end, *hindered, *outcome, *others, *problems) if finding.text]
 
 
@@ -142,9 +144,11 @@ def _sentences(
     """What was judged, then audits, times, and lost lines."""
     ordered = list(judged)
     if steps and max(steps):
-        failed = judgements.status(events)["word"] == "failed"
-        ordered += [] if failed and not judgements.audited(events) else [judgements.describe_audits(events)]
-        ordered.append(Finding("unknown", judgements.time_sentence(steps)))
+        failed = summary_sentences.status(events)["word"] == "failed"
+        ordered += (
+            [] if failed and not summary_sentences.audited(events) else [summary_sentences.describe_audits(events)]
+        )
+        ordered.append(Finding("unknown", summary_sentences.time_sentence(steps)))
     ordered += [Finding("flat", f"{sentence}.") for sentence in damage]
     return [
         {"tone": tone, "text": text[:_MAX_SENTENCE], "advice": advice[:_MAX_SENTENCE]}
@@ -260,13 +264,17 @@ def _text(text: str) -> str:
 def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
     """The few numbers to read first: label, value, and a line below."""
     found = _accuracy_tiles(accuracy) if accuracy else []
-    for label, name in (("reward", judgements.REWARD), ("loss", "sft/loss"), ("validation loss", "sft/val_loss")):
+    for label, name in (
+        ("reward", summary_sentences.REWARD),
+        ("loss", "sft/loss"),
+        ("validation loss", "sft/val_loss"),
+    ):
         if values := known_values(steps, name):
             found.append((label, f"{values[-1]:.3g}", f"{values[0]:.3g} at first"))
     if speeds := sorted(known_values(steps, "throughput/tokens_per_s")):
         found.append(("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
     if seconds := known_values(steps, "timing_s/step"):
-        found.append(("steps", f"{len(seconds):,}", f"in {judgements.readable_s(sum(seconds))}"))
+        found.append(("steps", f"{len(seconds):,}", f"in {summary_sentences.readable_s(sum(seconds))}"))
     return [{"label": label, "value": value, "note": note} for label, value, note in found]
 
 

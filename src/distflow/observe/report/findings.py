@@ -11,7 +11,7 @@ from pathlib import Path
 from distflow.errors import joined
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.reading.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
-from distflow.observe.report.judgements import REWARD, Finding, Steps, known_values
+from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.report.timelines import RunActivity
 
 MANY_CUT = 0.1

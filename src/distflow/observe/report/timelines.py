@@ -15,7 +15,7 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON, encode, read_object, read_records, to_number, write_atomically
 from distflow.observe.reading import run_reader as reader
 from distflow.observe.reading.run_reader import MetricsRecord, read_spans
-from distflow.observe.report.judgements import Steps
+from distflow.observe.report.summary_sentences import Steps
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"

@@ -20,12 +20,12 @@ from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow
 from distflow.errors import users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.rollout import SAMPLED_FIELDS, policy_segment
+from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 

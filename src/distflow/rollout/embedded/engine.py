@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
+from distflow.rollout.embedded.cuda.async_lane import CudaRequestLane
 from distflow.rollout.embedded.cuda.device_steps import AsyncSteps, DeviceOptions
-from distflow.rollout.embedded.cuda.request_lane import CudaRequestLane
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
 from distflow.rollout.embedded.host_steps import RequestLane, TiledLane, tile_size
 from distflow.rollout.embedded.kv_slots import PromptCache

@@ -4,7 +4,7 @@ request alone.
 The rounding of a matrix product depends on its shape, so every batch-invariant product has a fixed shape:
 
 - Decoding runs in batch tiles of a fixed number of slots, the last one padded. Attention runs in blocks
-  of the keys (`models/attention.py`), so the length of a row's neighbours does not matter.
+  of the keys (`models/packed_attention.py`), so the length of a row's neighbours does not matter.
 - A prompt is prefilled alone.
 - Tokens are drawn in tiles of rows with the same sampling parameters.
 - A response that lost its keys and values gets its prompt prefilled and its tokens decoded again in the same way.
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distflow.models.attention import BLOCK
 from distflow.models.cached_decoder import DecoderView
+from distflow.models.packed_attention import BLOCK
 from distflow.rollout.embedded.kv_slots import KVSlots, PromptCache
 from distflow.rollout.embedded.sampler import Draws, joined, rows_by_law, sample
 from distflow.rollout.embedded.scheduler import DrawInputs, Move, Scheduler, Sequence, StepTokens, Work, draw_inputs

@@ -11,7 +11,7 @@ from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.data import global_generators
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.models.weight_soundness import magnitudes, unsound
+from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
@@ -19,7 +19,7 @@ from distflow.runtime.checkpoint.files import CheckpointError, shard_name
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
 from distflow.runtime.checkpoint.shards import is_sharded, own_shards
 from distflow.runtime.compiled_node import NodeState
-from distflow.runtime.prompt_group import finished_group, rows_by_group
+from distflow.runtime.group_columns import finished_group, rows_by_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
 from distflow.runtime.spec import Spec

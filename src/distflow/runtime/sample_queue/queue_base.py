@@ -13,9 +13,9 @@ from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
-from distflow.runtime.run_errors import Failure, FailuresInARow, NoProgress
+from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
-from distflow.runtime.sample_queue.group_assignment import RolloutWorker, RolloutWorkers
+from distflow.runtime.sample_queue.groups_by_rollout_worker import RolloutWorker, RolloutWorkers
 from distflow.runtime.sample_queue.user_prompt_rows import ShouldAccept, Submissions
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks

@@ -15,7 +15,7 @@ from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.run_errors import Failure
+from distflow.runtime.run_errors_and_limits import Failure
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
@@ -26,7 +26,7 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.queue_base import joined
-from distflow.runtime.stop import Stop
+from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.group_states import PromptGroup
 

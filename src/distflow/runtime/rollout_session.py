@@ -27,7 +27,7 @@ from distflow.runtime.engine_watch import STACKS, Deadline, EngineHangs, Watched
 from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
-from distflow.runtime.stop import leave_at_once
+from distflow.runtime.stop_conditions import leave_at_once
 
 NUM_CHECKED_ROWS = 16
 NUM_SOLUTIONS = 200

@@ -141,6 +141,22 @@ class Failure:
     users: bool
 
 
+@dataclass
+class GroupFailures:
+    """Warns of groups that fail: of the first, and whenever their number has doubled."""
+
+    warn: Callable[[str], None]
+    _number: int = field(default=0, init=False)
+
+    def add(self, group_id: int, failure: Failure) -> None:
+        self._number += 1
+        if self._number & (self._number - 1):
+            return
+        then = "dropped" if failure.users else "generated again, unless this was its third attempt"
+        message = escape_control(failure.message, _SHOWN_CHARACTERS)
+        self.warn(f"group {group_id} has failed (failures so far: {self._number}) and is {then}: {message}")
+
+
 class FailuresInARow:
     """Failures without a successful group between them. consumer_batch: groups of a step."""
 

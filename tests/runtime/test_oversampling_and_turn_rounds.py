@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.recorded_calls_and_updates import GroupRecords
+from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.wait_log import Waits

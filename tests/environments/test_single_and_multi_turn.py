@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from distflow.environments.builtin_workflows import multi_turn
 from distflow.environments.chat import Limits, Prompt
+from distflow.environments.single_and_multi_turn import multi_turn
 from distflow.environments.workflows import Row
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Score

@@ -11,7 +11,7 @@ from distflow.config import Config
 from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import policy_context
 from distflow.launch.device_and_threads import choose_device, make_process_ready
-from distflow.launch.engine_factories import engine_dtype, make_factories
+from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
 from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.runtime.spec import Get

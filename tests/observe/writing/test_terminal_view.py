@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from distflow.observe.harmless_output import escape_control
-from distflow.observe.writing.live_view import TerminalView, can_redraw, duration, step_line
+from distflow.observe.writing.terminal_view import TerminalView, can_redraw, duration, step_line
 from distflow.observe.writing.timing import PhaseTimer
 
 VALUES = {

@@ -12,7 +12,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
-from distflow.runtime.stop import Stop
+from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.reshard_columns import Key

@@ -3,7 +3,7 @@
 import pytest
 
 from distflow.rewards.score import CallCounts, RewardCounts
-from distflow.runtime.run_errors import ErrorShare, TooManyErrors, warn_of_errors
+from distflow.runtime.run_errors_and_limits import ErrorShare, TooManyErrors, warn_of_errors
 
 
 def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:

@@ -9,18 +9,18 @@ from typing import Any
 
 from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.sample_queue import RemoteSampleQueue
+from distflow.cluster.remote_sample_queue import RemoteSampleQueue
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
-from distflow.runtime.launch_inputs import Ports
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
-from distflow.runtime.stop import Stop
+from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.weight_ports import LocalWeights, StreamedWeights
+from distflow.runtime.worker_inputs import Ports
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 

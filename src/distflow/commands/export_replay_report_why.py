@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.commands.shared import LEDGER, add_run_argument, add_trust_argument, find_run
+from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
 from distflow.observe.crash_safe_files import bytes_left_out, to_number
 from distflow.observe.harmless_output import escape_control
 

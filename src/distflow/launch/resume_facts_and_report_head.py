@@ -23,7 +23,7 @@ from distflow.config.keys.schema import schema_keys
 from distflow.launch.device_and_threads import choose_device, threads_of, worker_cores
 from distflow.launch.fit_config_to_inputs import Data
 from distflow.models.cpu_kernels import build as native
-from distflow.models.weight_soundness import identity
+from distflow.models.weight_fingerprint_and_soundness import identity
 from distflow.rewards.load_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.sandbox.sandbox import probe

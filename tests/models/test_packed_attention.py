@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.models import attention
-from distflow.models.attention import attend_short
+from distflow.models import packed_attention
+from distflow.models.packed_attention import attend_short
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -30,7 +30,7 @@ def test_values_and_gradients_are_those_of_the_formula(
     heads: int, kv_heads: int, tokens: int, matrices_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = heads // kv_heads * tokens * tokens
-    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", matrices_at_once * scores // torch.get_num_threads())
+    monkeypatch.setattr(packed_attention, "_BLOCK_ELEMENTS", matrices_at_once * scores // torch.get_num_threads())
     given = [x.requires_grad_() for x in inputs(heads, kv_heads, tokens, torch.float64)]
     weights = torch.randn(5, heads, tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     expected = by_hand(*given, 0.3)

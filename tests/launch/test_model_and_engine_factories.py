@@ -11,7 +11,7 @@ from torch import nn
 from distflow.config import Config, load_config
 from distflow.errors import UserError
 from distflow.launch.build_engines import Spread
-from distflow.launch.engine_factories import engine_dtype, make_factories
+from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
 from distflow.models.cpu_kernels import build as native
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine

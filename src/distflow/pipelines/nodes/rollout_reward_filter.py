@@ -25,7 +25,7 @@ from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
-from distflow.runtime.prompt_group import Group
+from distflow.runtime.group_columns import Group
 
 REJECTED = "rejected"
 RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
