@@ -189,5 +189,5 @@ def is_own(reward: str) -> bool:
 
 
 def not_there_yet(table: Mapping[str, Entry]) -> tuple[str, ...]:
-    """The names of a table that lead nowhere so far."""
+    """The names of a table that have no target."""
     return tuple(name for name, entry in table.items() if not entry.target)

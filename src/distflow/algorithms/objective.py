@@ -327,7 +327,7 @@ class SFTObjective(_Objective):
 
 
 class PairObjective(_Objective):
-    """A reward model by Bradley and Terry: the mean over pairs of −log σ(chosen − rejected), each the score of a whole
+    """Bradley-Terry loss of a reward model: mean over pairs of −log σ(chosen − rejected). A score is that of a whole
     text, at its last token; a pair's rows follow each other. Metrics: `loss`, `accuracy` (the share of pairs whose
     chosen text scores higher), `margin` (the mean of chosen − rejected)."""
 

@@ -56,7 +56,7 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
             is_close = isinstance(expected, float) and isinstance(found, float) and abs(found - expected) <= LIMIT
             if found != expected and not is_close:
                 raise Wrong(
-                    f"the samples file has {found!r} as the {name} of sample {sample['uid']}, which is {expected!r}: "
+                    f"the samples file has {found!r} as the {name} of sample {sample['uid']}, but it is {expected!r}: "
                     "its row belongs to another sample, or the code that writes it is wrong. Weights are not affected"
                 )
     return None

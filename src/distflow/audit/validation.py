@@ -163,7 +163,7 @@ def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
 
 def _wrong_tokens(answer: PromptRow, row: Mapping[str, Any]) -> str:
     wanted = sum(end - start for start, end in answer.turns or ((0, len(answer.response_ids or ())),))
-    return f"counts {row['tokens']} tokens, but {wanted} are the response's" if row["tokens"] != wanted else ""
+    return f"counts {row['tokens']} tokens, but the response has {wanted}" if row["tokens"] != wanted else ""
 
 
 def _metrics(rows: Facts) -> dict[str, float]:

@@ -166,7 +166,7 @@ class Chat:
         """The token ids to append, and the messages that they stand for."""
         begins = not self.segments
         if tools and not (begins and self.templated):
-            raise ChatError("ask: tools are told in the first turn, by a chat template: set data.prompt_format=chat")
+            raise ChatError("ask: pass tools in the first turn, with a chat template: set data.prompt_format=chat")
         if isinstance(content, Prompt) and tools:
             content = content.messages
         if isinstance(content, Prompt) and begins:

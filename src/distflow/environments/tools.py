@@ -35,7 +35,7 @@ _SHOWN = 500
 
 
 class Tools:
-    """The tools of a run, on our side. schemas: as chat templates take them."""
+    """The tools of a run, in the run's process. schemas: as chat templates take them."""
 
     def __init__(self, entries: Sequence[Entry], timeout_s: float, max_characters: int) -> None:
         """Raises UserError for a tool that cannot be used."""
@@ -178,7 +178,7 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
 
 
 def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """How the model is told of a tool: without the parameters that are options. Raises UserError."""
+    """A tool's schema for the model, without the parameters that are options. Raises UserError."""
     try:
         found: Any = load(target)
     except LoadError as error:

@@ -120,7 +120,7 @@ def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptio
 def build_reward_model(
     get: Get, device: torch.device, key: str, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> RewardModelScorer:
-    """Its tokenizer may be another one than the policy's."""
+    """A reward model, whose tokenizer may differ from the policy's."""
     with blaming(key):
         check_config(found := ModelSource(**source), found.config())
         model = load_model(**source, sharding=_sharding(get, spread), device=device, draws_head=False)

@@ -222,7 +222,7 @@ def _lacking(part: Part, protocol: type, file: str, has: Callable[[str], bool]) 
     """One message with all methods of the protocol that a class does not have. file: of the protocol."""
     if missing := [name for name in _methods(protocol) if not has(name)]:
         lines = "".join(f"\n  {_declared(getattr(protocol, name))}" for name in missing)
-        yield f"{part.file}: {part.attribute} lacks methods, which {file} describes. Add{lines}"
+        yield f"{part.file}: {part.attribute} lacks methods that {file} describes. Add{lines}"
 
 
 def _methods(protocol: type) -> list[str]:

@@ -77,7 +77,7 @@ def choose_dtype(config: Config) -> str:
 
 
 def follow_device(loaded: Loaded) -> Loaded:
-    """The config with that dtype in place of `auto`."""
+    """The config with the dtype of `choose_dtype` in place of `auto`."""
     dtype, device = choose_dtype(loaded.config), choose_device(loaded.config).type
     if dtype == loaded.config.actor_rollout_ref.model.dtype:
         return loaded

@@ -73,7 +73,7 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Sequences in a packed row on `device`. What an attention wants to know of them is made once: layers share it.
+    """Sequences in a packed row on `device`. What attention needs to know of them is computed once; layers share it.
 
     lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens alone.
     Both on the CPU.

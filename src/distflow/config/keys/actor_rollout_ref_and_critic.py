@@ -117,7 +117,7 @@ class ActorConfig:
     # Less on a CPU, whose allocator keeps the memory.
     ppo_max_token_len_per_gpu: int | None = key(
         None,
-        "maximum tokens in a micro-batch; a longer sample is one by itself; null is 16384, on a CPU 4096",
+        "maximum tokens in a micro-batch; a longer sample is its own micro-batch; null is 16384, on a CPU 4096",
         minimum=1,
     )
     max_grad_norm: float = key(1.0, "maximum norm of the gradient", above=0)

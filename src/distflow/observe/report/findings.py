@@ -210,7 +210,7 @@ def _messages(run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int
 
 
 def _failed(values: Mapping[str, float]) -> float:
-    """Reward errors of a step; those on dropped groups too, where that was recorded."""
+    """Reward errors of a step, including those on dropped groups if they were recorded."""
     if "reward/error_rate" in values:
         return round(_finite(values["reward/error_rate"] * values.get("reward/calls", 0.0)))
     return _finite(values.get("reward/errors", 0.0)) + _finite(values.get("reward/timeouts", 0.0))

@@ -105,7 +105,7 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
 
     If an engine's state is sharded, each rank loads its own shards, however many ranks saved them.
 
-    Raises CheckpointError for unexpected content, or weights that training cannot make of the model's own.
+    Raises CheckpointError for unexpected content, or weights that training the model cannot have produced.
     """
     with checkpoint.reading():
         run = checkpoint.load("run")
