@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distflow.cluster.weights_by_collective import Pairs
-from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
+from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.wait_log import Waits
@@ -82,7 +82,7 @@ def carries(run_dir: Path) -> dict[str, Carry]:
 
 def measure(mib: int, num_workers: int, rounds: int, run_dir: Path) -> dict[str, list[float]]:
     workers = [ray.remote(Holder).options(num_cpus=0, max_concurrency=4).remote() for _ in range(num_workers)]
-    members = RolloutWorkers(print)
+    members = WeightReceivers(print)
     for rank, worker in enumerate(workers):
         members.join(rank, worker)
     trainer, steps, session = Trainer(mib), count(1), None

@@ -16,7 +16,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from torch import Tensor
 
 from distflow.cluster.weights_by_collective import Pairs
-from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
+from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
@@ -97,15 +97,15 @@ def states(workers: Mapping[int, Any]) -> list[tuple[Version, dict[str, str]]]:
     return [ray.get(worker.state.remote())[1:] for worker in workers.values()]
 
 
-def rollout_workers_of(workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail) -> RolloutWorkers:
-    members = RolloutWorkers(note)
+def rollout_workers_of(workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail) -> WeightReceivers:
+    members = WeightReceivers(note)
     for rank, worker in workers.items():
         members.join(rank, worker)
     return members
 
 
 def weights_to(
-    members: RolloutWorkers, carry: Carry = put_in_store, timeout_s: float = 60, waits: Waits | None = None
+    members: WeightReceivers, carry: Carry = put_in_store, timeout_s: float = 60, waits: Waits | None = None
 ) -> RayWeights:
     return RayWeights(LocalWeights(Waits()), members, carry, timeout_s, waits or Waits())
 

@@ -28,7 +28,7 @@ MAX_SENDS = 3
 """How often a bucket is sent to a worker that rejects it."""
 
 
-class RolloutWorkers:
+class WeightReceivers:
     """The rollout workers, by rank. They join on one thread while another calls them. One that dies or does not reply
     in time is removed; the supervisor sees that it is gone."""
 
@@ -169,7 +169,7 @@ class RayWeights:
     """
 
     def __init__(
-        self, own: WeightPort, workers: RolloutWorkers, carry: Carry, timeout_s: float | None, waits: Waits
+        self, own: WeightPort, workers: WeightReceivers, carry: Carry, timeout_s: float | None, waits: Waits
     ) -> None:
         """own: to its own engine. timeout_s: how long one bucket may take to arrive everywhere, or a version to be
         loaded; None is for ever."""

@@ -16,7 +16,7 @@ from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
-from distflow.cluster.weights_to_workers import RolloutWorkers
+from distflow.cluster.weights_to_workers import WeightReceivers
 from distflow.cluster.worker_ports import WorkerPorts
 from distflow.launch.build_worker import build_worker
 from distflow.launch.run_start_and_end import Start, model_lines, note_end, note_resume, open_store, write_facts
@@ -81,7 +81,7 @@ class WorkerActor:
         self._spec, self._start, self._place = spec, start, place
         self._coordinator, self._meeting = coordinator, meeting
         self._reward_actors = reward_actors
-        self._rollout_workers = RolloutWorkers(partial(self.note, "warning"))
+        self._rollout_workers = WeightReceivers(partial(self.note, "warning"))
         self._ports = WorkerPorts(spec, place, coordinator, exchange)
         self._recorder: Future[Recorder] = Future()
         self._worker: Future[Worker] = Future()

@@ -11,7 +11,7 @@ from distflow.cluster.actor_calls import PeersLate, shorten
 from distflow.cluster.process_groups import Collectives
 from distflow.cluster.remote_sample_queue import RemoteSampleQueue
 from distflow.cluster.weights_by_collective import Pairs
-from distflow.cluster.weights_to_workers import RayWeights, RolloutWorkers, put_in_store
+from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop_conditions import Stop
@@ -31,7 +31,7 @@ class WorkerPorts:
         self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
         self.stop, self.incoming_weights = Stop(), IncomingWeights()
 
-    def build(self, among: Collectives, waits: Waits, rollout_workers: RolloutWorkers | None) -> Ports:
+    def build(self, among: Collectives, waits: Waits, rollout_workers: WeightReceivers | None) -> Ports:
         """rollout_workers: those that only generate, for the leading worker."""
         place = self._place
         weights: WeightPort = self.incoming_weights

@@ -23,7 +23,7 @@ class RolloutWorker:
     gone: bool = False
 
 
-class RolloutWorkers:
+class GroupsByWorker:
     """Numbered in order of arrival. The owner locks them."""
 
     def __init__(self, names: Sequence[str], engine_version: int) -> None:

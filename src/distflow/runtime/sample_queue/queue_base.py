@@ -15,7 +15,7 @@ from distflow.observe.metrics import combine
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
-from distflow.runtime.sample_queue.groups_by_rollout_worker import RolloutWorker, RolloutWorkers
+from distflow.runtime.sample_queue.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
 from distflow.runtime.sample_queue.user_prompt_rows import ShouldAccept, Submissions
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
@@ -92,7 +92,7 @@ class SharedSampleQueue(Generic[T]):
         self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
         self._failure: BaseException | None = None
         self._failures = FailuresInARow(coordinator.plan.consumer_batch)
-        self._workers = RolloutWorkers(workers, coordinator.step)
+        self._workers = GroupsByWorker(workers, coordinator.step)
         self._new_workers_wait = False  # for weights
         self._uninformed_ranks = set[int]()  # that are still to be informed of them
         self._divided_step = -1
