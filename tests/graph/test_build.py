@@ -266,7 +266,7 @@ def test_marks_of_an_exchange_need_no_function_and_change_nothing(kind):
 
 def test_a_node_that_waits_for_an_environment_is_refused():
     message = fails(Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT"))
-    assert "'a' is of type ENV_INTERACT" in message and "environments are not implemented yet" in message
+    assert "'a' is of type ENV_INTERACT" in message and "actor_rollout_ref.rollout.workflow=environment" in message
 
 
 def test_engine_type_without_an_engine():

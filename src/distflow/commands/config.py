@@ -68,7 +68,7 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data, is_local_model
     from distflow.config.derived_settings import train_files, val_files
-    from distflow.launch.code_named_by_config import pipeline_code
+    from distflow.launch.code_named_by_config import data_code, pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     files = (train_files(config) | val_files(config)).values()
@@ -81,7 +81,7 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
             return f"'{path}' is a run, whose policy is only exported when needed"
         if path and not is_local_model(path):
             return f"'{path}' is not a folder on this machine"
-    if (pipeline_code(config) or model.trust_remote_code) and not trusted:
+    if (pipeline_code(config) or data_code(config) or model.trust_remote_code) and not trusted:
         return "it names Python code, which --trust-code would run"
     return ""
 

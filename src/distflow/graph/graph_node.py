@@ -113,8 +113,8 @@ class Node:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
         if self.node_type is NodeType.ENV_INTERACT:
             raise PipelineError(
-                f"{where} is of type ENV_INTERACT, but environments are not implemented yet; a node of type "
-                "MODEL_INFERENCE may call the engine several times per sample"
+                f"{where} is of type ENV_INTERACT, but an environment is not a node: set "
+                "actor_rollout_ref.rollout.workflow=environment (docs/tools.md) and remove the node"
             )
         if self.func is None and self.node_type in MARKER_TYPES:
             settle(self, "fn", all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch)

@@ -39,9 +39,14 @@ def named_code(config: Config) -> list[str]:
     for key, _, parts in named_rewards(config):  # "module:function" or "file.py:function"
         names = [part.name for part in parts if ":" in part.name]
         code += [f"{key}: {name}" for name in names if not name.startswith("distflow.")]
-    for key, files in (train_files(config) | val_files(config)).items():
-        code += [f"{key}: {file}" for file in files if is_function(file)]
-    return [*code, *model_code(config)]
+    return [*code, *data_code(config), *model_code(config)]
+
+
+def data_code(config: Config) -> list[str]:
+    """The functions that make rows, and the one that weighs the domains: planning a run's data loads them."""
+    files, own = train_files(config) | val_files(config), config.data.curriculum.function
+    code = [f"{key}: {file}" for key, named in files.items() for file in named if is_function(file)]
+    return [*code, f"data.curriculum.function: {own}"] if own and ":" in own else code
 
 
 def pipeline_code(config: Config) -> list[str]:

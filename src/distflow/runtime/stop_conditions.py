@@ -78,9 +78,9 @@ class MetricStop:
             return ""
         if condition.metric in metrics and condition.holds(metrics[condition.metric]):
             return f"{condition.metric} is {metrics[condition.metric]:g} (trainer.stop_when={condition})"
-        if was_validated and not self._has_warned:
+        if not self._has_warned and (was_validated or not condition.is_of_validation):
             self._has_warned = True
-            self.report_missing("no metric of that name so far, with a validation done")
+            self.report_missing(f"no metric of that name so far{', with a validation done' if was_validated else ''}")
         return ""
 
     def report_missing(self, what: str = "the run ended without a metric of that name") -> None:

@@ -70,6 +70,10 @@ class StopCondition:
             raise Mismatch(f"is {show(text)}, no condition of a metric", advice)
         return cls(found[1], found[2], value)
 
+    @property
+    def is_of_validation(self) -> bool:
+        return re.match("val(_correct)?/|(sft|rm)/val_", self.metric) is not None
+
     def holds(self, value: float) -> bool:
         """Never for a value that is not a number."""
         return _COMPARE[self.operator](value, self.value)

@@ -1,11 +1,11 @@
 """Rules of the run: validation, checkpoints, names; sizes that fit each other and the limits of the run."""
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distflow.config import derived_settings
 from distflow.config.derived_settings import val_files, validates
+from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest
@@ -36,7 +36,7 @@ def _val_files(config: Config) -> str:
 def stop_when(config: Config) -> Iterator[Finding]:
     """A metric of the validation needs one."""
     trainer = config.trainer
-    if not re.match("val(_correct)?/|(sft|rm)/val_", trainer.stop_when or ""):
+    if trainer.stop_when is None or not StopCondition.of(trainer.stop_when).is_of_validation:
         return
     if not validates(config):
         what, advice = "without validation there is no such metric", f"set {_val_files(config)}"
