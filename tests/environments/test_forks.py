@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from distflow.data.batch import Batch
 from distflow.observe.reading.run_reader import read_events
@@ -49,10 +50,12 @@ def conversations(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool
         yield ids[start:end], drawn[start:end]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_episodes_that_branch_train_and_every_audit_passes(playground: Playground, max_staleness: int) -> None:
+@pytest.mark.parametrize(("pipeline", "max_staleness"), [("grpo", 0), ("ppo", 1)])
+def test_episodes_that_branch_train_and_every_audit_passes(
+    playground: Playground, pipeline: str, max_staleness: int
+) -> None:
     run = playground.run(
-        "grpo",
+        pipeline,
         f"{WORKFLOW}={playground.folder}/branches.py:branches",
         "trainer.total_training_steps=3",
         "trainer.save_groups=all",
@@ -77,3 +80,18 @@ def test_episodes_that_branch_train_and_every_audit_passes(playground: Playgroun
         assert under[0][: len(under[0]) - sum(under[1])][: len(root[0])] == root[0]
     told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
     assert told == pytest.approx(4 * len(branched) / len(batch))
+
+
+def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
+    common = (
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/branches.py:branches",
+        "trainer.save_freq=1",
+        "actor_rollout_ref.actor.optim.scheduler=constant",
+    )
+    whole = playground.run(*common, "trainer.total_training_steps=2", name="whole")
+    playground.run(*common, "trainer.total_training_steps=1", name="parts")
+    parts = playground.run(*common, "trainer.total_training_steps=2", name="parts")
+    assert max(row["episodes/branches"] for row in whole.metrics()) > 1
+    for name, weight in whole.weights(2).items():
+        assert torch.equal(weight, parts.weights(2)[name]), name

@@ -89,7 +89,7 @@ class _Requests:
 
     in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
     depends on no timing. An episode that has forked has asked when one of its conversations has, none waits for a
-    reply, and no reward function or tool of it runs. take_turn: returns after what user code was about to do.
+    reply, and no reward function scores it. take_turn: returns after what user code was about to do.
     failure: what the engine raised.
     """
 
@@ -97,7 +97,7 @@ class _Requests:
         self, group: Group, rollout: RolloutEngine, in_rounds: bool, take_turn: Callable[[], Awaitable[None]]
     ) -> None:
         self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
-        self._running, self._working = set(group.wanted), Counter[int]()
+        self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
         self._sent: dict[asyncio.Task[None], _Waiting] = {}
         self._has_forked, self._num_asked = False, 0
@@ -108,8 +108,7 @@ class _Requests:
     def connect(self, index: int, chat: Chat) -> None:
         """The chat, or a fork, of this episode asks here."""
         self._has_forked |= bool(chat.name)
-        chat.generate, chat.clock_stopped = partial(self.ask, index, chat.name), partial(self.working, index)
-        chat.forked = partial(self.connect, index)
+        chat.generate, chat.forked = partial(self.ask, index, chat.name), partial(self.connect, index)
 
     async def ask(
         self, index: int, fork: str, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
@@ -137,14 +136,14 @@ class _Requests:
         return policy_segment(made), made.finish_reason
 
     @contextmanager
-    def working(self, index: int) -> Iterator[None]:
-        """Inside, the episode waits for something of ours that has a deadline of its own."""
+    def scoring(self, index: int) -> Iterator[None]:
+        """Inside, the episode waits for reward functions."""
         with deadline_paused():
-            self._working[index] += 1
+            self._scoring[index] += 1
             try:
                 yield
             finally:
-                self._working[index] -= 1
+                self._scoring[index] -= 1
                 self._look()
 
     def ended(self, index: int) -> None:
@@ -175,7 +174,7 @@ class _Requests:
         if not asked >= self._running or not asked:
             return False
         sent = {index for waiting in self._sent.values() for index in waiting}
-        return not self._in_rounds or not any(index in sent or self._working[index] for index in self._running)
+        return not self._in_rounds or not any(index in sent or self._scoring[index] for index in self._running)
 
     async def _settle(self) -> None:
         """Send once no further conversation is about to ask."""
@@ -268,6 +267,7 @@ class _Episodes:
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=messages is not None)
+        chat.clock_stopped = deadline_paused
         self.requests.connect(index, chat)
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         told = Row(prompt, row.ground_truth, row.domain, extra)
@@ -308,7 +308,7 @@ class _Episodes:
         in_episode.set(True)
         sample = self._sample(index, chat, None)
         text = reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
-        with self.requests.working(index):
+        with self.requests.scoring(index):
             (outcome,) = await self.reward_fn([replace(sample, response=text)])
         return outcome
 
