@@ -153,3 +153,88 @@ def test_a_reply_that_is_no_longer_waited_for_is_not_asked_for() -> None:
 
     made, engine = asyncio.run(group())
     assert engine.asked == [((7,), (0, 1))] and all(sample.valid for sample in made.samples)
+
+
+@STALENESS
+def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(staleness: int) -> None:
+    """However many tasks are between a reply and the next question."""
+
+    async def side(chat: Chat, number: int) -> None:
+        await chat.ask((number,))
+        await asyncio.gather(asyncio.wait_for(chat.fork().ask((number + 1,)), 60))
+
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        forks = [chat.fork(), chat.fork(), chat.fork()]
+        await asyncio.gather(*(side(fork, 10 * i) for i, fork in enumerate(forks[:2], 1)))
+        await chat.ask((6,))
+        return 1.0
+
+    class Rounds(Engine):
+        """A round is over when its requests have been answered."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rounds, self.streams, self.open = list[set[int]](), dict[str, set[int]](), 0
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            if not self.open:
+                self.rounds.append(set())
+            self.open += 1
+            self.rounds[-1].add(request.prompt_ids[-1])
+            self.streams.setdefault(request.stream.name, set()).add(request.prompt_ids[-1])
+            try:
+                return await super().generate(request)
+            finally:
+                self.open -= 1
+
+    engine = Rounds()
+    group = asyncio.run(run_group(run, engine, staleness))
+    assert [{*names} for names in engine.rounds] == [{7}, {10, 20}, {11, 21}, {6}]
+    own = group.stream.name
+    assert engine.streams == {
+        own: {7, 6},
+        f"{own}/fork 1": {10},
+        f"{own}/fork 1.1": {11},
+        f"{own}/fork 2": {20},
+        f"{own}/fork 2.1": {21},
+    }
+    assert len(group.samples) == 2 and not engine.open
+    batch = group.batch()
+    one, under, two, below = [7, 5, 10, 5], [7, 5, 10, 5, 11, 5], [7, 5, 20, 5], [7, 5, 20, 5, 21, 5]
+    drawn = [1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+    for row in range(2):
+        assert batch["forks"][row] == [["1", 3], ["1.1", 7], ["2", 13], ["2.1", 17]]
+        assert batch["prompt_ids"][row].tolist() == [7]
+        assert batch["response_ids"][row].tolist() == [5, 6, 5, *one, *under, *two, *below]
+        assert batch["response_mask"][row].tolist() == drawn
+    assert batch.conversation_lengths().tolist() == [4, 4, 6, 4, 6] * 2
+    assert group.measured[0][0]["episodes/branches"] == 4.0
+
+
+def test_an_episode_that_has_ended_asks_no_more() -> None:
+    """A question that it still asks is withdrawn, and a later one refused; neither holds the others up."""
+    late = list[asyncio.Task[object]]()
+
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        late.append(asyncio.ensure_future(chat.fork().ask((9,))))
+        late.append(asyncio.ensure_future(later(chat.fork())))
+        await asyncio.sleep(0)
+        return 1.0
+
+    async def later(chat: Chat) -> object:
+        while len(late) < 4 or not all(task.done() for task in late[::2]):
+            await asyncio.sleep(0)
+        return await chat.ask((9,))
+
+    async def group() -> Engine:
+        engine = Engine()
+        await run_group(run, engine, 0)
+        await asyncio.wait(late)
+        return engine
+
+    engine = asyncio.run(group())
+    assert [prompt for prompt, _ in engine.asked] == [(7,)]
+    assert [task.cancelled() for task in late] == [True, False, True, False]
+    assert all("has ended" in str(task.exception()) for task in late[1::2])

@@ -79,7 +79,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 
 MAX_TEXT = 80
-_MAX_PARTS = 20
+_MAX_PARTS, _MAX_TURNS = 20, 40
 _MAX_SAMPLE_BYTES = 64 * 2**20
 _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
@@ -111,7 +111,8 @@ def run_why(arguments: argparse.Namespace) -> int:
         group_ids = ", ".join(map(str, lineage.aborted))
         lines += ["", f"aborted when the step was full, and generated again later: groups {group_ids}"]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
-    lines += _remarks(lineage.groups, responses)
+    shown = _shown(lineage.groups, responses)
+    lines += _remarks(shown) + _conversations(shown)
     lines += _restarts([*lineage.groups, *lineage.dropped])
     print("\n".join(lines))
     return 0
@@ -201,21 +202,40 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
     return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
-def _remarks(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> list[str]:
-    """The reports of reward functions on a response of each group: on one with a reward error, else on the first wrong
-    one."""
+def _shown(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> "Responses":
+    """A response of each group: one with a reward error, else the first wrong one."""
+    from distflow.observe.reading.run_reader import failure, is_right
+
+    return [
+        min(own, key=lambda response: (failure(response) is None, is_right(response) is True))
+        for group in groups
+        if (own := responses.get(group.group_id, ()))
+    ]
+
+
+def _remarks(shown: "Responses") -> list[str]:
+    """The reports of reward functions on them."""
     from distflow.observe.reading.run_reader import failure, in_short, is_right
 
     lines = []
-    for group in groups:
-        own = sorted(
-            responses.get(group.group_id, ()),
-            key=lambda response: (failure(response) is None, is_right(response) is True),
-        )
-        if own and (remark := in_short(own[0])):
-            reward_result = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
-            lines.append(f"  {_short(str(own[0].get('uid')))} {reward_result:<7} {remark}")
+    for own in shown:
+        if remark := in_short(own):
+            reward_result = failure(own) or {True: "right", False: "wrong", None: ""}[is_right(own)]
+            lines.append(f"  {_short(str(own.get('uid')))} {reward_result:<7} {remark}")
     return ["", "reports of reward functions", *lines] if lines else []
+
+
+def _conversations(shown: "Responses") -> list[str]:
+    """Who said what, where a workflow asked: the policy's turns were drawn, the others given."""
+    lines = []
+    for own in shown:
+        turns = own.get("conversation")
+        for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
+            if isinstance(turn, Mapping):
+                owner, fork = _short(str(turn.get("owner"))), _short(str(turn.get("fork") or ""))
+                who = ("drawn" if owner == "policy" else f"given, {owner}") + f" (fork {fork})" * bool(fork)
+                lines.append(f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}")
+    return ["", "an episode of each group", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:

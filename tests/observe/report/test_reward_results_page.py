@@ -29,6 +29,11 @@ SAID = {
 # Of the known names, but of other shapes.
 ODD = {"code/failed": "none", "code/program": 3, "code/followed": [1], "code/reason": {"a": 1}, "code/seconds": "soon"}
 ODD |= {"code/__proto__": 1, "code/constructor": "c", "code/wanted": {"x": 1}}
+TALK = [
+    {"owner": "prompt", "text": "what was asked"},
+    {"owner": "policy", "text": IMAGE, "fork": "2.1"},
+    *(7, None, {"owner": {"x": 1}, "text": [2]}),
+]
 
 
 def write_run(folder: Path) -> Path:
@@ -57,7 +62,7 @@ def _group(prompt_group: int, domain: str) -> list[dict[str, Any]]:
         {"score": 0.0, "reward_parts": {part: 0.0}, "extra": SAID[domain]},
         {"score": 0.0, "errors": f"judge: {IMAGE}" if domain == "math" else None},
         {"score": 0.0, "errors": "no score within 10 s" if domain == "ifeval" else None},
-        {"score": 1.0, "masked": 1.0 if domain == "code" else 0.0},
+        {"score": 1.0, "masked": 1.0 if domain == "code" else 0.0, "conversation": TALK},
         {"score": 1.0, "reward_parts": {"code": 1.0}, "extra": ODD},
     ]
     return [{**common, "uid": f"{prompt_group}-{i}", "response": f"answer {i}", **row} for i, row in enumerate(rows)]
@@ -111,6 +116,7 @@ def test_what_verifiers_said_is_readable_and_stays_text(show: Callable[..., list
         "took0.021 s", "no answer was found", "compared with", "punctuation:no_comma", "not followed", "too\nshort",
         "out of time: no score within 10 s", f"reward error: judge: {IMAGE}", "left out of the loss",
         f"dropped: {IMAGE}", "constructorc", "__proto__1",
+        "prompt (given)\nwhat was asked", f"fork 2.1: policy (drawn)\n{IMAGE}",
     ):  # fmt: skip
         assert text_shown in text.replace("\xa0", " "), text_shown
     pipeline = browser.script("getComputedStyle(document.querySelector('details.program .text')).whiteSpace")

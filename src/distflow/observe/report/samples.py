@@ -18,7 +18,7 @@ _MAX_RESPONSES = 256
 _MAX_ENDS = 100
 _LEAST_TEXT = 100
 _FAILED_FIRST = 2
-_TEXT_KEYS = ("response", "errors", "reward_parts")
+_TEXT_KEYS = ("response", "conversation", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
 
 

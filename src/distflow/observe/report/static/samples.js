@@ -9,6 +9,14 @@ const isTruncated = (response) => ["length", "context"].includes(response.finish
 
 const prompts = (group) => String(group.prompt ?? "");
 const lengths = (group) => mean(group.responses.map((response) => response.response_length).filter((n) => typeof n === "number"));
+// Who said what in an episode of a workflow, each branch after the one that it comes from.
+const turns = ({ conversation, response }) => Array.isArray(conversation) && conversation.length
+  ? conversation.map((turn) => {
+    const { owner, text, fork } = Object(turn);
+    const who = `${fork ? `fork ${fork}: ` : ""}${owner}${owner === "policy" ? " (drawn)" : " (given)"}`;
+    return el("div", { class: owner === "policy" ? "turn drawn" : "turn" }, el("h4", {}, inert(who)), textBox(text));
+  })
+  : [textBox(response)];
 const isMasked = (response) => response.masked > 0;
 
 const COLUMNS = [
@@ -208,7 +216,7 @@ class Samples {
     if (response.kind) said.push(el("span", {}, inert(response.kind)));
     const parts = Object.entries(response.reward_parts ?? {});
     const shown = parts.length > 1 ? parts.map(([name, value]) => [name, value !== null && typeof value === "object" ? JSON.stringify(value) : number(value)]) : [];
-    const node = el("div", { class: "one" }, el("div", { class: "said" }, ...said), textBox(response.response));
+    const node = el("div", { class: "one" }, el("div", { class: "said" }, ...said), ...turns(response));
     if (shown.length) node.append(facts(shown, true));
     node.append(...remarks(response));
     if (response.errors) node.append(el("p", { class: "error" }, response.failure === "timeout" ? "out of time: " : "reward error: ", inert(typeof response.errors === "string" ? response.errors : response.errors.join("\n"))));
