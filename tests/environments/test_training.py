@@ -94,6 +94,41 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playgroun
             assert torch.equal(mask, trained)
 
 
+OF_AREAL = """
+from transformers import AutoTokenizer
+from tests.environments.areal_user import GenerationHyperparameters, MultiTurnWorkflow, reward
+
+tokenizer = AutoTokenizer.from_pretrained({model!r})
+gconfig = GenerationHyperparameters(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
+workflow = MultiTurnWorkflow(reward, gconfig, tokenizer, max_turns=3, turn_discount=0.5, feedback=[5, 6])
+"""
+
+
+def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(playground: Playground) -> None:
+    (playground.folder / "of_areal.py").write_text(OF_AREAL.format(model=f"{playground.folder}/model"))
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/of_areal.py:workflow",
+        "data.max_response_length=30",
+        "trainer.total_training_steps=4",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        "async.max_staleness=2",
+    )
+    assert not run.notes("warning")
+    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    assert len(audits) == 4 and all("turns" in audit["proven"] for audit in audits)
+    batch, seen = saved(run), set[float]()
+    for mask, ids, score in zip(batch["response_mask"], batch["response_ids"], batch["scores"].tolist(), strict=True):
+        turns = [[]]  # type: list[list[int]]
+        for token, drawn in zip(ids.tolist(), mask.tolist(), strict=True):
+            turns = [*turns[:-1], [*turns[-1], token]] if drawn else [*turns, []] if turns[-1] else turns
+        drawn_turns = [turn for turn in turns if turn]
+        assert score == (sum(drawn_turns[-1]) % 3 == 0) * 0.5 ** (len(drawn_turns) - 1)
+        seen.add(score)
+    assert seen == {0.0, 0.25, 0.5, 1.0}
+
+
 def saved(run: Any) -> Batch:
     return Batch.concat([Batch.load(path) for path in sorted((run.folder / "tokens").glob("*.safetensors"))])
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # it imports torch, and the processes of tools and environmen
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
-Generate = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[tuple[Segment, str]]]
-"""(prompt ids, max_tokens, stop, tokens drawn before) → the tokens that the policy drew, and why it stopped."""
+Generate = Callable[[tuple[int, ...], int, tuple[str | int, ...], int], Awaitable[tuple[Segment, str]]]
+"""(prompt ids, max_tokens, texts and tokens that end it, tokens drawn before) → the tokens that the policy drew, and
+why it stopped."""
 
 
 class ChatError(UserError):
@@ -68,8 +69,8 @@ class Chat:
     turns: how often it has asked. messages: what was said so far. tools: of the first turn. finish_reason: of the last
     reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
     tokenizer's chat template; else its tokens follow as they are. counts: by the name of a metric, which sums them over
-    episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits that have
-    deadlines of their own.
+    episodes. sampling: how the policy draws, empty in validation. version: of the weights at the start. clock_stopped:
+    inside, time does not count for the episode's deadline, which is for waits that have deadlines of their own.
     """
 
     tokens: "TurnTokens"
@@ -83,6 +84,8 @@ class Chat:
     finish_reason: str = "stop"
     last: Reply | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    version: int = 0
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
     _waiting: bool = field(default=False, init=False)
 

@@ -168,7 +168,7 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
     rollout loop that asks the `should_accept` of each group."""
 
     def accept(group: Group) -> Drop | None:
-        should_accept = submissions.should_accept(group.prompt_group.row)
+        should_accept = submissions.of_group(group.prompt_group.row).should_accept
         return None if should_accept is None else drop_unless(should_accept(group.batch()))
 
     before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)

@@ -17,8 +17,8 @@ from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
-from distflow.environments.workflows import Row, Workflow, load_workflow
-from distflow.errors import users_place
+from distflow.environments.workflows import Row, Workflow, load_workflow, make_workflow
+from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.router import RewardOutcome, RewardRouter
@@ -43,6 +43,19 @@ def run_workflow(config: Config) -> Callable[..., object]:
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
     node = run_scored_episodes if workflow.scores else run_episodes
     return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
+
+
+def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Workflow:
+    """Of a call of a user's own loop. has_rewards: the run has reward functions. Raises UserError."""
+    made = make_workflow(str(getattr(workflow, "__name__", type(workflow).__name__)), workflow, {})
+    if config.actor_rollout_ref.rollout.workflow is None:
+        raise UserError("this run has no episodes: pass a workflow to distflow.rollouts(..., workflow=...) as well")
+    if made.scores and not has_rewards:
+        raise UserError(
+            f"the workflow {made.name} calls reward functions, and this run has none: pass one with the parameter "
+            "reward_fn to distflow.rollouts(..., workflow=...) as well"
+        )
+    return made
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
@@ -91,11 +104,15 @@ class _Requests:
         self.failure: Exception | None = None
 
     async def ask(
-        self, index: int, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
+        self, index: int, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str | int, ...], num_drawn: int
     ) -> tuple[Segment, str]:
         """See `distflow.environments.chat.Generate`. index: of the episode's sample."""
         own = self._group.params
-        params = replace(own, max_tokens=max_tokens, stop=tuple(dict.fromkeys((*own.stop, *stop))))
+        texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
+        tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
+        params = replace(
+            own, max_tokens=max_tokens, stop=tuple(dict.fromkeys(texts)), stop_token_ids=tuple(dict.fromkeys(tokens))
+        )
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with deadline_paused():
             waiting = self._asked.setdefault((prompt, params, num_drawn), {})
@@ -161,6 +178,8 @@ class _Episodes:
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
+        if isinstance(group.row.workflow, Workflow):  # of a call of the user's own loop
+            self.workflow = group.row.workflow
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         self.requests = _Requests(group, self.rollout, in_rounds)
         kwargs = template_kwargs(config, group.row.domain)
@@ -198,9 +217,13 @@ class _Episodes:
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index), limits, templated=messages is not None)
-        chat.clock_stopped = deadline_paused
+        chat.clock_stopped, chat.version = deadline_paused, group.prompt_group.version
+        if not self.ctx.validating:
+            chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
-        told = Row(prompt, row.ground_truth, row.domain, extra)
+        data = self.ctx.config.data
+        columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: row.ground_truth, **extra}
+        told = Row(prompt, row.ground_truth, row.domain, extra, columns)
         try:
             outcome = await self._outcome(chat, told, index)
         finally:
