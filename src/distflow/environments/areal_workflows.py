@@ -97,8 +97,8 @@ class ArealWorkflow:
         self._theirs = theirs
 
     async def __call__(self, chat: Chat, row: Any) -> float | None:
-        """row: a `Row`. Returns the reward, or None where it rejects the episode. Raises ValueError for a trajectory that
-        was not drawn."""
+        """row: a `Row`. Returns the reward, or None where it rejects the episode. Raises ValueError for a trajectory
+        that was not drawn."""
         engine, prompt = Engine(chat), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # rewards get a text so

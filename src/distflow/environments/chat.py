@@ -2,10 +2,11 @@
 ids of everything before it."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distflow.data.sample import Segment
@@ -156,6 +157,17 @@ class Chat:
         if reason == "length" and most < min(response, context):
             self.finish_reason = "stop"  # by the workflow's own max_tokens, which cuts no episode off
         return reply
+
+    def reward(self, value: float) -> None:
+        """So much of the episode's score is the last reply's, in addition to what was given for it before. What is left
+        of the score is the last turn's. Raises ChatError."""
+        if not math.isfinite(value):
+            raise ChatError(f"reward({value!r}): pass a finite number")
+        places = [place for place, segment in enumerate(self.segments) if segment.owner == "policy"]
+        if not places:
+            raise ChatError("reward: there is no reply yet: await chat.ask first")
+        last = self.segments[places[-1]]
+        self.segments[places[-1]] = replace(last, reward=last.reward + float(value))
 
     def fork(self) -> "Chat":
         """Not there yet. Raises ChatError."""
