@@ -9,10 +9,11 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "distflow"
 CALLED_FROM_OUTSIDE = {
+    "environments/areal_workflows.py": ("ModelResponse.*", "Engine.get_version"),  # workflows of users
     "errors.py": ("UserError._render_traceback_",),  # IPython
     "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
     "api/load_run.py": ("Table.to_pandas", "*._repr_html_"),  # users, and notebooks
-    "api/own_training_loop.py": ("Rollouts.stats",),  # users
+    "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch"),  # users
     "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`
     "observe/harmless_output.py": ("TerminalOutput.writable",),  # io
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast

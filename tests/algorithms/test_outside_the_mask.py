@@ -43,6 +43,9 @@ def columns_of(case: Case, fill: float, keep_invalid: bool = False) -> dict[str,
         "response_mask": case.mask,
         "loss_mask": case.mask * case.valid[:, None],
         "group_index": case.group,
+        "turn_index": torch.where(
+            case.mask > 0, (torch.nn.functional.pad(case.mask, (1, 0)).diff() > 0).cumsum(1) - 1, -1
+        ),
         "valid": case.valid,
         "domain": ["a", "b", "c"] * (len(case.group) // 3),
         "reward_parts": [
@@ -109,6 +112,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPG's other alpha": ("gpg", {"alpha_counts": "rewards"}),
     "GDPO over samples": ("gdpo", {"whiten_over": "samples", "reward_weights": {"default": {"math": 2.0}}}),
     "pass@k without std": ("grpo_passk", {"norm_adv_by_std_in_grpo": False}),
+    "over turns": ("gae", {"over_turns": True, "gamma": 0.9}),
     "discounted": ("reinforce", {"gamma": 0.5}),
 }
 

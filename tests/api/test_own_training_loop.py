@@ -43,6 +43,10 @@ def go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "go on"
 
 
+async def asks(chat, row):
+    return len((await chat.ask(row.prompt)).token_ids)
+
+
 def prompts(batch: Batch) -> list[str]:
     return list(dict.fromkeys(batch["prompts"]))
 
@@ -425,8 +429,8 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
                 rollouts.wait(count)
         with pytest.raises(UserError, match="should_accept is 3"):
             rollouts.submit(OWN[0], should_accept=3)
-        with pytest.raises(UserError, match="workflow: all groups of a run have the same one"):
-            rollouts.prepare_batch(workflow=object())
+        with pytest.raises(UserError, match="this run has no episodes: pass a workflow to"):
+            rollouts.submit(OWN[0], workflow=asks)
         with pytest.raises(UserError, match="has no ref"):
             _ = rollouts.ref
         assert rollouts.stats.enqueued == 0

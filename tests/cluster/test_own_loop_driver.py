@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import distflow
+from distflow import Chat, Row
 from distflow.algorithms.objective import PolicyObjective
 from distflow.cluster.actor_calls import WorkerDied
 from distflow.data.batch import Batch
@@ -141,9 +142,14 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
     def never(group: Batch) -> str:
         return "unwanted"
 
-    with opened(tmp_path / "run", None, async__max_staleness=1, **TWO) as rollouts:
+    async def counts(chat: Chat, row: Row) -> float:
+        return 10.0 + len((await chat.ask(row.prompt)).token_ids)
+
+    episodes = {"actor_rollout_ref__rollout__workflow": "single_turn"}
+    with opened(tmp_path / "run", None, async__max_staleness=1, **TWO, **episodes) as rollouts:
         for number, row in enumerate(OWN[:5]):
-            rollouts.submit(row, should_accept=never if number == 1 else None)
+            workflow = counts if number == 2 else None
+            rollouts.submit(row, should_accept=never if number == 1 else None, workflow=workflow)
         first = rollouts.wait(1)
         learn(rollouts, first)
         second = rollouts.wait(1)
@@ -153,6 +159,8 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
         taken = [*prompts(first), *prompts(second), *prompts(batch)]
         assert taken == sorted(taken) == [row["prompt"] for row in (OWN[0], *OWN[2:5])]
         assert set(first["ground_truth"]) == {OWN[0]["answer"]} and len(batch) == 4
+        scores = [float(each["scores"].min()) for each in (first, second, batch)]
+        assert max(scores[0], scores[2]) < 10 < scores[1]
         with pytest.raises(NothingToWaitFor, match="dropped so far: 1 unwanted"):
             rollouts.wait(1)
         with pytest.raises(KeyError, match="the batch has no column 'nothing'"):

@@ -474,6 +474,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.adv_norm.mean_level",
         ("whitens", "reinforce"),
     ),
+    "one reward for all turns": (
+        "grpo",
+        ["algorithm.adv_estimator=grpo_turns", "algorithm.reward_scale=2"],
+        "algorithm.reward_scale",
+        ("rewards of their own", "workflow"),
+    ),
     "parts of one": ("grpo", ["algorithm.adv_estimator=gdpo"], "algorithm.adv_estimator", ("only one", "grpo")),
     "a KL in no part": (
         "grpo",

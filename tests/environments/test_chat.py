@@ -44,10 +44,10 @@ class Engine:
     """Replies as it is told, and records what it was asked."""
 
     replies: Sequence[Sequence[int]]
-    asked: list[tuple[tuple[int, ...], int, tuple[str, ...], int]] = field(default_factory=list)
+    asked: list[tuple[tuple[int, ...], int, tuple[str | int, ...], int]] = field(default_factory=list)
 
     async def __call__(
-        self, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
+        self, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str | int, ...], num_drawn: int
     ) -> tuple[Segment, str]:
         ids = tuple(self.replies[len(self.asked)])
         self.asked.append((prompt, max_tokens, stop, num_drawn))
@@ -248,6 +248,26 @@ def test_what_cannot_be_said_is_refused(content: Any) -> None:
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5]]))
     with pytest.raises(ChatError, match="pass a text, a message"):
         asyncio.run(chat.ask(content))
+
+
+def test_rewards_of_turns_are_added_to_the_last_reply() -> None:
+    family = FAMILIES["qwen2.5"]()
+    chat = chat_of(family, Engine([ids(family, "one"), ids(family, "two")]))
+
+    async def talk() -> None:
+        with pytest.raises(ChatError, match="no reply yet"):
+            chat.reward(1.0)
+        await chat.ask("first")
+        chat.reward(0.5)
+        chat.reward(0.25)
+        await chat.ask("second")
+        chat.reward(-1.0)
+        for value in (float("nan"), float("inf")):
+            with pytest.raises(ChatError, match="a finite number"):
+                chat.reward(value)
+
+    asyncio.run(talk())
+    assert [segment.reward for segment in chat.segments] == [0.0, 0.75, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -31,7 +31,7 @@ def play(
     """The score, and the chat with these replies of the policy, of which the last is repeated."""
     tokenizer, left = tiny_tokenizer(), [*replies]
 
-    async def generate(ids: tuple[int, ...], most: int, stop: tuple[str, ...], drawn: int) -> tuple[Segment, str]:
+    async def generate(ids: tuple[int, ...], most: int, stop: tuple[str | int, ...], drawn: int) -> tuple[Segment, str]:
         text = left.pop(0) if len(left) > 1 else left[0]
         ids = (*tokenizer(text)["input_ids"], EOS)
         return Segment("policy", ids, (0.0,) * len(ids), (0.0,) * len(ids), (0,) * len(ids)), "stop"
@@ -49,6 +49,7 @@ def given(chat: Chat) -> list[str]:
 def test_a_game_is_played_to_its_end() -> None:
     score, chat = play(EnvironmentWorkflow(env=f"{FILE}Hunt"), ["9", "0", "7", "8"], seed=7, hint="a digit")
     assert score == 1.0 and chat.turns == 3 and chat.finish_reason == "stop"
+    assert [segment.reward for segment in chat.segments if segment.owner == "policy"] == [0.0, 0.0, 1.0]
     assert given(chat)[0].startswith("user: play\n\nguess (a digit)")
     assert "lower" in given(chat)[1] and "higher" in given(chat)[2]
 

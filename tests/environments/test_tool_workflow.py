@@ -59,7 +59,9 @@ class Policy:
         self.asked: list[tuple[int, ...]] = []
         self.drawn: list[tuple[int, ...]] = []
 
-    async def __call__(self, ids: tuple[int, ...], most: int, stop: tuple[str, ...], drawn: int) -> tuple[Segment, str]:
+    async def __call__(
+        self, ids: tuple[int, ...], most: int, stop: tuple[str | int, ...], drawn: int
+    ) -> tuple[Segment, str]:
         assert drawn == sum(map(len, self.drawn))
         text = self.replies[min(len(self.drawn), len(self.replies) - 1)]
         made = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

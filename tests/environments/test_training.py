@@ -94,6 +94,94 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playgroun
             assert torch.equal(mask, trained)
 
 
+OF_AREAL = """
+from transformers import AutoTokenizer
+from tests.environments.areal_user import GenerationHyperparameters, MultiTurnWorkflow, reward
+
+tokenizer = AutoTokenizer.from_pretrained({model!r})
+gconfig = GenerationHyperparameters(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
+workflow = MultiTurnWorkflow(reward, gconfig, tokenizer, max_turns=3, turn_discount=0.5, feedback=[5, 6])
+"""
+
+
+def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(playground: Playground) -> None:
+    (playground.folder / "of_areal.py").write_text(OF_AREAL.format(model=f"{playground.folder}/model"))
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/of_areal.py:workflow",
+        "data.max_response_length=30",
+        "trainer.total_training_steps=4",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        "async.max_staleness=2",
+    )
+    assert not run.notes("warning")
+    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    assert len(audits) == 4 and all("turns" in audit["proven"] for audit in audits)
+    batch, seen = saved(run), set[float]()
+    for mask, ids, score in zip(batch["response_mask"], batch["response_ids"], batch["scores"].tolist(), strict=True):
+        turns = [[]]  # type: list[list[int]]
+        for token, drawn in zip(ids.tolist(), mask.tolist(), strict=True):
+            turns = [*turns[:-1], [*turns[-1], token]] if drawn else [*turns, []] if turns[-1] else turns
+        drawn_turns = [turn for turn in turns if turn]
+        assert score == (sum(drawn_turns[-1]) % 3 == 0) * 0.5 ** (len(drawn_turns) - 1)
+        seen.add(score)
+    assert seen == {0.0, 0.25, 0.5, 1.0}
+
+
+PAID = """
+async def paid(chat, row):
+    reply, total = await chat.ask(row.prompt, max_tokens=3), 0.0
+    while True:
+        earned = sum(reply.token_ids) % 5 / 4
+        chat.reward(earned)
+        total += earned
+        if chat.turns == 3 or sum(reply.token_ids) % 3 == 0:
+            return total + 1.0
+        reply = await chat.ask("=?", max_tokens=3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("preset", "keys"),
+    [
+        ("grpo", ["adv_estimator=grpo_turns", "adv_estimator_kwargs={turn_discount: 0.5}"]),
+        ("ppo", ["adv_estimator_kwargs={over_turns: true}", "gamma=0.9"]),
+    ],
+)
+def test_turns_have_rewards_of_their_own(playground: Playground, preset: str, keys: list[str]) -> None:
+    """The auditor computes the advantages of turns again, by loops of its own."""
+    (playground.folder / "paid.py").write_text(PAID)
+    more = [f"critic.model.path={playground.folder}/model"] if preset == "ppo" else []
+    run = playground.run(
+        preset,
+        f"{WORKFLOW}={playground.folder}/paid.py:paid",
+        "data.max_response_length=20",
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        *(f"algorithm.{key}" for key in keys),
+        *more,
+    )
+    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    assert len(audits) == 2 and all({"advantages", "turns"} <= {*audit["proven"]} for audit in audits)
+    batch, lengths = saved(run), set[int]()
+    for i, score in enumerate(batch["scores"].tolist()):
+        length = int(batch.lengths("response")[i])
+        index, ids, placed = (
+            batch[name][i, :length].tolist() for name in ("turn_index", "response_ids", "token_level_scores")
+        )
+        wanted = [0.0] * length
+        for turn in range(max(index) + 1):
+            places = [place for place, number in enumerate(index) if number == turn]
+            wanted[places[-1]] = sum(ids[place] for place in places) % 5 / 4 + (turn == max(index))
+            assert len({float(batch["advantages"][i, place]) for place in places}) == 1
+        assert placed == pytest.approx(wanted) and score == pytest.approx(sum(wanted))
+        assert [number >= 0 for number in index] == [bool(drawn) for drawn in batch["response_mask"][i, :length]]
+        lengths.add(max(index) + 1)
+    assert lengths == {1, 2, 3}
+
+
 def saved(run: Any) -> Batch:
     return Batch.concat([Batch.load(path) for path in sorted((run.folder / "tokens").glob("*.safetensors"))])
 

@@ -15,8 +15,17 @@ from distflow.rewards.score import Score
 
 FILE = """
 class ByAReaL:
+    def __init__(self, reward_fn):
+        self.reward_fn = reward_fn
+
     async def arun_episode(self, engine, data):
         return None
+
+class Old:
+    def run_episode(self, engine, data):
+        return None
+
+made = ByAReaL(len)
 
 class Fails:
     def __init__(self):
@@ -39,7 +48,8 @@ NUMBER = 7
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ByAReaL", "is a workflow of AReaL, .* not run yet"),
+        ("ByAReaL", "needs reward_fn"),
+        ("Old", "an instance of 'Old' .* cannot be called: .* an object with an async arun_episode"),
         ("Fails", "cannot be constructed: RuntimeError: no game"),
         ("Plain", "is no async function"),
         ("plain", "is no async function"),
@@ -51,6 +61,15 @@ def test_what_is_no_workflow_is_refused(tmp_path: Path, name: str, said: str) ->
     (tmp_path / "own.py").write_text(FILE)
     with pytest.raises(UserError, match=said):
         load_workflow(f"{tmp_path}/own.py:{name}", {})
+
+
+def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FILE)
+    for name, options in (("ByAReaL", {"reward_fn": 1}), ("made", {})):
+        loaded = load_workflow(f"{tmp_path}/own.py:{name}", options)
+        assert loaded.name == name and not loaded.scores
+    with pytest.raises(UserError, match="'made' has no such option; it has none"):
+        load_workflow(f"{tmp_path}/own.py:made", {"reward_fn": 1})
 
 
 def test_the_decorator_refuses_at_once() -> None:

@@ -16,7 +16,9 @@ from tests.checks.batches import sampled_batch
 MODELS = "reward_model.models={critique: {path: builtin:tiny, judge: true, weight: 2}, helpful: {path: builtin:tiny}}"
 
 
-def add(*critique: float | str, keys: tuple[str, ...] = (), before: str | None = None) -> dict[str, Any]:
+def add(
+    *critique: float | str, keys: tuple[str, ...] = (), before: str | None = None, of_turns: torch.Tensor | None = None
+) -> dict[str, Any]:
     """The columns after a step of two groups of two, whose functions gave 1, and whose other model gave 10."""
     needed = ("actor_rollout_ref.model.path=builtin:tiny", "data.train_files=builtin:arithmetic-rl")
     config = load_config("grpo", [*needed, MODELS, *keys]).config
@@ -26,6 +28,8 @@ def add(*critique: float | str, keys: tuple[str, ...] = (), before: str | None =
     batch["reward_extra"] = [{"seen": i} for i in range(4)]
     answers = [{"error": said} if isinstance(said, str) else {"score": said, "reason": "so"} for said in critique]
     batch["said_by_critique"], batch["said_by_helpful"] = answers, [{"score": 10.0, "cut": 0}] * 4
+    if of_turns is not None:
+        batch["token_level_scores"], batch["turn_index"] = of_turns, (of_turns > 0).long()
     output = add_model_scores(config)(batch, reduce=OneRank())
     assert isinstance(output, NodeOutput) and isinstance(output.batch, dict)
     return {**output.batch, "metrics": output.metrics}
@@ -38,6 +42,19 @@ def test_a_score_is_the_weighted_sum_of_all_models() -> None:
     assert found["reward_extra"][2] == {"seen": 2, "critique": "so"}
     assert found["metrics"] == {"reward/errors/critique": 0.0, "reward/cut/helpful": 0.0}
     assert found["token_level_scores"].sum(-1).tolist() == found["scores"].tolist()
+
+
+def test_rewards_of_turns_stay_where_they_are() -> None:
+    """What the models add is on the last token of the policy."""
+    mask = sampled_batch()["response_mask"]
+    earned = torch.zeros_like(mask)
+    earned[:, 0] = 0.25
+    added = add(0.5, 0.25, 1.0, 0.0, of_turns=earned)["token_level_scores"] - earned
+    last = [max(place for place, drawn in enumerate(row) if drawn) for row in mask.tolist()]
+    for row, place in enumerate(last):
+        wanted = torch.zeros(mask.shape[1])
+        wanted[place] = [11.0, 10.5, 12.0, 10.0][row]
+        torch.testing.assert_close(added[row], wanted)
 
 
 def test_a_group_with_too_few_scores_has_none() -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from distflow.training.engine import LossFn, Scorer, TrainEngine
 
 ShouldAccept = Callable[["Batch"], object]
+AnyWorkflow = Callable[..., object] | None
+"""An async function, a class or an object of AReaL's form; None for the workflow of `rollouts`."""
 
 
 def rollouts(
@@ -137,36 +139,49 @@ class Rollouts:
         self._stack.__exit__(*exception)
 
     def prepare_batch(
-        self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: object = None
+        self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: AnyWorkflow = None
     ) -> "Batch | None":
         """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None
         where the run has had all its steps, or the data have ended; the last batch may be smaller.
 
         timeout: in seconds. should_accept: in place of that of `rollouts`, for groups of the data that finish until the
-        next call. Raises TimeoutError, and nothing is lost; NothingToWaitFor where `publish` or `resume` must come
-        first; and whatever ended the rollouts.
+        next call. workflow: the same, for those that start until then. Raises TimeoutError, and nothing is lost;
+        NothingToWaitFor where `publish` or `resume` must come first; and whatever ended the rollouts.
         """
-        _check_should_accept(should_accept, workflow)
+        of_group = self._of_group(should_accept, workflow)
         if not self._has_data:
             raise UserError("prepare_batch takes rows of data, but there is no data: pass data=..., or submit and wait")
-        self._entered.intake.open_data(should_accept or self._should_accept)
+        self._entered.intake.open_data(of_group)
         return self._take(self.config.data.train_batch_size, timeout)
 
     def submit(
-        self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: object = None
+        self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: AnyWorkflow = None
     ) -> None:
         """A prompt of your own, with the columns of a row of data. It starts as soon as staleness allows.
 
-        should_accept: for its group, in place of that of `rollouts`.
+        should_accept, workflow: for its group, in place of those of `rollouts`.
         Raises UserError for a row that cannot be used, and where data.domains share out every step.
         """
         from distflow.launch.data_sets import encode_row
 
-        _check_should_accept(should_accept, workflow)
+        of_group = self._of_group(should_accept, workflow)
         self._refuse_domains("submit")
         encoded = encode_row(row, self._num_submitted + 1, self.config, self._pipeline, self.tokenizer)
         self._num_submitted += 1
-        self._entered.intake.offer(encoded, should_accept or self._should_accept)
+        self._entered.intake.offer(encoded, of_group)
+
+    def rollout_batch(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        timeout: float | None = None,
+        *,
+        should_accept: ShouldAccept | None = None,
+        workflow: AnyWorkflow = None,
+    ) -> "Batch":
+        """Submit rows, and wait for as many groups. See `submit` and `wait`."""
+        for row in rows:
+            self.submit(row, should_accept=should_accept, workflow=workflow)
+        return self.wait(len(rows), timeout)
 
     def wait(self, count: int, timeout: float | None = None) -> "Batch":
         """The next `count` finished groups, in the order in which they were submitted.
@@ -307,6 +322,17 @@ class Rollouts:
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
         return self._running
 
+    def _of_group(self, should_accept: ShouldAccept | None, workflow: AnyWorkflow) -> Any:
+        """What a call says of its groups. Raises UserError."""
+        from distflow.pipelines.nodes.episodes import workflow_of_call
+        from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
+
+        _check_should_accept(should_accept)
+        made = None
+        if workflow is not None and self._entered:
+            made = workflow_of_call(workflow, self.config, "reward_fn" in self._pipeline.services)
+        return OfGroup(should_accept or self._should_accept, made)
+
     def _spec(self) -> Any:
         """The spec of the run, without audits: it is not known how the user's loop trains."""
         from distflow.launch.select_pipeline import for_own_loop
@@ -388,16 +414,11 @@ class _CheckedEngine:
         return getattr(self._engine, name)
 
 
-def _check_should_accept(should_accept: object, workflow: object = None) -> None:
+def _check_should_accept(should_accept: object) -> None:
     if should_accept is not None and not callable(should_accept):
         raise UserError(f"should_accept is {should_accept!r:.80}: pass a function of a group's batch")
     if inspect.iscoroutinefunction(should_accept):
         raise UserError("should_accept is an async function, which would never be awaited: use a synchronous one")
-    if workflow is not None:
-        raise UserError(
-            "workflow: all groups of a run have the same one: pass it to distflow.rollouts(..., workflow=...), and "
-            "tell prompts apart by the columns of their rows"
-        )
 
 
 def _mean(updates: list[dict[str, float]]) -> dict[str, float]:

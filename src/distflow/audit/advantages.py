@@ -273,6 +273,39 @@ def _reinforce(samples: Sequence[Sample], options: Options) -> Rows:
     return [(row, row) for row in (_to_go(sample, options["gamma"]) for sample in samples)]
 
 
+def _turns(sample: Sample) -> list[list[int]]:
+    """The places of the tokens of each turn that counts."""
+    turns: dict[int, list[int]] = {}
+    for place, (turn, counted) in enumerate(zip(sample["turn_index"].tolist(), _tokens(sample), strict=True)):
+        if counted:
+            turns.setdefault(turn, []).append(place)
+    return [turns[turn] for turn in sorted(turns)]
+
+
+def _grpo_turns(samples: Sequence[Sample], options: Options) -> Rows:
+    """The value of each turn by GRPO's rule among the turns of the same number."""
+    discount, rows, returns = options.get("turn_discount", 1.0), list[list[float]](), list[list[float]]()
+    for sample in samples:
+        rewards = [math.fsum(sample["token_level_rewards"][places].tolist()) for places in _turns(sample)]
+        returns.append(
+            [math.fsum(r * discount**n for n, r in enumerate(rewards[turn:])) for turn in range(len(rewards))]
+        )
+    for sample, own in zip(samples, returns, strict=True):
+        row = [0.0] * len(sample["response_mask"])
+        for turn, places in enumerate(_turns(sample)):
+            peers = [
+                theirs[turn]
+                for other, theirs in zip(samples, returns, strict=True)
+                if int(other["group_index"]) == int(sample["group_index"]) and len(theirs) > turn
+            ]
+            scale = std(peers) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
+            value = (own[turn] - mean(peers)) / scale if max(peers) > min(peers) else 0.0
+            for place in places:
+                row[place] = value
+        rows.append(row)
+    return [(row, row) for row in rows]
+
+
 def _remax(samples: Sequence[Sample], options: Options) -> Rows:
     rows = []
     for sample in samples:
@@ -286,14 +319,17 @@ def _gae(samples: Sequence[Sample], options: Options) -> Rows:
     gamma, lam, rows = options["gamma"], options["lam"], []
     for sample in samples:
         rewards, values, counted = sample["token_level_rewards"].tolist(), sample["values"].tolist(), _tokens(sample)
-        places = [t for t, c in enumerate(counted) if c]
+        groups = _turns(sample) if options.get("over_turns") else [[t] for t, c in enumerate(counted) if c]
+        places, tokens_of = [group[0] for group in groups], {group[0]: group for group in groups}
         cut_off = options["bootstrap_truncated"] and bool(sample["truncated"])
         following, running = (values[places[-1]] if places and cut_off else 0.0), 0.0
         row, back = [0.0] * len(counted), [0.0] * len(counted)
         for t in reversed(places):
-            running = rewards[t] + gamma * following - values[t] + gamma * lam * running
+            earned = math.fsum(rewards[token] for token in tokens_of[t])
+            running = earned + gamma * following - values[t] + gamma * lam * running
             following = values[t]
-            row[t], back[t] = running, running + values[t]
+            for token in tokens_of[t]:
+                row[token], back[token] = running, running + values[t]
         rows.append((row, back))
     return rows
 
@@ -306,6 +342,7 @@ FORMULAS: dict[str, Formula] = {
     "rloo": _by_sample(_rloo),
     "opo": _by_sample(_opo),
     "grpo_passk": _by_sample(_passk),
+    "grpo_turns": _grpo_turns,
     "gpg": _gpg,
     "reinforce": _reinforce,
     "remax": _remax,

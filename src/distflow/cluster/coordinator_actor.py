@@ -103,9 +103,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
     def submitted_row(self, number: int) -> PromptRow:
         return self.submissions.row(number)
 
-    def should_accept(self, number: int) -> Any:
-        """A reference to the function of a row's group: modules of the user's are not imported here."""
-        return self.submissions.should_accept(number)
+    def of_group(self, number: int) -> Any:
+        """A reference to what is said of a row's group: modules of the user's are not imported here."""
+        return self.submissions.of_group(number)
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None

@@ -21,6 +21,7 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.group_columns import rows_by_group
 from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
+from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
 from distflow.runtime.spec import Get, Spec
 from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.wait_log import Waits
@@ -50,7 +51,7 @@ class RemoteIntake:
         return partial(self._ask, name)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        stored = [(ray.put(each),) if callable(each) else each for each in arguments]
+        stored = [(ray.put(each),) if isinstance(each, OfGroup) and any(each) else each for each in arguments]
         return _reply(self._run, getattr(self._run.coordinator, name).remote(*stored))
 
 

@@ -16,7 +16,7 @@ from distflow.data.batch import Batch, Column, RemoteColumn
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.data.prompts import PromptRow
 from distflow.launch.select_pipeline import for_own_loop
-from distflow.runtime.sample_queue.user_prompt_rows import ShouldAccept, Submissions
+from distflow.runtime.sample_queue.user_prompt_rows import OfGroup, Submissions
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
 
@@ -127,9 +127,9 @@ class RemoteSubmissions(Submissions):
     def row(self, number: int) -> PromptRow:
         return cast(PromptRow, reply(self._coordinator.submitted_row.remote(number)))
 
-    def should_accept(self, number: int) -> ShouldAccept | None:
-        stored = reply(self._coordinator.should_accept.remote(number))
-        return None if stored is None else cast(ShouldAccept, self._get(*stored))
+    def of_group(self, number: int) -> OfGroup:
+        stored = reply(self._coordinator.of_group.remote(number))
+        return cast(OfGroup, stored if isinstance(stored, OfGroup) else self._get(*stored))
 
 
 def with_submissions(spec: Spec, coordinator: Any) -> Spec:

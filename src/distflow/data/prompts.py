@@ -31,7 +31,8 @@ class PromptRow:
     index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
     the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
     None if all of it is one turn. origin: file and line. tag: "" if none is read. rejected_ids: of a preference pair
-    the worse response, `response_ids` being the better one; else None.
+    the worse response, `response_ids` being the better one; else None. workflow: of its episodes, in place of the
+    run's.
     """
 
     index: int
@@ -45,6 +46,7 @@ class PromptRow:
     turns: Turns | None = None
     tag: str = ""
     rejected_ids: tuple[int, ...] | None = None
+    workflow: object = field(default=None, compare=False)
 
     def answer(self, version: int) -> list[Segment]:
         """The response: trained segments as those of the policy of that version, the others as the environment's."""

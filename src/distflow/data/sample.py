@@ -11,7 +11,8 @@ Owner = Literal["prompt", "policy", "tool", "environment"]
 class Segment:
     """Token ids with one owner. Policy segments carry one log-prob and one weight version a token.
 
-    log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties.
+    log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: what of the score
+    of the episode is this turn's.
     """
 
     owner: Owner
@@ -19,6 +20,7 @@ class Segment:
     log_probs: tuple[float, ...] = ()
     sampling_log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
+    reward: float = 0.0
 
     def __post_init__(self) -> None:
         expected = len(self.token_ids) if self.owner == "policy" else 0

@@ -2,6 +2,7 @@
 ids of everything before it. Where history is rewritten, or several go on from one point, it forks."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +17,9 @@ if TYPE_CHECKING:  # it imports torch, and the processes of tools and environmen
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
-Generate = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[tuple[Segment, str]]]
-"""(prompt ids, max_tokens, stop, tokens drawn before) → the tokens that the policy drew, and why it stopped."""
+Generate = Callable[[tuple[int, ...], int, tuple[str | int, ...], int], Awaitable[tuple[Segment, str]]]
+"""(prompt ids, max_tokens, texts and tokens that end it, tokens drawn before) → the tokens that the policy drew, and
+why it stopped."""
 
 
 class ChatError(UserError):
@@ -68,10 +70,11 @@ class Chat:
     turns: how often it has asked. messages: what was said so far. tools: of the first turn. finish_reason: of the last
     reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
     tokenizer's chat template; else its tokens follow as they are. counts: by the name of a metric, which sums them over
-    episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits that have
-    deadlines of their own. forked: called with each fork. name: empty for the episode's first conversation, else the
-    numbers of the forks on the way to this one, "2.1". conversations: all of the episode, this one too; the one that
-    had the last reply is the last.
+    episodes. sampling: how the policy draws, empty in validation. version: of the weights at the start. clock_stopped:
+    inside, time does not count for the episode's deadline, which is for waits that have deadlines of their own.
+    forked: called with each fork. name: empty for the episode's first conversation, else the numbers of the forks on
+    the way to this one, "2.1". conversations: all of the episode, this one too; the one that had the last reply is the
+    last.
     """
 
     tokens: "TurnTokens"
@@ -85,6 +88,8 @@ class Chat:
     finish_reason: str = "stop"
     last: Reply | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    version: int = 0
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
     forked: Callable[["Chat"], None] = lambda fork: None
     name: str = ""
@@ -162,6 +167,17 @@ class Chat:
         if reason == "length" and most < min(response, context):
             self.finish_reason = "stop"  # by the workflow's own max_tokens, which cuts no episode off
         return reply
+
+    def reward(self, value: float) -> None:
+        """So much of the episode's score is the last reply's, in addition to what was given for it before. What is left
+        of the score is the last turn's. Raises ChatError."""
+        if not math.isfinite(value):
+            raise ChatError(f"reward({value!r}): pass a finite number")
+        places = [place for place, segment in enumerate(self.segments) if segment.owner == "policy"]
+        if not places:
+            raise ChatError("reward: there is no reply yet: await chat.ask first")
+        last = self.segments[places[-1]]
+        self.segments[places[-1]] = replace(last, reward=last.reward + float(value))
 
     def fork(self, messages: Sequence[Message] | None = None) -> "Chat":
         """A further conversation of the episode, apart from this one; several may ask at the same time.

@@ -14,7 +14,8 @@ from distflow.environments.workflows import Row
 
 class EnvironmentWorkflow:
     """Tells the model each observation and takes its reply as the action, until the environment ends the episode or
-    `max_turns` actions are taken. The score is the sum of the rewards."""
+    `max_turns` actions are taken. The score is the sum of the rewards, each of which is
+    its turn's."""
 
     def __init__(
         self, *, env: str, env_kwargs: Mapping[str, Any] | None = None, max_turns: int = 16, timeout_s: float = 30.0
@@ -51,6 +52,7 @@ class EnvironmentWorkflow:
                     step = await process.call("step", self._timeout_s, text=reply.text)
                 observation, reward, has_ended = cast(tuple[str, float, bool], step)
                 total += reward
+                chat.reward(reward)
                 if has_ended:
                     break
                 if chat.turns >= self._max_turns:

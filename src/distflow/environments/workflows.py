@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import WORKFLOWS
+from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, Prompt
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load, split_name, users_code
@@ -22,12 +23,13 @@ F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 @dataclass(frozen=True)
 class Row:
     """What a workflow gets of a row of the data. prompt: for `chat.ask`. ground_truth: the column of the answer.
-    extra_info: all other columns."""
+    extra_info: all other columns. columns: all, by their names in the data."""
 
     prompt: Prompt
     ground_truth: object = None
     domain: str = "default"
     extra_info: Mapping[str, object] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
 
 
 class Rewarded(Protocol):
@@ -76,25 +78,36 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
         found: Any = load(target)
     except LoadError as error:
         raise UserError(f"{KEY}: {error}") from error
-    is_class = isinstance(found, type)
-    if fault := _fault_of_areal(found) if is_class else _fault(found):
+    return make_workflow(split_name(target)[1], found, options)
+
+
+def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workflow:
+    """The workflow of a function, of a class, which is made with the options, or of an object of AReaL's form. Raises
+    UserError."""
+    is_class, is_made = isinstance(found, type), _is_areals(found) and not isinstance(found, type)
+    if not is_class and not is_made and (fault := _fault(found)):
         raise UserError(f"{KEY}: '{name}' {fault}")
     _check_options(name, found, options, skipped=0 if is_class else 2)
-    run: Any = functools.partial(found, **options)
+    run: Any = found if is_made else functools.partial(found, **options)
     if is_class:
         with users_code(f"{KEY}: '{name}' cannot be constructed:"):
             run = found(**options)
-        if fault := _fault(run):
-            raise UserError(f"{KEY}: an instance of '{name}' {fault}")
-    return Workflow(split_name(target)[1], run, REWARD in inspect.signature(run if is_class else found).parameters)
+    if _is_areals(run):
+        return Workflow(name, ArealWorkflow(run), scores=False)
+    if is_class and (fault := _fault(run)):
+        raise UserError(f"{KEY}: an instance of '{name}' {fault}")
+    return Workflow(name, run, REWARD in inspect.signature(run if is_class else found).parameters)
 
 
 def _fault(function: object) -> str:
     """Why it is no workflow; empty if it is one."""
     if not callable(function):
-        return f"is {function!r:.60}, which cannot be called: name an async function f(chat, row)"
-    if fault := _fault_of_areal(function):
-        return fault
+        return (
+            f"is {function!r:.60}, which cannot be called: name an async function f(chat, row), or an object with an "
+            "async arun_episode(engine, data)"
+        )
+    if _is_areals(function):
+        return "is a workflow of AReaL, which needs no decorator"
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         return "is no async function: write `async def f(chat, row)`"
     if list(inspect.signature(function).parameters)[:2] != ["chat", "row"]:
@@ -102,21 +115,16 @@ def _fault(function: object) -> str:
     return ""
 
 
-def _fault_of_areal(found: object) -> str:
-    if not (hasattr(found, "arun_episode") or hasattr(found, "run_episode")):
-        return ""
-    return (
-        "is a workflow of AReaL, which gets an engine: those are not run yet. Write it as an async function "
-        "f(chat, row), where `await chat.ask(...)` takes the place of `engine.agenerate`"
-    )
+def _is_areals(found: object) -> bool:
+    return inspect.iscoroutinefunction(getattr(found, "arun_episode", None))
 
 
-def _check_options(name: str, function: object, options: Mapping[str, object], skipped: int) -> None:
+def _check_options(name: str, function: Any, options: Mapping[str, object], skipped: int) -> None:
     """Raises UserError for `workflow_kwargs` that do not fit. skipped: parameters that are none."""
-    if not callable(function):
-        return
-    parameters = list(inspect.signature(function).parameters.values())[skipped:]
-    own = [p for p in parameters if p.name != REWARD and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_made = _is_areals(function) and not isinstance(function, type)
+    parameters = [] if is_made else list(inspect.signature(function).parameters.values())[skipped:]
+    ours = () if _is_areals(function) else (REWARD,)
+    own = [p for p in parameters if p.name not in ours and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     known = [p.name for p in own]
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
     if unknown:

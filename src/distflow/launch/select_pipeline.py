@@ -44,6 +44,7 @@ _WRITERS = {
     "values": "compute_value writes it",
     "advantages": "compute_advantage writes it",
     "token_level_scores": "compute_reward writes it",
+    "turn_index": "episodes have it: set actor_rollout_ref.rollout.workflow",
 }
 """The standard node that writes a column, for a pipeline that lacks it."""
 
@@ -168,7 +169,7 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
     rollout loop that asks the `should_accept` of each group."""
 
     def accept(group: Group) -> Drop | None:
-        should_accept = submissions.should_accept(group.prompt_group.row)
+        should_accept = submissions.of_group(group.prompt_group.row).should_accept
         return None if should_accept is None else drop_unless(should_accept(group.batch()))
 
     before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)

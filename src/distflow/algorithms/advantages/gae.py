@@ -1,13 +1,15 @@
 """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and its recursions from last token to
 first.
 
-Tokens that are not the policy's pass the running value on.
+Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead of tokens: the value
+of a turn is that before its first token, its reward the sum over its tokens.
 """
 
 import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import counted_tokens
+from distflow.algorithms.advantages.turns import first_tokens, on_turns, sum_by_turn
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
@@ -41,10 +43,11 @@ def last_value(values: Tensor, mask: Tensor) -> Tensor:
     return last
 
 
-def _describe(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:
+def _describe(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool, over_turns: bool) -> str:
     end = "the last value" if bootstrap_truncated else "0"
     whitened = ", whitened over the batch" if whiten else ""
-    return f"GAE with gamma {gamma:g}, lambda {lam:g}, value after a truncated response {end}{whitened}"
+    turns = " over turns" if over_turns else ""
+    return f"GAE{turns} with gamma {gamma:g}, lambda {lam:g}, value after a truncated response {end}{whitened}"
 
 
 @register_adv_est("gae", scope="global", describe=_describe)
@@ -54,11 +57,13 @@ def compute_gae_advantage(
     values: Tensor,
     valid: Tensor | None = None,
     truncated: Tensor | None = None,
+    turn_index: Tensor | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
     bootstrap_truncated: bool = False,
     whiten: bool = True,
+    over_turns: bool = False,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A + v.
@@ -66,11 +71,19 @@ def compute_gae_advantage(
     token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`. Tokens between the
     policy's pass value and accumulator on. The value after the last token is 0, or with `bootstrap_truncated` the
     last known one if the response was truncated. Advantages are whitened over the global batch of valid samples, unless
-    `whiten` is off.
-    Raises ValueError if `bootstrap_truncated` is on and the batch has no `truncated`.
+    `whiten` is off. With `over_turns` t counts turns, each with the value before its first token and the sum of its
+    rewards; its tokens share advantage and return.
+    Raises ValueError if `bootstrap_truncated` is on and the batch has no `truncated`, or `over_turns` and it has no
+    `turn_index`, which workflows write.
     """
-    mask = counted_tokens(response_mask, valid)
+    mask = tokens = counted_tokens(response_mask, valid)
     rewards, values = under_mask(token_level_rewards.double(), mask), under_mask(values.double(), mask)
+    if over_turns:
+        if turn_index is None:
+            raise ValueError("over_turns needs turns: set actor_rollout_ref.rollout.workflow, or disable the option")
+        turn_index = torch.where(tokens, turn_index, -1)
+        mask = first_tokens(turn_index)
+        rewards = on_turns(sum_by_turn(rewards, turn_index), turn_index)
     after_last = values.new_zeros(len(values))
     if bootstrap_truncated:
         if truncated is None:
@@ -79,6 +92,9 @@ def compute_gae_advantage(
     delta = rewards + gamma * next_value(values, mask, after_last) - values
     advantages = under_mask(discounted_sum(delta, mask, gamma * lam), mask)
     returns = under_mask(advantages + values, mask)
+    if over_turns:
+        assert turn_index is not None
+        advantages, returns = (on_turns(sum_by_turn(each, turn_index), turn_index) for each in (advantages, returns))
     if whiten:
-        advantages = masked_whiten(advantages, mask, reduce)
+        advantages = masked_whiten(advantages, tokens, reduce)
     return advantages.float(), returns.float()

@@ -224,6 +224,15 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
         )
 
 
+def rewards_of_turns(config: Config) -> Iterator[Finding]:
+    """Where advantages are those of turns, no key makes one reward of an episode's."""
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "grpo_turns" or algorithm.adv_estimator_kwargs.get("over_turns"):
+        for key in changed_from_default(flatten(config), _OF_SUMS[:3]):
+            what = "turns have rewards of their own, and this makes one reward of each episode's"
+            yield Finding((key, _ESTIMATOR), what, "remove it, and change the rewards in the workflow")
+
+
 def parts_of_rewards(config: Config) -> Iterator[Finding]:
     """An estimator that reads the parts of the reward has several, and no key that changes only their sum is set."""
     estimator, name = find_estimator(config), config.algorithm.adv_estimator
@@ -249,7 +258,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
         )
 
 
-NORMALIZATION_RULES = (scaling, normalisations, running_moments, one_normalisation, parts_of_rewards)
+NORMALIZATION_RULES = (scaling, normalisations, running_moments, one_normalisation, parts_of_rewards, rewards_of_turns)
 RULES = (
     *NORMALIZATION_RULES,
     *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, oversampling),

@@ -18,8 +18,8 @@ from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
-from distflow.environments.workflows import Row, Workflow, load_workflow
-from distflow.errors import users_place
+from distflow.environments.workflows import Row, Workflow, load_workflow, make_workflow
+from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.router import RewardOutcome, RewardRouter
@@ -52,6 +52,19 @@ def run_workflow(config: Config) -> Callable[..., object]:
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
     node = run_scored_episodes if workflow.scores else run_episodes
     return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
+
+
+def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Workflow:
+    """Of a call of a user's own loop. has_rewards: the run has reward functions. Raises UserError."""
+    made = make_workflow(str(getattr(workflow, "__name__", type(workflow).__name__)), workflow, {})
+    if config.actor_rollout_ref.rollout.workflow is None:
+        raise UserError("this run has no episodes: pass a workflow to distflow.rollouts(..., workflow=...) as well")
+    if made.scores and not has_rewards:
+        raise UserError(
+            f"the workflow {made.name} calls reward functions, and this run has none: pass one with the parameter "
+            "reward_fn to distflow.rollouts(..., workflow=...) as well"
+        )
+    return made
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
@@ -111,13 +124,23 @@ class _Requests:
         chat.generate, chat.forked = partial(self.ask, index, chat.name), partial(self.connect, index)
 
     async def ask(
-        self, index: int, fork: str, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
+        self,
+        index: int,
+        fork: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop: tuple[str | int, ...],
+        num_drawn: int,
     ) -> tuple[Segment, str]:
         """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
         if index not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
         own = self._group.params
-        params = replace(own, max_tokens=max_tokens, stop=tuple(dict.fromkeys((*own.stop, *stop))))
+        texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
+        tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
+        params = replace(
+            own, max_tokens=max_tokens, stop=tuple(dict.fromkeys(texts)), stop_token_ids=tuple(dict.fromkeys(tokens))
+        )
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn), {})
@@ -228,6 +251,8 @@ class _Episodes:
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
+        if isinstance(group.row.workflow, Workflow):  # of a call of the user's own loop
+            self.workflow = group.row.workflow
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
         self.requests = _Requests(group, self.rollout, in_rounds, take_turn)
@@ -267,10 +292,14 @@ class _Episodes:
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
         chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=messages is not None)
-        chat.clock_stopped = deadline_paused
+        chat.clock_stopped, chat.version = deadline_paused, group.prompt_group.version
+        if not self.ctx.validating:
+            chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         self.requests.connect(index, chat)
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
-        told = Row(prompt, row.ground_truth, row.domain, extra)
+        data = self.ctx.config.data
+        columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: row.ground_truth, **extra}
+        told = Row(prompt, row.ground_truth, row.domain, extra, columns)
         try:
             outcome = await self._outcome(chat, told, index)
         finally:

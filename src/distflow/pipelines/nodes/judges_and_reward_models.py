@@ -54,7 +54,7 @@ def add_model_scores(config: Config) -> Callable[..., object]:
     reads = {"response_mask", "scores", "reward_parts", "reward_errors", *map(_column, models), *judged}
     writes = ("scores", "reward_parts", *judged, *SCORE_FIELDS)
 
-    @node(reads=(*sorted(reads), "group_index", "domain"), writes=writes)
+    @node(reads=(*sorted(reads), "group_index", "domain", "?turn_index", "?token_level_scores"), writes=writes)
     def add(batch: Batch, reduce: Collective) -> NodeOutput:
         said = {name: batch[_column(name)] for name in models}
         unscored, scores = [error is None for error in batch["reward_errors"]], batch["scores"].clone()
@@ -71,7 +71,10 @@ def add_model_scores(config: Config) -> Callable[..., object]:
             for row, name in product(range(len(batch)), said):
                 extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
             found |= _with_errors(batch, scores, failed, config) | {"reward_extra": extra}
-        found |= dict.fromkeys(SCORE_FIELDS, on_last_token(scores, batch["response_mask"]))
+        placed = on_last_token(scores, batch["response_mask"])
+        if "turn_index" in batch:  # the rewards of turns stay theirs
+            placed = batch["token_level_scores"] + on_last_token(scores - batch["scores"], batch["response_mask"])
+        found |= dict.fromkeys(SCORE_FIELDS, placed)
         counts = {
             f"reward/{'errors' if model.judge else 'cut'}/{name}": float(sum(map(_has_fault, said[name])))
             for name, model in models.items()

@@ -2,11 +2,12 @@
 groups that cannot be trained on or would teach nothing."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import OnError, on_error_of
+from distflow.data.batch import Written
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
@@ -79,6 +81,7 @@ async def load_pairs(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[S
 
 
 SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
+EPISODE_FIELDS = (*SCORED_FIELDS, "token_level_scores", "turn_index")
 NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 
 
@@ -94,7 +97,7 @@ def compute_reward(config: Config) -> Callable[..., object]:
 
 
 @node_factory
-@node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
+@node(role=NodeRole.REWARD, writes=EPISODE_FIELDS)
 def take_scores(config: Config) -> Callable[..., object]:
     """The scores that a workflow gave its episodes, by the rules of `compute_reward`."""
     return partial(reward_episodes, **_scoring(config))
@@ -134,7 +137,7 @@ async def reward_samples(
     return _scored(await reward_fn(samples), ctx.validating, min_valid, on_error)
 
 
-@node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain"))
+@node(writes=EPISODE_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain"))
 async def reward_episodes(
     samples: Sequence[Sample],
     ctx: NodeContext,
@@ -142,7 +145,7 @@ async def reward_episodes(
     min_valid: int,
     on_error: OnError = "mask",
     domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
-) -> dict[str, list[object]] | Drop:
+) -> Mapping[str, Written] | Drop:
     """As `reward_samples`, of episodes. One that its workflow rejected is invalid, without an error; a group of which
     too few are left is dropped as rejected, and another starts."""
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
@@ -154,7 +157,29 @@ async def reward_episodes(
     columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, needed, on_error)
     if not isinstance(columns, Drop):
         columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
+        turns = [_by_turn(s, cast(float, score)) for s, score in zip(samples, columns["scores"], strict=True)]
+        tokens = [token for sample in turns for token in sample]
+        placed, index = torch.tensor([reward for reward, _ in tokens]), torch.tensor([turn for _, turn in tokens])
+        return {**columns, "token_level_scores": placed.float(), "turn_index": index.long()}
     return columns
+
+
+def _by_turn(sample: Sample, score: float) -> list[tuple[float, int]]:
+    """Of each response token: the reward on it, and the number of its turn, -1 if it has none. What a turn has earned
+    is on its last token, and what is left of the score on that of the last turn."""
+    drawn = [segment for segment in sample.response_segments if segment.owner == "policy" and segment.token_ids]
+    has_score = isinstance(sample.outcome, RewardOutcome) and isinstance(sample.outcome.reward_result, Score)
+    earned = [segment.reward * has_score for segment in drawn]
+    earned[-1:] = [score - math.fsum(earned[:-1])] if drawn else []
+    tokens, turn = list[tuple[float, int]](), 0
+    for segment in sample.response_segments:
+        length = len(segment.token_ids)
+        if segment.owner != "policy":
+            tokens += [(0.0, -1)] * length
+        elif length:
+            tokens += [*[(0.0, turn)] * (length - 1), (earned[turn], turn)]
+            turn += 1
+    return tokens
 
 
 NO_OUTCOME = RewardOutcome(Score(0.0))

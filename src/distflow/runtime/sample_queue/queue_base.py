@@ -16,7 +16,7 @@ from distflow.rewards.score import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
-from distflow.runtime.sample_queue.user_prompt_rows import ShouldAccept, Submissions
+from distflow.runtime.sample_queue.user_prompt_rows import OfGroup, Submissions
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
@@ -275,17 +275,17 @@ class SharedSampleQueue(Generic[T]):
         assert self._resume_point is not None, "no step was taken since the last release"
         return self._resume_point
 
-    def open_data(self, should_accept: ShouldAccept | None) -> None:
-        """From now on groups of the data set start whenever there is capacity. should_accept: of those that finish from
-        now on."""
+    def open_data(self, of_group: OfGroup) -> None:
+        """From now on groups of the data set start whenever there is capacity. of_group: of those that start or finish
+        from now on."""
         with self._lock:
-            self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, should_accept
+            self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, of_group
         self._wake()
 
-    def offer(self, row: PromptRow, should_accept: ShouldAccept | None) -> None:
-        """A row of the caller's own waits for capacity. should_accept: of its group."""
+    def offer(self, row: PromptRow, of_group: OfGroup) -> None:
+        """A row of the caller's own waits for capacity."""
         with self._lock:
-            self.submissions.add(self._coordinator.offer(), row, should_accept)
+            self.submissions.add(self._coordinator.offer(), row, of_group)
         self._wake()
 
     def pause(self, paused: bool) -> None:

@@ -1,8 +1,9 @@
-"""Rows that a user's own loop submits, beside those of the data set, and whether their groups are accepted."""
+"""Rows that a user's own loop submits, beside those of the data set, their workflows, and whether their groups are
+accepted."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import overload
+from typing import NamedTuple, overload
 
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
@@ -10,22 +11,29 @@ from distflow.data.prompts import PromptRow
 ShouldAccept = Callable[[Batch], object]
 
 
+class OfGroup(NamedTuple):
+    """What a call says of its groups. should_accept: None accepts every group. workflow: None for the run's."""
+
+    should_accept: ShouldAccept | None = None
+    workflow: object = None
+
+
 class Submissions:
-    """What is added on one thread may be looked up on another. of_data: the function for rows of the data set."""
+    """What is added on one thread may be looked up on another. of_data: the functions for rows of the data set."""
 
     def __init__(self) -> None:
-        self.of_data: ShouldAccept | None = None
-        self._rows: dict[int, tuple[PromptRow, ShouldAccept | None]] = {}
+        self.of_data = OfGroup()
+        self._rows: dict[int, tuple[PromptRow, OfGroup]] = {}
 
-    def add(self, number: int, row: PromptRow, should_accept: ShouldAccept | None) -> None:
+    def add(self, number: int, row: PromptRow, of_group: "OfGroup") -> None:
         """number: from the length of the data set on."""
-        self._rows[number] = replace(row, index=number), should_accept
+        self._rows[number] = replace(row, index=number), of_group
 
     def row(self, number: int) -> PromptRow:
         return self._rows[number][0]
 
-    def should_accept(self, number: int) -> ShouldAccept | None:
-        """Of the group of a row, also of the data set; None accepts every group."""
+    def of_group(self, number: int) -> "OfGroup":
+        """Of the group of a row, also of the data set."""
         return self._rows[number][1] if number in self._rows else self.of_data
 
 
@@ -43,6 +51,8 @@ class WithSubmitted(Sequence[PromptRow]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, int) and index >= len(self._rows):
-            return self._submissions.row(index)
-        return self._rows[index]
+        if isinstance(index, slice):
+            return self._rows[index]
+        row = self._submissions.row(index) if index >= len(self._rows) else self._rows[index]
+        workflow = self._submissions.of_group(index).workflow
+        return row if workflow is None else replace(row, workflow=workflow)

@@ -1,0 +1,200 @@
+"""AReaL's form of a workflow, as it stands: `arun_episode(engine, data)` asks an engine for responses in tokens and
+returns the trajectory as tensors, of which nothing is believed that the engine has not drawn."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from operator import eq
+from typing import Any, NamedTuple
+
+from distflow.data.sample import Segment
+from distflow.environments.chat import Chat, ChatError
+
+LIMIT = 1e-5
+"""Of the difference between two log-probs, one of which was a float32."""
+_FIXED = {"n_samples": 1, "min_new_tokens": 0, "frequency_penalty": 0.0, "ignore_eos": False}
+"""What a request's `gconfig` cannot change."""
+
+
+@dataclass(frozen=True)
+class ModelResponse:
+    """What `agenerate` returns. stop_reason: "stop", or "length" if it was cut off or had no room."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: str
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+class _Call(NamedTuple):
+    prompt: list[int]
+    drawn: Segment
+    finish_reason: str
+
+
+class Engine:
+    """The `engine` of an episode. Its requests run one after another: the random stream of each continues the last."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat, self._turn, self.calls = chat, asyncio.Lock(), list[_Call]()
+
+    def get_version(self) -> int:
+        """Of the newest weights that the episode has seen."""
+        return max([self._chat.version, *(version for call in self.calls for version in call.drawn.versions)])
+
+    async def agenerate(self, req: Any) -> ModelResponse:
+        """req: has `input_ids` and a `gconfig`, of which `max_new_tokens`, `stop` and `stop_token_ids` apply. Raises
+        ChatError where the rest of it is not the run's sampling."""
+        chat, prompt, gconfig = self._chat, [int(token) for token in req.input_ids], req.gconfig
+        for name, wanted in {**_FIXED, **chat.sampling}.items():
+            own = getattr(gconfig, name, wanted)
+            if own != wanted and not (name == "top_k" and max(own, wanted) >= 10**6 and min(own, wanted) < 1):
+                raise ChatError(
+                    f"agenerate: gconfig.{name}={own!r}, and here it is {wanted!r}: the run's sampling is that of "
+                    "actor_rollout_ref.rollout, and each request is one response (rollout.n is the size of a group)"
+                )
+        if not prompt:
+            raise ChatError("agenerate: input_ids is empty")
+        chat.turns += 1
+        with chat.clock_stopped():
+            await self._turn.acquire()
+        try:
+            return await self._respond(prompt, gconfig)
+        finally:
+            self._turn.release()
+
+    async def _respond(self, prompt: list[int], gconfig: Any) -> ModelResponse:
+        begins = min((len(c.prompt) for c in self.calls if prompt[: len(c.prompt)] == c.prompt), default=len(prompt))
+        room = min(self._chat.limits.response - len(prompt) + begins, self._chat.limits.context - len(prompt))
+        drawn, reason = Segment("policy", ()), "length"
+        if room > 0:
+            most = getattr(gconfig, "max_new_tokens", None) or room
+            stop = (*(getattr(gconfig, "stop", None) or ()), *(getattr(gconfig, "stop_token_ids", None) or ()))
+            num_drawn = sum(len(call.drawn.token_ids) for call in self.calls)
+            drawn, reason = await self._chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
+            is_whole = reason == "length" and most < room  # cut by the workflow itself, which cuts no episode off
+            self.calls.append(_Call(prompt, drawn, "stop" if is_whole else reason))
+        else:
+            await asyncio.sleep(0)  # so that a workflow that asks for ever meets its deadline
+        tokens, log_probs, versions = list(drawn.token_ids), list(drawn.log_probs), list(drawn.versions)
+        return ModelResponse(list(prompt), tokens, log_probs, versions, "stop" if reason == "stop" else "length")
+
+
+class ArealWorkflow:
+    """A workflow that runs the `arun_episode` of an object of the user's."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    async def __call__(self, chat: Chat, row: Any) -> float | None:
+        """row: a `Row`. Returns the reward, or None where it rejects the episode. Raises ValueError for a trajectory
+        that was not drawn."""
+        engine, prompt = Engine(chat), row.prompt
+        messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
+        columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # rewards get a text so
+        returned = await self._theirs.arun_episode(engine, {"messages": messages, **columns})
+        if returned is None:
+            return None
+        if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
+            raise ValueError(
+                f"arun_episode returned {returned!r:.80}: return None, or tensors by name with input_ids, loss_mask "
+                "and rewards"
+            )
+        (reward,) = _row(returned, "rewards")
+        shown = [bool(part) for part in _row(returned, "attention_mask")] if "attention_mask" in returned else None
+        names = [name for name in ("input_ids", "loss_mask", "logprobs", "versions") if name in returned]
+        columns = {name: _shown(name, _row(returned, name), shown) for name in names}
+        if len({*map(len, columns.values())}) > 1:
+            lengths = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+            raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
+        _set_segments(chat, engine.calls, columns)
+        return float(reward)
+
+
+def _row(returned: Mapping[str, Any], name: str) -> list[Any]:
+    """The values of one trajectory. Raises ValueError for several: each episode is one sample."""
+    values = returned[name]
+    values = values.tolist() if hasattr(values, "tolist") else values
+    values = list(values) if isinstance(values, Sequence) else [values]
+    if any(isinstance(value, list) for value in values) or (name == "rewards" and len(values) != 1):
+        if len(values) != 1:
+            raise ValueError(
+                f"arun_episode returned {len(values)} rows of {name}, and an episode is one sample: make its gconfig "
+                "with n_samples=1; actor_rollout_ref.rollout.n is the number of episodes of a prompt"
+            )
+        values = values[0] if isinstance(values[0], list) else values
+    return values
+
+
+def _shown(name: str, values: list[Any], shown: list[bool] | None) -> list[Any]:
+    """Without padding."""
+    if shown is None:
+        return values
+    if len(shown) != len(values):
+        raise ValueError(f"arun_episode returned {len(values)} {name} with an attention_mask of {len(shown)}")
+    return [value for value, kept in zip(values, shown, strict=True) if kept]
+
+
+def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
+    """The trajectory as segments of the chat. Raises ValueError where the mask is on a token that was not drawn there,
+    or a log-prob or version is not that of the draw."""
+    ids = [int(token) for token in columns["input_ids"]]
+    places = dict[int, tuple[int, int]]()  # of a drawn token: its call, and its place there
+    for same, number in sorted(((_num_same(ids, call), number) for number, call in enumerate(calls)), reverse=True):
+        start = len(calls[number].prompt)
+        for place in range(same):
+            places.setdefault(start + place, (number, place))
+    trained = [place for place, masked in enumerate(columns["loss_mask"]) if masked]
+    for place in trained:
+        if place not in places:
+            raise ValueError(
+                f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), which the engine did "
+                "not draw after the tokens before it"
+            )
+        number, own = places[place]
+        drawn = calls[number].drawn
+        for name, value, limit in (("logprobs", drawn.log_probs[own], LIMIT), ("versions", drawn.versions[own], 0)):
+            found = columns[name][place] if name in columns else value
+            if not abs(found - value) <= limit * max(abs(value), 1.0):
+                raise ValueError(f"arun_episode returned {found:g} in {name} for token {place}, drawn with {value:g}")
+    used = sorted({places[place][0] for place in trained})
+    begins = min((len(calls[number].prompt) for number in used), default=len(ids))
+    if len(ids) - begins > chat.limits.response or len(ids) > chat.limits.context:
+        raise ValueError(f"arun_episode returned {len(ids)} tokens, {begins} of them a prompt: more than the limits")
+    chat.segments = [Segment("prompt", tuple(ids[:begins])), *_after_prompt(calls, ids, begins, set(trained), places)]
+    chat.finish_reason = calls[used[-1]].finish_reason if used else "stop"
+
+
+def _after_prompt(
+    calls: Sequence[_Call], ids: list[int], begins: int, trained: set[int], places: Mapping[int, tuple[int, int]]
+) -> Iterator[Segment]:
+    def owner(place: int) -> int:
+        return places[place][0] if place in trained else -1
+
+    for number, run in groupby(range(begins, len(ids)), key=owner):
+        whole = tuple(run)
+        tokens = tuple(ids[place] for place in whole)
+        if number < 0:
+            yield Segment("environment", tokens)
+        else:
+            own, of = [places[place][1] for place in whole], calls[number].drawn
+            log_probs, sampling = (tuple(map(c.__getitem__, own)) for c in (of.log_probs, of.sampling_log_probs))
+            yield Segment("policy", tokens, log_probs, sampling, tuple(of.versions[place] for place in own))
+
+
+def _num_same(ids: list[int], call: _Call) -> int:
+    """How many drawn tokens of a call the trajectory has, directly after the call's prompt."""
+    start = len(call.prompt)
+    if ids[:start] != call.prompt:
+        return 0
+    return sum(1 for _ in takewhile(bool, map(eq, ids[start:], call.drawn.token_ids)))
