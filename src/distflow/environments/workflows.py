@@ -86,7 +86,8 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
             run = found(**options)
         if fault := _fault(run):
             raise UserError(f"{KEY}: an instance of '{name}' {fault}")
-    return Workflow(split_name(target)[1], run, REWARD in inspect.signature(run if is_class else found).parameters)
+    scores = REWARD in inspect.signature(run if is_class else found).parameters
+    return Workflow(split_name(target)[1], run, bool(getattr(run, "uses_reward_fn", scores)))
 
 
 def _fault(function: object) -> str:
