@@ -250,9 +250,80 @@ def test_what_cannot_be_said_is_refused(content: Any) -> None:
         asyncio.run(chat.ask(content))
 
 
-def test_there_are_no_branches_yet() -> None:
-    with pytest.raises(ChatError, match="not implemented yet"):
-        chat_of(FAMILIES["qwen2.5"](), Engine([])).fork()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: str) -> None:
+    family = FAMILIES[name]()
+    end = family.tokenizer.convert_tokens_to_ids(family.end)
+    replies = [[*ids(family, word), end] for word in ("7", "8", "nine", "10")]
+    engine = Engine(replies)
+    chat = chat_of(family, engine, Limits(60, 200))
+
+    async def talk() -> tuple[Chat, Chat]:
+        await chat.ask("what is 3 + 4?")
+        one, two = chat.fork(), chat.fork()
+        assert (one.response_left, one.context_left) == (60, chat.context_left)
+        await asyncio.gather(one.ask("And more?"), two.ask("And less?"))
+        await chat.ask("Again.")
+        return one, two
+
+    one, two = asyncio.run(talk())
+    first, *later = [prompt for prompt, *_ in engine.asked]
+    for prompt in later:
+        assert prompt[: len(first) + len(replies[0])] == (*first, *replies[0])
+    assert [num_drawn for *_, num_drawn in engine.asked] == [0, 0, 0, len(replies[0])], "of a conversation's own stream"
+    assert without_given(family, one) == replies[1] and without_given(family, two) == replies[2]
+    assert without_given(family, chat) == [*replies[0], *replies[3]]
+    assert [(each.name, each.turns) for each in (chat, one, two, two.fork())] == [
+        ("", 2),
+        ("1", 1),
+        ("2", 1),
+        ("2.1", 0),
+    ]
+    assert [len(each.messages) for each in (chat, one, two)] == [4, 4, 4]
+
+
+def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -> None:
+    """Here the user takes the template's choice: thinking is stripped from the history."""
+    family = FAMILIES["qwen3"]()
+    drawn = ids(family, "<think>\nlet me see\n</think>\n\n7<|im_end|>")
+    engine = Engine([drawn, drawn])
+    chat = chat_of(family, engine)
+
+    async def talk() -> Chat:
+        await chat.ask("3 + 4?")
+        rewritten = chat.fork(chat.messages)
+        await rewritten.ask("Again.")
+        return rewritten
+
+    rewritten = asyncio.run(talk())
+    history = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]
+    asked = [*history, {"role": "user", "content": "Again."}]
+    assert list(engine.asked[1][0]) == rendered(family, asked)
+    assert b"see" not in family.tokenizer.decode(engine.asked[1][0]).encode()
+    assert [segment.owner for segment in rewritten.segments] == ["prompt", "policy"]
+    assert [message["content"] for message in rewritten.messages[2:]] == ["Again.", rewritten.messages[1]["content"]]
+    assert without_given(family, chat) == drawn == without_given(family, rewritten)
+
+
+def test_a_fork_of_plain_text_begins_with_the_contents() -> None:
+    family = FAMILIES["qwen2.5"]()
+    engine = Engine([ids(family, "7")])
+    end = family.tokenizer.convert_tokens_to_ids(family.end)
+    chat = Chat(TurnTokens(family.tokenizer, (end,), {}), engine, Limits(50, 100), templated=False)
+    asyncio.run(chat.fork([{"role": "user", "content": "3 + 4 "}]).ask("= "))
+    assert list(engine.asked[0][0]) == ids(family, "3 + 4 = ")
+
+
+@pytest.mark.parametrize("messages", [[], [7], [{"content": "x"}], "x"])
+def test_what_is_no_history_is_refused(messages: Any) -> None:
+    with pytest.raises(ChatError, match=r"fork\(.*: pass a message with 'role' and 'content', messages$"):
+        chat_of(FAMILIES["qwen2.5"](), Engine([])).fork(messages)
+
+
+def test_token_ids_do_not_follow_messages() -> None:
+    fork = chat_of(FAMILIES["qwen2.5"](), Engine([])).fork([{"role": "user", "content": "x"}])
+    with pytest.raises(ChatError, match="token ids cannot follow the messages of a fork"):
+        asyncio.run(fork.ask((1, 2)))
 
 
 NAMED = {

@@ -2,6 +2,7 @@
 reference does not move."""
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +10,16 @@ from torch import Tensor
 
 from distflow.audit import model_forward
 from distflow.audit.recorded_calls_and_updates import OpenEngine, UpdateRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Sample, Wrong, check, doubles
+from distflow.audit.recorded_step import (
+    NOT_APPLICABLE,
+    AuditedRun,
+    RecordedStep,
+    Sample,
+    Wrong,
+    check,
+    conversations_of,
+    doubles,
+)
 from distflow.config.derived_settings import is_rl
 
 MOST, LEAST = 16, 4
@@ -130,12 +140,16 @@ def forward_samples(
     score: Callable[[Tensor, Sample], T],
     dtype: torch.dtype | None = None,
 ) -> list[T]:
-    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient. dtype: to
-    compute in; None is the engine's."""
+    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient; each of its
+    conversations alone. dtype: to compute in; None is the engine's."""
     adapter = not getattr(engine, "without_adapter", False)
     with torch.no_grad(), model_forward.plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
-        logits = model_forward.logits_of(run.turns.run, engine.model, [ids_of(sample) for sample in samples])
-        return [score(one, sample) for one, sample in zip(logits, samples, strict=True)]
+        apart = [sequences_of(sample) for sample in samples]
+        logits = model_forward.logits_of(run.turns.run, engine.model, [each for own in apart for each in own])
+        return [
+            score(joined_logits(list(islice(logits, len(own)))), sample)
+            for own, sample in zip(apart, samples, strict=True)
+        ]
 
 
 def policy_scores(
@@ -168,6 +182,25 @@ def dtype_of(engine: object) -> torch.dtype | None:
 def ids_of(sample: Sample) -> model_forward.Ids:
     """The sample's prompt and response."""
     return sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
+
+
+def sequences_of(sample: Sample) -> list[model_forward.Ids]:
+    """The sample's conversations: the first one's prompt and response, of others the first token and the rest."""
+    first, *others = conversations_of(sample)
+    return [(first.ids[: -first.first], first.ids[-first.first :]), *((own.ids[:1], own.ids[1:]) for own in others)]
+
+
+def joined_logits(parts: Sequence[Tensor]) -> Tensor:
+    """One row for each token of the response, from those of `sequences_of`; zeros for what is not `is_predicted`."""
+    first, *others = parts
+    return torch.cat([first, *(row for own in others for row in (first.new_zeros(1, first.shape[-1]), own))])
+
+
+def is_predicted(sample: Sample) -> Tensor:
+    """bool, for each token of the response: all but the first of a fork, which is given."""
+    predicted = torch.ones(len(sample["response_ids"]), dtype=torch.bool)
+    predicted[[start for _, start in sample.get("forks", ())]] = False
+    return predicted
 
 
 def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:

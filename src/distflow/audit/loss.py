@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
+from distflow.audit.log_probs import is_predicted
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Formula, Tokens, importance_weights, may_be_selected, ratio_to
 from distflow.audit.recorded_calls_and_updates import UpdateRecord
@@ -244,7 +245,8 @@ def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, 
         for name in ("log_probs", "entropy"):
             if scores is None or name not in batch.outputs:
                 continue
-            gap = float((batch.outputs[name][batch.sample == number] - getattr(scores, name)).abs().mean())
+            found = batch.outputs[name][batch.sample == number]
+            gap = float((found - getattr(scores, name))[is_predicted(sample)].abs().mean())
             if not gap <= recorded.limit(EXACT, ROUNDED):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "

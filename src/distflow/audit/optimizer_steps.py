@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_predicted, joined_logits, sequences_of
 from distflow.audit.model_forward import logits_of, plainly
 from distflow.audit.recorded_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, is_builtin, samples_of, shuffled
@@ -150,7 +150,7 @@ def audit_backward(recorded: RecordedStep) -> str | None:
 
     def loss() -> Tensor:
         flat: Tensor = compute(batch, ("log_probs",))["log_probs"]
-        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
+        cotangents = [_cotangent(sample) for sample in chosen]
         return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
 
     packed = turns.gradients(actor.model, weights, loss)
@@ -216,23 +216,24 @@ def _through_padding(
     recorded: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
 ) -> list[Tensor]:
     """chosen: one sample, or none: then one token runs through the model, with gradient 0."""
-    tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
+    tokens = [each for sample in chosen for each in sequences_of(sample)] or [((0,), (0,))]
 
     def loss() -> Tensor:
-        (logits,) = logits_of(nn.Module.__call__, actor.model, tokens)
-        ids = torch.tensor(tokens[0][1], device=logits.device)
+        logits = joined_logits(list(logits_of(nn.Module.__call__, actor.model, tokens)))
+        ids = torch.tensor(ids_of(chosen[0])[1] if chosen else [0], device=logits.device)
         temperature = recorded.sampling(chosen[0]).temperature if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
-        return (log_probs * _cotangent(len(ids)).to(log_probs)).sum() * float(len(chosen))
+        cotangent = _cotangent(chosen[0]) if chosen else torch.zeros(1)
+        return (log_probs * cotangent.to(log_probs)).sum()
 
     with plainly(actor.model, compute_dtype=dtype_of(actor)):
         return recorded.run.turns.gradients(actor.model, weights, loss)
 
 
-def _cotangent(length: int) -> Tensor:
-    """Fixed numbers of both signs, in place of a loss's gradient."""
-    return torch.cos(torch.arange(length, dtype=torch.float32) + 1.0)
+def _cotangent(sample: Sample) -> Tensor:
+    """Fixed numbers of both signs, in place of a loss's gradient; 0 where nothing predicts the token."""
+    return torch.cos(torch.arange(len(sample["response_ids"]), dtype=torch.float32) + 1.0) * is_predicted(sample)
 
 
 def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:

@@ -113,6 +113,15 @@ class AuditedRun:
         return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
+class Conversation(NamedTuple):
+    """One of a sample's conversations: its name, empty for the first one, and its tokens. Token i is the response's
+    token `first` + i, or one of the prompt where that is negative."""
+
+    name: str
+    first: int
+    ids: list[int]
+
+
 class RecordedTurn(NamedTuple):
     """A request for a sample, and the tokens of its response that the engine drew by it, from `start` to before `end`:
     all of the generation, or its beginning if a node cut it."""
@@ -121,6 +130,7 @@ class RecordedTurn(NamedTuple):
     generation: Generation
     start: int
     end: int
+    conversation: Conversation
 
 
 @dataclass
@@ -221,16 +231,20 @@ class RecordedStep:
         ]
 
     def turns(self, sample: Sample) -> list["RecordedTurn"]:
-        """The requests that the sample holds, in its order: those whose prompt it begins with, with as much of their
-        generation as follows there. Drafts that a node discards, and requests for a judgement, are none."""
-        ids, first = [*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()], len(sample["prompt_ids"])
-        found = dict[int, RecordedTurn]()
-        for request, made in self.requests(sample):
-            start = len(request.prompt_ids) - first
-            end = start + sum(takewhile(bool, map(eq, ids[len(request.prompt_ids) :], made.token_ids)))
-            is_longer = end > (found[start].end if start in found else start)
-            if start >= 0 and is_longer and ids[: first + start] == list(request.prompt_ids):
-                found[start] = RecordedTurn(request, made, start, end)
+        """The requests that the sample holds, in its order: those whose prompt one of its conversations begins with,
+        with as much of their generation as follows there. Drafts that a node discards, and requests for a judgement,
+        are none. A request is of one conversation, also where a fork has the same tokens: streams tell them apart."""
+        record, requests, found = self.record_of(sample), self.requests(sample), dict[int, RecordedTurn]()
+        for talk in conversations_of(sample):
+            stream = record.prompt_group.stream + f"/fork {talk.name}" * bool(talk.name) if record else ""
+            for request, made in requests:
+                if len(sample.get("forks", ())) and request.stream.name != stream:
+                    continue
+                start = talk.first + (before := len(request.prompt_ids))
+                end = start + sum(takewhile(bool, map(eq, talk.ids[before:], made.token_ids)))
+                is_longer = end > (found[start].end if start in found else start)
+                if start >= max(talk.first, 0) and is_longer and talk.ids[:before] == list(request.prompt_ids):
+                    found[start] = RecordedTurn(request, made, start, end, talk)
         return [found[start] for start in sorted(found)]
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
@@ -337,6 +351,15 @@ def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
     for sample in samples:
         groups.setdefault(int(sample["group_index"]), []).append(sample)
     return groups
+
+
+def conversations_of(sample: Sample) -> list[Conversation]:
+    """The sample's conversations, in the order in which its tokens hold them."""
+    prompt, response = sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
+    forks = sample.get("forks", ())
+    ends = [*(start for _, start in forks), len(response)]
+    own = [Conversation(name, start, response[start:end]) for (name, start), end in zip(forks, ends[1:], strict=True)]
+    return [Conversation("", -len(prompt), [*prompt, *response[: ends[0]]]), *own]
 
 
 def index_of(sample: Sample) -> int:

@@ -25,6 +25,7 @@ from distflow.audit.recorded_step import (
     Sample,
     Wrong,
     check,
+    conversations_of,
     doubles,
     index_of,
     is_builtin,
@@ -130,21 +131,23 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     older = recorded.run.older_weights
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
-    (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
+    response, policy = ids_of(sample)[1], sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
     model, runs = actor.model, recorded.run.turns
     with torch.no_grad(), plainly(model, compute_dtype=dtype_of(actor)):
+        logits = torch.zeros(len(weights), vocabulary_of(model))
         if recomputes:
-            logits = _over_own_keys(runs, model, [*prompt, *response], weights)
+            for talk in conversations_of(sample):
+                start, end = max(talk.first + 1, 0), talk.first + len(talk.ids)
+                logits[start:end] = _over_own_keys(runs, model, talk.ids, weights[start:end])
         else:
-            logits = torch.zeros(len(weights), vocabulary_of(model))
-            turns = [(turn.start, turn.end) for turn in recorded.turns(sample)]
+            whole = conversations_of(sample)[0]
+            turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
             # Each begins over keys and values of its first token's weights, and goes on over those of earlier tokens'.
-            for start, end in turns or [(0, len(weights))]:
+            for start, end, talk in turns or [(0, len(whole.ids) + whole.first, whole)]:
                 known[start:end] = known[start:end].cummin(0).values
-                ids = [*prompt, *response[:end]]
-                logits[start:end] = _over_older_keys(runs, model, ids, weights[start:end])
+                logits[start:end] = _over_older_keys(runs, model, talk.ids[: end - talk.first], weights[start:end])
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
 
 
@@ -246,16 +249,18 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             continue
         scores, known = recorded.drawn[sample["uid"]]
         row, (epoch, _) = prompt_group.row, recorded.place_of(prompt_group)
-        own = Stream(recorded.config.trainer.seed, prompt_group.stream, epoch, row)
-        turns = [(turn.request, turn.start, turn.end) for turn in recorded.turns(sample)]
-        by_the_config = GenerateRequest((), (), recorded.sampling(sample), own)
-        for request, start, end in turns or [(by_the_config, 0, len(sample["response_ids"]))]:
+        stream = Stream(recorded.config.trainer.seed, prompt_group.stream, epoch, row)
+        turns = [(turn.request, turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
+        by_the_config = GenerateRequest((), (), recorded.sampling(sample), stream)
+        whole = conversations_of(sample)[0]
+        for request, start, end, talk in turns or [(by_the_config, 0, len(sample["response_ids"]), whole)]:
+            own = stream.fork(talk.name)
             if request.params.repetition_penalty != 1.0 or request.params.greedy:
                 return "draws with a repetition penalty, and greedy ones, are not repeated"
             if request.stream != own:
                 raise Wrong(f"sample {sample['uid']} drew from the stream of {request.stream}, but its own is {own}")
             _by_the_config(recorded, request.params, sample["domain"])
-            if request.num_drawn < int((sample["versions"][:start] >= 0).sum()):
+            if request.num_drawn < int((sample["versions"][max(talk.first, 0) : start] >= 0).sum()):
                 recorded.run.warn(
                     "later turns of a sample draw by the random numbers of earlier ones again: a request to the "
                     "rollout engine says in num_drawn how many tokens of the sample it has drawn before"

@@ -243,7 +243,7 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
     """synced: the last weight version synced before this step.
 
     Raises TrustError if a token of the policy has a later version, is more than `max_staleness` steps stale, or has an
-    older version than the token before it.
+    older version than the token before it in its conversation.
     """
     versions = batch.flat("versions")
     of_policy = versions >= 0
@@ -260,9 +260,11 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
             f"{int(versions[too_old][0])}, but version {synced} was synced, and weights may be {max_staleness} "
             "steps old (async.max_staleness): they were not sent, or are not used by the engine"
         )
-    rows = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))[of_policy]
-    falls = (versions[of_policy].diff() < 0) & (rows.diff() == 0)
+    lengths = batch.conversation_lengths()
+    talks = torch.arange(len(lengths)).repeat_interleave(lengths)[batch.response_positions()][of_policy]
+    falls = (versions[of_policy].diff() < 0) & (talks.diff() == 0)
     if bool(falls.any()):
+        rows = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))[of_policy]
         uid = batch["uid"][int(rows[1:][falls][0])]
         raise TrustError(f"the versions of sample {uid} go backwards: the engine went back to older weights")
 
@@ -272,7 +274,7 @@ def check_alignment(batch: Batch) -> None:
 
     Raises TrustError if response_mask is not exactly on the tokens that carry a version, loss_mask reaches beyond it, a
     rollout log-prob is no log-probability, a sample's group_index is not its group's, or the episodes of a group begin
-    with different prompts. (Later samples of an episode may have others: a conversation that branches.)
+    with different prompts. (Its further conversations may have others.)
     """
     made_by_policy, mask = batch.flat("versions") >= 0, batch.flat("response_mask") > 0
     if found := _first(batch, made_by_policy != mask):

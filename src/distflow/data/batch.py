@@ -8,7 +8,7 @@ copy from pinned memory waits for nothing, and many numbers that are read togeth
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +78,8 @@ class Batch:
         batch["finish_reason"] = [s.finish_reason for s in samples]
         batch["group_index"] = [s.group_index for s in samples]
         batch["episode_index"] = [s.episode for s in samples]
+        batch["forks"] = [[list(fork) for fork in s.forks] for s in samples]
+        batch["conversation"] = [[dict(turn) for turn in s.conversation] for s in samples]
         batch["valid"] = [s.valid for s in samples]
         batch["truncated"] = [s.truncated for s in samples]
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], np.int64)
@@ -361,6 +363,18 @@ class Batch:
         """Position of each response token in the flat `sequence` columns: int64 `(response tokens,)`."""
         responses = self._lengths[Axis.RESPONSE]
         return _ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
+
+    def conversation_lengths(self) -> Tensor:
+        """Tokens of each conversation of each sample, one after the other: int64 `(conversations,)`. A conversation
+        attends to no other, also of its own episode."""
+        if "forks" not in self or not any(forks := self.flat("forks")):
+            return self._lengths[Axis.SEQUENCE]
+        prompts, lengths = (self._lengths[axis].tolist() for axis in (Axis.PROMPT, Axis.SEQUENCE))
+        ends = [
+            [0, *(prompt + start for _, start in own), length]
+            for prompt, length, own in zip(prompts, lengths, forks, strict=True)
+        ]
+        return torch.tensor([after - before for own in ends for before, after in pairwise(own)], dtype=torch.int64)
 
     def _derived_loss_mask(self) -> Tensor:
         mask: Tensor = self.flat("response_mask")

@@ -17,7 +17,7 @@ from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
     *("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index", "episode_index"),
-    "agent",
+    *("agent", "forks", "conversation"),
 )
 """The fields that exist before any node has run."""
 

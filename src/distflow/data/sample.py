@@ -32,8 +32,9 @@ class Sample:
     """A trajectory of one prompt, whose first segment is the prompt.
 
     uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
-    belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
-    agent: the one with these turns. valid: False once it has a reward error. outcome: how a workflow scored its
+    belongs to. agent: the one with these turns. forks: where the episode's conversation branched, the name of each
+    further conversation and the position of its first token in the response: they follow the first one, end to end.
+    conversation: what was said, for people. valid: False once it has a reward error. outcome: how a workflow scored its
     episode, if there is one. rejected: that workflow wants it dropped.
     """
 
@@ -42,6 +43,8 @@ class Sample:
     segments: list[Segment]
     episode: int = field(default=0, kw_only=True)
     agent: str = field(default="policy", kw_only=True)
+    forks: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    conversation: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
     prompt: str = ""
     response: str = ""
     domain: str = "default"
@@ -60,6 +63,17 @@ class Sample:
     def response_segments(self) -> list[Segment]:
         """All segments after the first prompt."""
         return self.segments[1:]
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens after its first prompt, of the longest conversation."""
+        lengths = list[int]()
+        for segment in self.segments:
+            if segment.owner == "prompt":
+                lengths.append(0)
+            else:
+                lengths[-1] += len(segment.token_ids)
+        return max(lengths)
 
     @property
     def truncated(self) -> bool:

@@ -1,11 +1,11 @@
 """The conversation of one agent with the policy: append-only token segments, in which each turn's prompt is the exact
-ids of everything before it."""
+ids of everything before it. Where history is rewritten, or several go on from one point, it forks."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distflow.data.sample import Segment
@@ -61,15 +61,17 @@ class Limits:
     context: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Chat:
-    """One agent's conversation. A workflow may read all of it, and calls `ask`.
+    """One agent's conversation. A workflow may read all of it, and calls `ask` and `fork`.
 
     turns: how often it has asked. messages: what was said so far. tools: of the first turn. finish_reason: of the last
     reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
     tokenizer's chat template; else its tokens follow as they are. counts: by the name of a metric, which sums them over
     episodes. clock_stopped: inside, time does not count for the episode's deadline, which is for waits that have
-    deadlines of their own.
+    deadlines of their own. forked: called with each fork. name: empty for the episode's first conversation, else the
+    numbers of the forks on the way to this one, "2.1". conversations: all of the episode, this one too; the one that
+    had the last reply is the last.
     """
 
     tokens: "TurnTokens"
@@ -84,7 +86,14 @@ class Chat:
     last: Reply | None = None
     counts: Counter[str] = field(default_factory=Counter)
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
+    forked: Callable[["Chat"], None] = lambda fork: None
+    name: str = ""
+    conversations: list["Chat"] = field(default_factory=list, repr=False)
     _waiting: bool = field(default=False, init=False)
+    _num_forks: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.conversations.append(self)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -154,31 +163,50 @@ class Chat:
             self.finish_reason = "stop"  # by the workflow's own max_tokens, which cuts no episode off
         return reply
 
-    def fork(self) -> "Chat":
-        """Not there yet. Raises ChatError."""
-        raise ChatError("chat.fork: conversations that branch are not implemented yet; ask in one conversation")
+    def fork(self, messages: Sequence[Message] | None = None) -> "Chat":
+        """A further conversation of the episode, apart from this one; several may ask at the same time.
+
+        It goes on from here: with the same tokens, all of which are given there. messages: its history in their place,
+        such as a summary, which begins its first prompt as the chat template renders it. Raises ChatError for what is
+        no message.
+        """
+        history = list(self.messages) if messages is None else _messages(messages, "fork")
+        begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
+        self._num_forks += 1
+        name = f"{self.name}.{self._num_forks}".removeprefix(".")
+        fork = replace(self, name=name, segments=begun, messages=history, turns=0, last=None, finish_reason="stop")
+        self.forked(fork)
+        return fork
 
     def _replied(self, reply: Reply) -> Reply:
         self.last, self.finish_reason = reply, reply.finish_reason
+        self.conversations.remove(self)
+        self.conversations.append(self)
         return reply
 
     def _encoded(self, content: Content, tools: Sequence[Message]) -> tuple[tuple[int, ...], list[Message]]:
         """The token ids to append, and the messages that they stand for."""
         begins = not self.segments
+        history = self.messages if begins else []  # of a fork with messages of its own
         if tools and not (begins and self.templated):
             raise ChatError("ask: tools are told in the first turn, by a chat template: set data.prompt_format=chat")
-        if isinstance(content, Prompt) and tools:
-            content = content.messages
+        if isinstance(content, Prompt) and (tools or history):
+            content = content.messages or str(content)
         if isinstance(content, Prompt) and begins:
             return content.token_ids, list(content.messages) or [_user(str(content))]
         if _are_ids(content):
+            if history:
+                raise ChatError(
+                    "ask: token ids cannot follow the messages of a fork: ask with a text or messages first"
+                )
             return tuple(content), [_user(self.tokens.decode(content))]
         if isinstance(content, str) and not self.templated:
-            return self.tokens.of_text(content, begins=begins), [_user(content)]
+            text = "".join(str(message.get("content", "")) for message in history) + content
+            return self.tokens.of_text(text, begins=begins), [_user(content)]
         said = [_user(content)] if isinstance(content, str) else _messages(content)
         if begins:
-            self.tools = tools
-            return self.tokens.opening(said, tools), said
+            self.tools = tools or self.tools
+            return self.tokens.opening([*history, *said], self.tools), said
         return self.tokens.between(said, self.segments[-1].token_ids[-1], self.tools), said
 
 
@@ -192,13 +220,14 @@ def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
     return bool(content) and all(type(token) is int for token in content)
 
 
-def _messages(content: object) -> list[Message]:
-    """Raises ChatError for anything else."""
+def _messages(content: object, by: str = "ask") -> list[Message]:
+    """by: whose argument it is. Raises ChatError for anything else."""
     said: list[Any] = [content] if isinstance(content, Mapping) else []
     if isinstance(content, list | tuple):
         said = list(content)
     if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
         raise ChatError(
-            f"ask({content!r:.80}): pass a text, a message with 'role' and 'content', messages, or token ids"
+            f"{by}({content!r:.80}): pass {'a text, ' if by == 'ask' else ''}a message with 'role' and 'content', "
+            f"messages{', or token ids' if by == 'ask' else ''}"
         )
     return said

@@ -184,7 +184,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         applicable = {name: score for name, score in scores.items() if NOT_APPLICABLE not in score.extra}
         right = accuracy(applicable, weights) if applicable and len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
-            length = sum(len(segment.token_ids) for segment in sample.response_segments)
+            length = sample.longest_response
             longest = self._response_limits.get(sample.domain, self._max_response_length)
             parts[OVERLONG] = Score(self._overlong.penalty(length, longest))
             weights[OVERLONG] = 1.0

@@ -54,6 +54,10 @@ class Stream:
     epoch: int
     row: int
 
+    def fork(self, name: str) -> "Stream":
+        """Of a further conversation of each episode; of the first one if the name is empty."""
+        return replace(self, name=f"{self.name}/fork {name}") if name else self
+
 
 @dataclass(frozen=True)
 class GenerateRequest:

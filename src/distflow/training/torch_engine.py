@@ -188,7 +188,8 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelInputs:
     """Response token t of a sequence is predicted from the position before it, prompt length + t − 1; with `before` 0
-    the outputs are those at the token itself.
+    the outputs are those at the token itself. Each conversation of a sample is a sequence; what its first token gets,
+    which is given, means nothing.
 
     A micro-batch without tokens becomes one token that nothing is predicted from: every rank must run a
     sharded model equally often, and the gradient is 0.
@@ -201,7 +202,7 @@ def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelIn
         index = int(empty.nonzero()[0])
         who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
         raise ValueError(f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS token")
-    ids, lengths = micro.flat("input_ids"), micro.lengths("sequence")
+    ids, lengths = micro.flat("input_ids"), micro.conversation_lengths()
     if not ids.numel():
         ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)

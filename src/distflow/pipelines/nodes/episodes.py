@@ -3,7 +3,8 @@ node that takes their scores."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
 from distflow.data.sample import Sample, Segment
-from distflow.environments.chat import Chat, Limits, Prompt, Reply
+from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow
@@ -32,7 +33,15 @@ from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 _SHARES_WITHIN_S = 0.01
 """How long the first request of a group waits for those of its other episodes, with which it shares the prefill."""
 
+_NUM_TURNS, _LONGEST_TURN_S = 8, 1e6
+"""How often user code has its turn before a round without news is sent: a reply goes through some tasks to the next
+`ask`."""
+
 Outcome = RewardOutcome | None
+_Asked = tuple[str, tuple[int, ...], SamplingParams, int]
+"""Name of the conversation, prompt, parameters, tokens drawn before."""
+_Waiting = dict[int, asyncio.Future[Generation]]
+"""By the index of the episode."""
 
 
 @node_factory
@@ -79,57 +88,116 @@ class _Requests:
     """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their prefill.
 
     in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
-    depends on no timing. failure: what the engine raised.
+    depends on no timing. An episode that has forked has asked when one of its conversations has, none waits for a
+    reply, and no reward function or tool of it runs. take_turn: returns after what user code was about to do.
+    failure: what the engine raised.
     """
 
-    def __init__(self, group: Group, rollout: RolloutEngine, in_rounds: bool) -> None:
-        self._group, self._rollout, self._in_rounds = group, rollout, in_rounds
-        self._num_running = len(group)
-        self._asked: dict[tuple[tuple[int, ...], SamplingParams, int], dict[int, asyncio.Future[Generation]]] = {}
-        self._sent: set[asyncio.Task[None]] = set()
+    def __init__(
+        self, group: Group, rollout: RolloutEngine, in_rounds: bool, take_turn: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
+        self._running, self._working = set(group.wanted), Counter[int]()
+        self._asked: dict[_Asked, _Waiting] = {}
+        self._sent: dict[asyncio.Task[None], _Waiting] = {}
+        self._has_forked, self._num_asked = False, 0
+        self._settling: asyncio.Task[None] | None = None
         self._closed = False
         self.failure: Exception | None = None
 
+    def connect(self, index: int, chat: Chat) -> None:
+        """The chat, or a fork, of this episode asks here."""
+        self._has_forked |= bool(chat.name)
+        chat.generate, chat.clock_stopped = partial(self.ask, index, chat.name), partial(self.working, index)
+        chat.forked = partial(self.connect, index)
+
     async def ask(
-        self, index: int, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
+        self, index: int, fork: str, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], num_drawn: int
     ) -> tuple[Segment, str]:
-        """See `distflow.environments.chat.Generate`. index: of the episode's sample."""
+        """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
+        if index not in self._running:
+            raise ChatError("ask: the episode of this chat has ended")
         own = self._group.params
         params = replace(own, max_tokens=max_tokens, stop=tuple(dict.fromkeys((*own.stop, *stop))))
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with deadline_paused():
-            waiting = self._asked.setdefault((prompt, params, num_drawn), {})
+            waiting = self._asked.setdefault((fork, prompt, params, num_drawn), {})
             waiting[index] = future
-            if sum(map(len, self._asked.values())) >= self._num_running or (num_drawn and not self._in_rounds):
+            self._num_asked += 1
+            self._look()
+            if not self._in_rounds and (num_drawn or fork):
                 self._send()
             elif not self._in_rounds:
                 asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
             try:
                 made = await future
             finally:
-                del waiting[index]  # of a workflow that waits no longer
+                waiting.pop(index, None)  # of a workflow that waits no longer
+                self._look()
         return policy_segment(made), made.finish_reason
 
-    def ended(self) -> None:
-        """An episode asks no more."""
-        self._num_running -= 1
-        if self._asked and sum(map(len, self._asked.values())) >= self._num_running:
-            self._send()
+    @contextmanager
+    def working(self, index: int) -> Iterator[None]:
+        """Inside, the episode waits for something of ours that has a deadline of its own."""
+        with deadline_paused():
+            self._working[index] += 1
+            try:
+                yield
+            finally:
+                self._working[index] -= 1
+                self._look()
+
+    def ended(self, index: int) -> None:
+        """An episode asks no more; what it still asks is withdrawn."""
+        self._running.discard(index)
+        for waiting in self._asked.values():
+            if index in waiting:
+                waiting.pop(index).cancel()
+        self._look()
 
     def close(self) -> None:
         """Withdraw what was sent, and send nothing more."""
         self._closed = True
-        for task in self._sent:
+        for task in (*self._sent, *([self._settling] if self._settling else ())):
             task.cancel()
+
+    def _look(self) -> None:
+        """Send what was asked if all have asked."""
+        if self._closed or not self._all_asked():
+            return
+        if not (self._has_forked and self._in_rounds):
+            self._send()
+        elif self._settling is None:
+            self._settling = asyncio.ensure_future(self._settle())
+
+    def _all_asked(self) -> bool:
+        asked = {index for waiting in self._asked.values() for index in waiting}
+        if not asked >= self._running or not asked:
+            return False
+        sent = {index for waiting in self._sent.values() for index in waiting}
+        return not self._in_rounds or not any(index in sent or self._working[index] for index in self._running)
+
+    async def _settle(self) -> None:
+        """Send once no further conversation is about to ask."""
+        try:
+            seen = -1
+            while seen != self._num_asked:
+                seen = self._num_asked
+                for _ in range(_NUM_TURNS):
+                    await self._take_turn()
+        finally:
+            self._settling = None
+        if self._all_asked():
+            self._send()
 
     def _send(self) -> None:
         asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
-        for (prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: min(item[1])):
-            indices = tuple(sorted(waiting))
-            request = GenerateRequest(prompt, indices, params, self._group.stream, num_drawn)
+        for (fork, prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: (min(item[1]), item[0][0])):
+            stream = self._group.stream.fork(fork)
+            request = GenerateRequest(prompt, tuple(sorted(waiting)), params, stream, num_drawn)
             task = asyncio.ensure_future(self._generate(request, waiting))
-            self._sent.add(task)
-            task.add_done_callback(self._sent.discard)
+            self._sent[task] = waiting
+            task.add_done_callback(self._sent.pop)
 
     async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
         try:
@@ -162,7 +230,8 @@ class _Episodes:
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
-        self.requests = _Requests(group, self.rollout, in_rounds)
+        take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
+        self.requests = _Requests(group, self.rollout, in_rounds, take_turn)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
 
@@ -186,6 +255,7 @@ class _Episodes:
         metrics = {
             "episodes/turns": turns / len(samples),
             "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
+            "episodes/branches": sum(len(sample.forks) for sample in samples) / len(samples),
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
             **self.counts,
         }
@@ -197,14 +267,14 @@ class _Episodes:
         messages = extra.pop(PROMPT_CHAT, None)
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
-        chat = Chat(self.tokens, partial(self.requests.ask, index), limits, templated=messages is not None)
-        chat.clock_stopped = deadline_paused
+        chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=messages is not None)
+        self.requests.connect(index, chat)
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         told = Row(prompt, row.ground_truth, row.domain, extra)
         try:
             outcome = await self._outcome(chat, told, index)
         finally:
-            self.requests.ended()
+            self.requests.ended(index)
         self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
@@ -225,7 +295,7 @@ class _Episodes:
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
             return self._error(f"{type(error).__name__}: {error}{place}"[:1000])
-        if outcome is not None and not chat.num_drawn:
+        if outcome is not None and not any(each.num_drawn for each in chat.conversations):
             return self._error("an episode ended without a token of the policy: it must await chat.ask")
         return outcome
 
@@ -238,19 +308,36 @@ class _Episodes:
         in_episode.set(True)
         sample = self._sample(index, chat, None)
         text = reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
-        (outcome,) = await self.reward_fn([replace(sample, response=text)])
+        with self.requests.working(index):
+            (outcome,) = await self.reward_fn([replace(sample, response=text)])
         return outcome
 
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
-        text = chat.last.text if chat.last is not None else ""
-        for segment in reversed(chat.segments):
-            if segment.owner == "policy":
-                text = self.tokens.decode(segment.token_ids)
-                break
-        sample = self.group.sample(index, None, text, chat.finish_reason)
-        own = chat.segments or sample.segments
+        """All conversations of the episode that drew a token, end to end, the first one at the beginning."""
+        last = chat.conversations[-1]
+        drawn = [s for each in chat.conversations for s in each.segments if s.owner == "policy"]
+        text = self.tokens.decode(drawn[-1].token_ids) if drawn else last.last.text if last.last is not None else ""
+        sample = self.group.sample(index, None, text, last.finish_reason)
+        segments, forks = [*(chat.segments or sample.segments)], list[tuple[str, int]]()
+        said, others = self._said(chat), [each for each in chat.conversations if each.name and each.num_drawn]
+        for fork in sorted(others, key=lambda each: [int(number) for number in each.name.split(".")]):
+            forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
+            segments += fork.segments
+            said += self._said(fork)
         has_score = outcome is not None and isinstance(outcome.reward_result, Score)
-        return replace(sample, segments=own, outcome=outcome, valid=has_score, rejected=outcome is None)
+        return replace(
+            sample,
+            segments=segments,
+            forks=tuple(forks),
+            conversation=tuple(said),
+            outcome=outcome,
+            valid=has_score,
+            rejected=outcome is None,
+        )
+
+    def _said(self, chat: Chat) -> list[dict[str, str]]:
+        fork = {"fork": chat.name} if chat.name else {}
+        return [{"owner": s.owner, "text": self.tokens.written(s.token_ids), **fork} for s in chat.segments]
 
 
 def read_outcome(returned: object) -> Outcome:

@@ -28,7 +28,7 @@ def compute_old_log_prob(config: Config) -> Callable[..., object]:
     return score_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else score_policy
 
 
-@node(writes="old_log_probs", role=NodeRole.ACTOR, reads=("prompt_ids", "response_ids", "response_mask"))
+@node(writes="old_log_probs", role=NodeRole.ACTOR, reads=("prompt_ids", "response_ids", "?forks", "response_mask"))
 def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
     """`old_log_probs` by the trainer, and the policy's mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
@@ -38,7 +38,7 @@ def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
 @node(
     writes=("old_log_probs", "prox_log_probs"),
     role=NodeRole.ACTOR,
-    reads=("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"),
+    reads=("prompt_ids", "response_ids", "?forks", "response_mask", "rollout_log_probs"),
 )
 def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
     """`prox_log_probs` by the trainer beside the rollout engine's own, and the policy's mean entropy."""
@@ -66,13 +66,13 @@ def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
     return {"actor/entropy": float(mean)}, float(mask.sum())
 
 
-@node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids"))
+@node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids", "?forks"))
 def compute_ref_log_prob(batch: Batch, ref: Scorer) -> Tensor:
     """Log-probs of the sampled tokens under the frozen reference."""
     return ref.forward(batch, ("log_probs",)).flat("log_probs")
 
 
-@node(writes="values", role=NodeRole.CRITIC, reads=("prompt_ids", "response_ids"))
+@node(writes="values", role=NodeRole.CRITIC, reads=("prompt_ids", "response_ids", "?forks"))
 def compute_value(batch: Batch, critic: Scorer) -> Tensor:
     """The critic's value before each response token."""
     return critic.forward(batch, ("values",)).flat("values")

@@ -31,7 +31,7 @@ register_field(
     doc="by the trainer, in the forward pass of this step's first update; NaN in samples that it did not see",
 )
 
-_READS = ("prompt_ids", "response_ids")
+_READS = ("prompt_ids", "response_ids", "?forks")
 _COUNTED = {"skipped", "empty"}
 
 

@@ -1,0 +1,79 @@
+"""Whole runs with episodes whose conversations branch: what is trained on, by which advantage and loss."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.data.batch import Batch
+from distflow.observe.reading.run_reader import read_events
+from tests.e2e.runs import Playground
+from tests.environments.test_training import Games, saved
+
+pytestmark = pytest.mark.slow
+
+WORKFLOW = "actor_rollout_ref.rollout.workflow"
+BRANCHES = """
+import asyncio
+
+async def branches(chat, row):
+    first = await chat.ask(row.prompt, max_tokens=3)
+    if sum(first.token_ids) % 3 == 0:
+        return len(first.text) / 4
+    left, right = chat.fork(), chat.fork()
+    one, two = await asyncio.gather(left.ask("L", max_tokens=2), right.ask("RR", max_tokens=3))
+    await asyncio.gather(left.fork().ask("LL", max_tokens=2), left.ask("?", max_tokens=1), idle(chat.fork()))
+    summary = chat.fork([{"role": "user", "content": one.text + two.text}])
+    last = await summary.ask("so", max_tokens=4)
+    return sum(last.token_ids) % 7 / 6
+
+async def idle(chat):
+    pass
+"""
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    playground = Games(tmp_path)
+    (tmp_path / "branches.py").write_text(BRANCHES)
+    return playground
+
+
+def conversations(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """The token ids of each conversation of an episode, and which of them were drawn there."""
+    prompt, response = int(batch.lengths("prompt")[row]), int(batch.lengths("response")[row])
+    ids = [*batch["prompt_ids"][row, :prompt].tolist(), *batch["response_ids"][row, :response].tolist()]
+    drawn = [False] * prompt + (batch["response_mask"][row, :response] > 0).tolist()
+    starts = [0, *(prompt + start for _, start in batch["forks"][row]), len(ids)]
+    for start, end in zip(starts, starts[1:], strict=False):
+        yield ids[start:end], drawn[start:end]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_episodes_that_branch_train_and_every_audit_passes(playground: Playground, max_staleness: int) -> None:
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/branches.py:branches",
+        "trainer.total_training_steps=3",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        f"async.max_staleness={max_staleness}",
+    )
+    assert not run.notes("warning")
+    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    assert len(audits) == 3
+    for audit in audits:
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "backward"} <= {*audit["proven"]}
+    batch = saved(run)
+    branched = [row for row in range(len(batch)) if batch["forks"][row]]
+    assert 0 < len(branched) < len(batch)
+    for row in branched:
+        assert [name for name, _ in batch["forks"][row]] == ["1", "1.1", "2", "4"], "the idle fork leaves nothing"
+        root, left, under, right, summary = conversations(batch, row)
+        assert left[0][: len(root[0])] == root[0] == right[0][: len(root[0])]
+        assert not any(left[1][: len(root[0])]) and not any(right[1][: len(root[0])]), "trained where they were drawn"
+        assert sum(root[1]) == 3 or root[1][-1]
+        assert sum(left[1]) <= 3 and sum(under[1]) <= 2 and sum(right[1]) <= 3 and sum(summary[1]) <= 4
+        assert under[0][: len(under[0]) - sum(under[1])][: len(root[0])] == root[0]
+    told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
+    assert told == pytest.approx(4 * len(branched) / len(batch))
