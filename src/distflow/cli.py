@@ -44,6 +44,9 @@ COMMANDS: dict[str, Command] = {
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
     "chat": Command("chat with a model or a run's policy", "distflow.commands.chat", runs_code=True),
+    "serve": Command(
+        "serve a model or a run's policy to clients of OpenAI and Anthropic", "distflow.commands.serve", runs_code=True
+    ),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export_replay_report_why"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "migrate": Command(
@@ -70,7 +73,7 @@ COMMANDS: dict[str, Command] = {
 }
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
-    "use a model": ("eval", "chat", "export"),
+    "use a model": ("eval", "chat", "serve", "export"),
     "before a run": ("config", "data", "reward", "rollout", "sandbox"),
     "look at a run": ("list", "report", "why", "trace", "replay"),
     "this machine": ("doctor", "selftest"),

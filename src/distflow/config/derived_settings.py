@@ -69,12 +69,14 @@ BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_par
 
 
 def code_of_workflow(config: Config) -> list[tuple[str, str]]:
-    """(key, target) of the user's code in `rollout.workflow`: the workflow, its tools, its environment."""
+    """(key, target) of the user's code in `rollout.workflow`: the workflow, its tools, its environment, its agent."""
     rollout = config.actor_rollout_ref.rollout
-    tools, env = (rollout.workflow_kwargs.get(name) for name in ("tools", "env"))
+    tools = rollout.workflow_kwargs.get("tools")
     entries = [(f"{WORKFLOW}_kwargs.tools", entry) for entry in (tools if isinstance(tools, list | tuple) else [])]
     named = [(key, entry.get("name") if isinstance(entry, dict) else entry) for key, entry in entries]
-    named += [(WORKFLOW, rollout.workflow), (f"{WORKFLOW}_kwargs.env", env)]
+    named += [(WORKFLOW, rollout.workflow)]
+    options = ("env", "function", "reward")
+    named += [(f"{WORKFLOW}_kwargs.{option}", rollout.workflow_kwargs.get(option)) for option in options]
     return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]
 
 

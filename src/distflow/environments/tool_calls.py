@@ -47,6 +47,16 @@ def format_of(template: str) -> str:
     )
 
 
+def text_before_calls(text: str, format: str) -> str:
+    """What a reply with calls says besides; the rest of it is left out."""
+    begins = max(text.find(_THOUGHT_END), 0)
+    marks = _BEGINS.get(format)
+    if marks is None:  # but for the thinking the whole reply is calls
+        return text[: text.find(_THOUGHT_END) + len(_THOUGHT_END)] if _THOUGHT_END in text else ""
+    return text[: min(at for mark in marks if (at := text.find(mark, begins)) >= 0)].rstrip()
+
+
+_BEGINS = {"hermes": ("<tool_call>",), "mistral": ("[TOOL_CALLS]",), "xml": ("<tool_call>", "<function=")}
 _MARKS = (
     ("mistral", "[TOOL_CALLS]"),
     ("xml", "<function="),

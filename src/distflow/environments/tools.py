@@ -95,7 +95,7 @@ class EpisodeTools:
             return ToolAnswer(f"error: {bounded(problem, _SHOWN).text}", True)
         arguments, declared = dict(call.arguments), self._tools.parameters[call.name]
         if not call.typed:
-            arguments = {name: _typed(str(text), declared[name]) for name, text in arguments.items()}
+            arguments = {name: typed_argument(str(text), declared[name]) for name, text in arguments.items()}
         try:
             return await (self._run_python if call.name == PYTHON else self._call)(call.name, arguments)
         except ProcessEnded as error:
@@ -200,7 +200,7 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
     return schema
 
 
-def _typed(text: str, declared: Mapping[str, Any]) -> Any:
+def typed_argument(text: str, declared: Mapping[str, Any]) -> Any:
     """An argument of a format without types, as its schema declares it: a text stays, others are JSON where they can
     be."""
     with suppress(ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """User code of an episode, in a process of its own: tools, and environments.
 
 A server process imports the user's modules once and forks a process for each episode, which takes milliseconds. What
-such a process does (it hangs, dies, fills its memory, starts others) ends with the episode: the server kills its whole
-process group once our end of its socket is closed, or the run has ended, however that was.
+such a process does (it hangs, dies, fills its memory, starts others) ends with the episode: the server kills it and all
+that it started once our end of its socket is closed, or the run has ended, however that was.
 
 Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the server,
 `{"died": ...}`.
@@ -19,8 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from distflow.data import global_generators
@@ -31,6 +32,7 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SHOWN = 1000
 _GONE = b'{"died": "the process that started it ended"}'
 
@@ -99,7 +101,7 @@ class UserProcess:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
+    async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
         """What the object's method returns. Raises CallFailed; ProcessEnded."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
         reading = asyncio.ensure_future(self._answer())  # it notices an answer that comes while our task has to wait
@@ -148,6 +150,7 @@ def main() -> None:
         return
     parent = os.pidfd_open(parent_pid)
     _die_with(0)
+    _adopt_orphans()
     if os.getppid() == parent_pid:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         control.send(b'{"value": true}')
@@ -166,10 +169,12 @@ def _serve(control: socket.socket, parent: int, hosted: object) -> None:
         ready = {descriptor for descriptor, _ in poll.poll()}
         for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
             _end(pid, *running.pop(pid))
+            _end_orphans(running)
         seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
         if parent in ready or (control.fileno() in ready and not descriptors):
             for pid, (channel, handle) in running.items():
                 _end(pid, channel, handle)
+            _end_orphans(())
             return
         if descriptors:
             channel = socket.socket(fileno=descriptors[0])
@@ -195,9 +200,19 @@ def _end(pid: int, channel: socket.socket, handle: int) -> None:
         channel.send(b"\n" + json.dumps({"died": f"its process {how}"}).encode() + b"\n")
 
 
+def _end_orphans(running: Collection[int]) -> None:
+    """Kill what an episode has started in sessions of its own: it has become ours when the episode's process died."""
+    children = f"/proc/self/task/{os.getpid()}/children"
+    while left := [pid for pid in map(int, Path(children).read_text().split()) if pid not in running]:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     """The process of an episode: answer calls until it is killed."""
     _die_with(signal.SIGKILL)
+    _adopt_orphans()
     os.setsid()
     global_generators.seed(seed)
     own = os.getpid()
@@ -226,6 +241,11 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
 
 def _die_with(number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _adopt_orphans() -> None:
+    """Processes below this one whose parents end become its children."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":

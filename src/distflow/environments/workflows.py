@@ -96,7 +96,8 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
         return Workflow(name, ArealWorkflow(run), scores=False)
     if is_class and (fault := _fault(run)):
         raise UserError(f"{KEY}: an instance of '{name}' {fault}")
-    return Workflow(name, run, REWARD in inspect.signature(run if is_class else found).parameters)
+    scores = REWARD in inspect.signature(run if is_class else found).parameters
+    return Workflow(name, run, bool(getattr(run, "uses_reward_fn", scores)))
 
 
 def _fault(function: object) -> str:

@@ -71,6 +71,19 @@ class Chat:
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
+def load_config_of(path: str, overrides: list[str], folder: Path, note: Callable[[str], None]) -> Config:
+    """Of a run, with its policy as the model, or the preset `grpo` with a model. Arguments as for `load_chat`."""
+    file = folder / "config.yaml"
+    (folder / "run").mkdir()
+    if is_of_a_run(path):
+        write_config_of(Path(path), file)
+    else:
+        values = {"defaults": ["grpo", "_self_"], "actor_rollout_ref": {"model": {"path": path}}}
+        file.write_text(yaml.safe_dump(values), "utf-8")
+    loaded = load_config(str(file), [*overrides, f"trainer.default_local_dir={folder}/run"], complete=False)
+    return with_models_of_runs(loaded, note).config
+
+
 def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Path, note: Callable[[str], None]) -> Chat:
     """A run's policy by the run's own config, or a model by the preset `grpo`, in float32.
 
@@ -79,15 +92,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     """
     if (given := options.temperature) is not None and given < 0:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
-    file, is_run = folder / "config.yaml", is_of_a_run(path)
-    (folder / "run").mkdir()
-    if is_run:
-        write_config_of(Path(path), file)
-    else:
-        values = {"defaults": ["grpo", "_self_"], "actor_rollout_ref": {"model": {"path": path}}}
-        file.write_text(yaml.safe_dump(values), "utf-8")
-    loaded = load_config(str(file), [*overrides, f"trainer.default_local_dir={folder}/run"], complete=False)
-    config = with_models_of_runs(loaded, note).config
+    config, is_run = load_config_of(path, overrides, folder, note), is_of_a_run(path)
     tokenizer, context, data = tokenizer_loader(config)(), policy_context(config), config.data
     has_template = data.prompt_format == "chat" if is_run else bool(tokenizer.chat_template)
     max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)

@@ -1,0 +1,93 @@
+"""The process of an episode's agent, which somebody else wrote: a function, or a command."""
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from tempfile import TemporaryFile
+from typing import Any, cast
+
+from distflow.environments.toolbox import without_control
+from distflow.errors import UserError
+from distflow.import_target import load
+
+_READ_BYTES = 64 * 2**10
+_SHOWN = 500
+GIVEN = ("base_url", "api_key", "model", "prompt", "messages", "ground_truth", "row")
+"""What a function of the user's may take by name. messages: of the row's prompt."""
+JUDGED = ("conversations", "result")
+"""What a reward function may take besides. messages are those of the conversation that was asked last."""
+
+
+class Agent:
+    """Loaded in the server process; run in that of an episode."""
+
+    def __init__(self, function: str | None, command: Sequence[str], reward: str | None) -> None:
+        """reward: a function of the trace. Raises UserError for functions that cannot be called."""
+        self._function = _loaded("function", function, GIVEN) if function is not None else None
+        self._command = command
+        self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None
+        for package in {"openai", "anthropic"} & sys.modules.keys():  # here once, and not in each episode
+            import_module(f"{package}.resources")
+
+    def run(self, environment: Mapping[str, str | None], given: dict[str, Any]) -> object:
+        """What the function returns, or the command prints. environment: changes of it; None removes one."""
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        return _called(self._function, given) if self._function is not None else self._printed(given["row"])
+
+    def reward(self, given: dict[str, Any]) -> object:
+        assert self._reward is not None
+        return _called(self._reward, given)
+
+    def _printed(self, row: object) -> str:
+        """Raises RuntimeError if the command fails. It gets the row as JSON on standard input."""
+        with TemporaryFile() as told, TemporaryFile() as out, TemporaryFile() as errors:
+            told.write(json.dumps(row).encode())
+            told.seek(0)
+            status = subprocess.run(self._command, stdin=told, stdout=out, stderr=errors).returncode
+            if status:
+                raise RuntimeError(f"the command ended with exit status {status}: {_end(errors, _SHOWN)}")
+            return _end(out, _READ_BYTES)
+
+
+def _loaded(option: str, target: str, known: Sequence[str]) -> Callable[..., object]:
+    found = cast(Callable[..., object], load(target))
+    if not callable(found):
+        raise UserError(f"workflow_kwargs.{option}: '{target}' cannot be called")
+    for parameter in inspect.signature(found).parameters.values():
+        is_needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        )
+        if is_needed and (parameter.name not in known or parameter.kind is parameter.POSITIONAL_ONLY):
+            raise UserError(
+                f"workflow_kwargs.{option}: '{target}' has the parameter '{parameter.name}', which nothing is known "
+                f"for: it may take {', '.join(known)}"
+            )
+    return found
+
+
+def _called(function: Callable[..., object], given: Mapping[str, object]) -> object:
+    parameters = inspect.signature(function).parameters
+    returned = function(**{name: value for name, value in given.items() if name in parameters})
+    if inspect.isawaitable(returned):
+        awaitable = returned
+
+        async def awaited() -> object:
+            return await awaitable
+
+        return asyncio.run(awaited())
+    return returned
+
+
+def _end(file: Any, most: int) -> str:
+    file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
+    return without_control(file.read().decode("utf-8", "replace")).strip()

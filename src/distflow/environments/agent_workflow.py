@@ -1,0 +1,186 @@
+"""The workflow `agent`: an agent that somebody else wrote speaks to the policy through an endpoint of the run."""
+
+import asyncio
+import os
+import random
+import shutil
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from distflow.environments import agent_process
+from distflow.environments.chat import Chat
+from distflow.environments.conversations import Conversations
+from distflow.environments.endpoint import Endpoint, Session, check_installed
+from distflow.environments.endpoint_calls import Answer, Call, RequestError
+from distflow.environments.user_process import ProcessServer
+from distflow.environments.workflows import REWARD, RewardFn, Row
+from distflow.errors import UserError
+
+KEY = "workflow_kwargs"
+_LOOPBACK = "127.0.0.1,localhost"
+
+
+class AgentWorkflow:
+    """Runs a function or a command in a process of the episode's own, and answers its calls by the policy until it
+    ends. The score is what the function returns, or what `reward` says."""
+
+    def __init__(
+        self,
+        *,
+        function: str | None = None,
+        command: str | Sequence[str] | None = None,
+        reward: str | None = None,
+        format: str | None = None,
+    ) -> None:
+        """function, reward: file.py:name or module:name. reward: a function of the messages, or `reward_fn` for the
+        run's reward functions. format: of tool calls; None for what the chat template shows. Raises UserError."""
+        if (function is None) == (command is None):
+            raise UserError(f"{KEY}: the workflow agent needs either function or command")
+        if command is not None and reward is None:
+            raise UserError(f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}")
+        check_installed()
+        self.uses_reward_fn = reward == REWARD
+        self._reward = None if self.uses_reward_fn else reward
+        options = {"function": function, "command": _command(command), "reward": self._reward}
+        self._server = ProcessServer(f"{agent_process.__name__}:Agent", options)
+        weakref.finalize(self, self._server.close)
+        self._format, self._endpoint = format, None
+        self._options: dict[str, Any] = {"function": function, "command": command, "reward": reward, "format": format}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process it has a server and an endpoint of its own."""
+        return partial(type(self), **self._options), ()
+
+    async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
+        """Raises CallFailed where the agent fails, RequestError where it never asks: errors of the episode."""
+        if self._endpoint is None:
+            self._endpoint = Endpoint()
+            weakref.finalize(self, self._endpoint.close)
+        conversations = Conversations(chat, self._format)
+        calls, process = _Calls(conversations), await self._server.fork(random.getrandbits(64))
+        answering = asyncio.ensure_future(calls.answer_all())
+        try:
+            with self._endpoint.session(calls.submit) as session:
+                given = _given(row, session)
+                running = asyncio.ensure_future(
+                    process.call("run", None, environment=_environment(session), given=given)
+                )
+                await asyncio.wait((running, answering), return_when=asyncio.FIRST_COMPLETED)
+                if answering.done():
+                    running.cancel()
+                    await answering  # it ends by an error alone
+                returned = running.result()
+            if not chat.num_drawn:
+                raise UserError(
+                    "the agent has ended without a call to its endpoint (its base URL and key are in the environment)"
+                )
+            if reward_fn is not None:
+                return await reward_fn(returned if isinstance(returned, str) and returned else conversations.last)
+            if self._reward is None:
+                return _score(returned)
+            talks = conversations.messages
+            given |= {"result": returned, "conversations": talks, "messages": talks[-1]}
+            return await process.call("reward", None, given=given)
+        finally:
+            calls.close()
+            answering.cancel()
+            process.close()
+
+
+class _Calls:
+    """From the endpoint's thread to the episode, which answers them one at a time, in the order in which they came."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations, self._loop = conversations, asyncio.get_running_loop()
+        self._waiting: asyncio.Queue[tuple[Call, Future[Answer]]] = asyncio.Queue()
+        self._has_ended = False
+
+    def submit(self, call: Call) -> "Future[Answer]":
+        """From any thread."""
+        future: Future[Answer] = Future()
+        self._loop.call_soon_threadsafe(self._take, call, future)
+        return future
+
+    async def answer_all(self) -> None:
+        """Ends only by an error of the engine."""
+        while True:
+            call, future = await self._waiting.get()
+            if future.cancelled():  # the client has gone
+                continue
+            task = asyncio.ensure_future(self._conversations.answer(call))
+            future.add_done_callback(partial(self._withdraw, task))
+            try:
+                await asyncio.wait((task,))
+            finally:
+                task.cancel()  # no effect if it is done
+                self._settle(future, task)
+            if task.cancelled() and not future.cancelled():
+                raise asyncio.CancelledError
+
+    def close(self) -> None:
+        """The episode has ended: calls that wait and later ones are refused."""
+        self._has_ended = True
+        while not self._waiting.empty():
+            self._take(*self._waiting.get_nowait())
+
+    def _take(self, call: Call, future: "Future[Answer]") -> None:
+        if self._has_ended:
+            with suppress(InvalidStateError):
+                future.set_exception(RequestError(410, "this episode has ended", "episode_ended"))
+        else:
+            self._waiting.put_nowait((call, future))
+
+    def _withdraw(self, task: "asyncio.Task[Answer]", future: "Future[Answer]") -> None:
+        if future.cancelled():
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    def _settle(self, future: "Future[Answer]", task: "asyncio.Task[Answer]") -> None:
+        with suppress(InvalidStateError):  # the client has gone
+            if not task.done() or task.cancelled():
+                future.set_exception(RequestError(503, "the call was withdrawn with its episode", "server_error"))
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+
+def _command(command: str | Sequence[str] | None) -> Sequence[str]:
+    """As a list; a text is one of the shell. Raises UserError."""
+    if isinstance(command, str):
+        return ("/bin/sh", "-c", command)
+    words = list(command or ())
+    if not all(isinstance(word, str) for word in words) or (command is not None and not words):
+        raise UserError(f"{KEY}.command={words}: write a text, or a list of texts")
+    if words and shutil.which(words[0]) is None:
+        raise UserError(f"{KEY}.command: there is no program '{words[0]}'")
+    return words
+
+
+def _given(row: Row, session: Session) -> dict[str, Any]:
+    """What functions may take by name; the key `row` is all of the row."""
+    messages = [dict(message) for message in row.prompt.messages] or [{"role": "user", "content": str(row.prompt)}]
+    own = {"prompt": str(row.prompt), "messages": messages, "ground_truth": row.ground_truth}
+    whole = {**row.extra_info, **own, "domain": row.domain}
+    return {**own, "row": whole, "base_url": f"{session.base_url}/v1", "api_key": session.key, "model": "policy"}
+
+
+def _environment(session: Session) -> dict[str, str | None]:
+    """No proxy may stand between, and a command finds its modules as it does without us."""
+    kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    around = {name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+    return {**session.environment, **kept, **around}
+
+
+def _score(returned: object) -> object:
+    """Raises UserError for what is no score."""
+    if isinstance(returned, Mapping) or (isinstance(returned, int | float) and not isinstance(returned, bool)):
+        return returned
+    if isinstance(returned, bool):
+        return float(returned)
+    raise UserError(
+        f"the agent returned {returned!r:.80}, which is no score: return a number or a mapping, or set {KEY}.reward"
+    )

@@ -1,0 +1,146 @@
+"""The conversations of an episode whose agent sends whole histories: a call that extends one continues its tokens."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.environments.chat import Chat, Reply
+from distflow.environments.endpoint_calls import Answer, AnsweredCall, Call, Json
+from distflow.environments.tool_calls import find_tool_calls, format_of, text_before_calls
+from distflow.environments.tools import typed_argument
+
+
+@dataclass
+class _Conversation:
+    """so_far: what was said, as a text or by the keys of its messages. messages: as the agent sees them."""
+
+    chat: Chat
+    tools: str
+    so_far: str | list[str]
+    messages: list[Json]
+
+
+class Conversations:
+    """Of one episode. last: the reply to its last call.
+
+    A call extends a conversation if that is how its messages begin, with the policy's replies as they were returned and
+    the same tools; the longest such conversation counts. One that extends none is a branch.
+    """
+
+    def __init__(self, chat: Chat, format: str | None) -> None:
+        """format: of tool calls; None for what the chat template shows."""
+        self._chat, self._format = chat, format
+        self._conversations: list[_Conversation] = []
+        self.last: Reply | None = None
+
+    @property
+    def messages(self) -> list[list[Json]]:
+        """Of each conversation, in the order in which they were asked last."""
+        return [conversation.messages for conversation in self._conversations]
+
+    async def answer(self, call: Call) -> Answer:
+        """Raises UserError for what cannot be said; asyncio.CancelledError if the engine fails."""
+        found = self._extended(call)
+        begun = found or self._begun(call)
+        num_known, chat = len(begun.so_far), begun.chat
+        format = None
+        if call.tools:
+            format = self._format or format_of(chat.tokens.tool_template(call.tools))
+        reply = await chat.ask(
+            call.messages[num_known:],
+            stop=call.stop,
+            max_tokens=call.max_tokens,
+            tools=call.tools if found is None else (),
+        )
+        answer = _answer(call, chat, reply, format if call.parses_tools else None)
+        self.last = reply
+        if reply.token_ids:
+            begun.so_far = _so_far(call.messages, answer)
+            begun.messages = _messages(call.messages) + [answer.message]
+            if found is not None:
+                self._conversations.remove(found)
+            self._conversations.append(begun)
+        return answer
+
+    def _extended(self, call: Call) -> _Conversation | None:
+        whole, tools = _so_far(call.messages), _tools(call)
+        fitting = [
+            each
+            for each in self._conversations
+            if each.tools == tools and len(each.so_far) < len(whole) and whole[: len(each.so_far)] == each.so_far
+        ]
+        return max(fitting, key=lambda each: len(each.so_far), default=None)
+
+    def _begun(self, call: Call) -> _Conversation:
+        chat = self._chat.fork(()) if self._chat.segments else self._chat
+        chat.templated = not isinstance(call.messages, str)
+        return _Conversation(chat, _tools(call), call.messages[:0] if isinstance(call.messages, str) else [], [])
+
+
+def _tools(call: Call) -> str:
+    return json.dumps(call.tools, sort_keys=True)
+
+
+def _messages(messages: Sequence[Json] | str) -> list[Json]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+
+
+def _so_far(messages: Sequence[Json] | str, answer: Answer | None = None) -> Any:
+    """Equal for what means the same. answer: what was said last."""
+    if isinstance(messages, str):
+        return messages + (answer.text if answer is not None else "")
+    said = answer is not None and (answer.text or answer.calls)
+    return [_key(message) for message in (*messages, *([answer.message] if answer is not None and said else ()))]
+
+
+def _key(message: Json) -> str:
+    """Without ids, which clients may change, and the white space around a reply, which some strip."""
+    text = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], text, calls], sort_keys=True)
+
+
+def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
+    """format: of the tool calls in it; None where there are none."""
+    text, stopped_by = reply.text, None
+    if ends := [(text.find(stop), stop) for stop in call.stop if stop in text]:
+        at, stopped_by = min(ends)
+        text = text[:at]
+    calls: tuple[AnsweredCall, ...] = ()
+    if format is not None and reply.finish_reason == "stop":
+        written = chat.tokens.written(reply.token_ids)
+        if calls := _calls(call, written, format):
+            text, stopped_by = text_before_calls(written, format), None
+    drawn = chat.segments[-1] if reply.token_ids else None
+    tokens = (
+        []
+        if drawn is None
+        else [
+            (chat.tokens.decode([token]), number)
+            for token, number in zip(drawn.token_ids, drawn.log_probs, strict=True)
+        ]
+    )
+    is_cut = reply.finish_reason != "stop" and stopped_by is None
+    reason = "tool_calls" if calls else "length" if is_cut else "stop"
+    num_prompt = len(chat.token_ids) - len(tokens)
+    return Answer(text, calls, reason, stopped_by, tokens, num_prompt)
+
+
+def _calls(call: Call, written: str, format: str) -> tuple[AnsweredCall, ...]:
+    """None where one of them cannot be read: the reply is a text then."""
+    found = find_tool_calls(written, format)
+    if any(each.problem for each in found):
+        return ()
+    declared = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in call.tools}
+    made = []
+    for number, each in enumerate(found):
+        seen = json.dumps([_so_far(call.messages), number, written])
+        id = hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()[:9]  # templates of Mistral take nine characters
+        schemas = declared.get(each.name, {})
+        arguments = dict(each.arguments)
+        if not each.typed:
+            arguments = {name: typed_argument(str(text), schemas.get(name, {})) for name, text in arguments.items()}
+        made.append(AnsweredCall(id, each.name, arguments))
+    return tuple(made)

@@ -1,0 +1,205 @@
+"""The HTTP server for clients of OpenAI and Anthropic. It runs on a thread of its own, and knows sessions alone: a key,
+and a function that answers calls."""
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from distflow.environments.anthropic_format import MESSAGES
+from distflow.environments.endpoint_calls import Answer, Call, Events, Json, RequestError, Wire
+from distflow.environments.openai_formats import CHAT, RESPONSES, TEXT
+from distflow.errors import UserError
+
+MAX_BODY_BYTES = 4 * 2**20
+ROUTES = {"chat/completions": CHAT, "completions": TEXT, "responses": RESPONSES, "messages": MESSAGES}
+_ENDED_KEPT = 10_000
+_STOPS_WITHIN_S = 5
+Submit = Callable[[Call], "Future[Answer]"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What has a key and a base URL of its own. model: the only name that is answered; None for any."""
+
+    key: str
+    base_url: str
+    submit: Submit
+    model: str | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which the clients of both find it."""
+        urls = {"OPENAI_BASE_URL": f"{self.base_url}/v1", "ANTHROPIC_BASE_URL": self.base_url}
+        return {**urls, "OPENAI_API_KEY": self.key, "ANTHROPIC_API_KEY": self.key}
+
+
+class Endpoint:
+    """Listens from its construction until `close`. Raises UserError where it cannot."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        check_installed()
+        starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
+        uvicorn = import_module("uvicorn")
+        try:
+            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise UserError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self._sessions: dict[str, Session] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
+        routes = []
+        for prefix in ("", "/episodes/{name}"):
+            routes.append(routing.Route(f"{prefix}/v1/models", self._models))
+            for path, wire in ROUTES.items():
+                routes.append(routing.Route(f"{prefix}/v1/{path}", partial(self._answer, wire), methods=["POST"]))
+        config = uvicorn.Config(starlette.Starlette(routes=routes), log_config=None, lifespan="off", access_log=False)
+        config.timeout_graceful_shutdown = _STOPS_WITHIN_S
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def session(self, submit: Submit) -> Iterator[Session]:
+        """With a random key, as long as it is open. submit: is called on the endpoint's thread."""
+        name = secrets.token_urlsafe(12)
+        self._sessions[name] = made = Session(secrets.token_urlsafe(24), f"{self.url}/episodes/{name}", submit)
+        try:
+            yield made
+        finally:
+            del self._sessions[name]
+            self._ended.append(name)
+
+    def serve(self, key: str, submit: Submit, model: str) -> Session:
+        """At the routes without a name, until the end."""
+        self._sessions[""] = made = Session(key, self.url, submit, model)
+        return made
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(2 * _STOPS_WITHIN_S)
+        self._socket.close()
+
+    def _found(self, request: Any) -> Session:
+        name = request.path_params.get("name", "")
+        session = self._sessions.get(name)
+        if session is None and name in self._ended:
+            raise RequestError(410, "this episode has ended: its endpoint answers no more calls", "episode_ended")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("x-api-key") or bearer
+        if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
+            raise RequestError(401, "the API key is not that of this base URL", "invalid_api_key")
+        return session
+
+    async def _models(self, request: Any) -> Any:
+        try:
+            name = self._found(request).model or "policy"
+        except RequestError as error:
+            return _failed(error)
+        model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "distflow"}
+        listed = {"object": "list", "data": [{**model, "type": "model", "display_name": name}], "has_more": False}
+        return _response(200, {**listed, "first_id": name, "last_id": name})
+
+    async def _answer(self, wire: Wire, request: Any) -> Any:
+        try:
+            session = self._found(request)
+            body = await _body(request)
+            if session.model is not None and body.get("model") != session.model:
+                raise RequestError(
+                    404, f"there is no model {body.get('model')!r:.80}: it is {session.model!r}", "model_not_found"
+                )
+            answer = await _awaited(request, session.submit(_read(wire, body)))
+        except RequestError as error:
+            return _failed(error)
+        head = {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
+        if not body.get("stream"):
+            return _response(200, wire.write(body, answer, head))
+        events = _lines(wire.stream(body, answer, head))
+        return import_module("starlette.responses").StreamingResponse(events, media_type="text/event-stream")
+
+
+def check_installed() -> None:
+    """Raises UserError."""
+    try:
+        import_module("starlette.applications"), import_module("uvicorn")
+    except ImportError as error:
+        raise UserError(
+            f"the endpoint needs starlette and uvicorn ({error}): pip install 'distflow[endpoint]'"
+        ) from None
+
+
+def _read(wire: Wire, body: Json) -> Call:
+    try:
+        call: Call = wire.read(body)
+        return call
+    except RequestError:
+        raise
+    except KeyError as error:
+        raise RequestError(400, f"the request is invalid: {error} is missing") from None
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RequestError(400, f"the request is invalid: {error}") from None
+
+
+async def _body(request: Any) -> Json:
+    text = bytearray()
+    async for part in request.stream():
+        text += part
+        if len(text) > MAX_BODY_BYTES:
+            raise RequestError(413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large")
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the request is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError(400, "a request is a JSON object")
+    return body
+
+
+async def _awaited(request: Any, future: "Future[Answer]") -> Answer:
+    """If the client goes, the call is cancelled. Raises RequestError."""
+    answering, going = asyncio.wrap_future(future), asyncio.ensure_future(request.receive())
+    await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
+    going.cancel()
+    if not answering.done():
+        answering.cancel()
+        raise RequestError(499, "the client has closed the connection")
+    if answering.cancelled():
+        raise RequestError(503, "the call was cancelled", "server_error")
+    error = answering.exception()
+    if error is None:
+        return answering.result()
+    if isinstance(error, RequestError):
+        raise error
+    is_refused = isinstance(error, UserError)
+    raise RequestError(
+        400 if is_refused else 500, str(error), "invalid_request_error" if is_refused else "server_error"
+    )
+
+
+def _failed(error: RequestError) -> Any:
+    """What the clients of both take for an error."""
+    shown = {"message": str(error), "type": error.code, "code": error.code, "param": None}
+    return _response(error.status, {"type": "error", "error": shown})
+
+
+def _response(status: int, body: Json) -> Any:
+    return import_module("starlette.responses").JSONResponse(body, status)
+
+
+def _lines(events: Events) -> Iterator[str]:
+    for name, data in events:
+        head = f"event: {name}\n" if name else ""
+        yield f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"

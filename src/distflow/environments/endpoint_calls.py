@@ -1,0 +1,158 @@
+"""A call of the endpoint and its answer, whatever the wire format, and what the formats share."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from distflow.data.messages import check_unicode
+
+Json = dict[str, Any]
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class RequestError(ValueError):
+    """status: of HTTP. code: as clients know it."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Call:
+    """messages: as chat templates take them, or a text that is continued as it is. tools: schemas of functions.
+    parses_tools: False where the caller wants text. temperature and so on: for a served model; a run has its own."""
+
+    messages: Sequence[Json] | str
+    tools: Sequence[Json] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    parses_tools: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+class AnsweredCall(NamedTuple):
+    """A tool call of the policy."""
+
+    id: str
+    name: str
+    arguments: Json
+
+
+@dataclass(frozen=True)
+class Answer:
+    """finish_reason: stop, length or tool_calls. stopped_by: the string of `stop` that ended it, which the text is
+    without. tokens: text and log-prob of each that was drawn."""
+
+    text: str
+    calls: tuple[AnsweredCall, ...]
+    finish_reason: str
+    stopped_by: str | None
+    tokens: Sequence[tuple[str, float]]
+    num_prompt_tokens: int
+
+    @property
+    def message(self) -> Json:
+        """As the templates take it, and as the caller is expected to return it."""
+        calls = [_tool_call(call.id, call.name, call.arguments) for call in self.calls]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+
+class Wire(NamedTuple):
+    """A wire format. read: the call in a request's body; raises RequestError, KeyError, TypeError, ValueError. write:
+    the body of the response. stream: its events, each with a name if the format has names."""
+
+    read: Any
+    write: Any
+    stream: Any
+
+
+Events = Iterator[tuple[str, Json | str]]
+
+
+def read_common(body: Json, most: str, stop: str = "stop") -> Json:
+    """Arguments of `Call` that have the same meaning in every format. most, stop: their names in this one."""
+    check_unicode(body, "the request")
+    stops = body.get(stop) or ()
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    if not all(isinstance(each, str) and each for each in stops):
+        raise RequestError(400, f"'{stop}' must be a text or a list of texts")
+    found: Json = {"stop": stops, "max_tokens": _number(body, most, int, 1)}
+    found |= {"temperature": _number(body, "temperature", float, 0), "top_p": _number(body, "top_p", float, 0)}
+    return {**found, "seed": _number(body, "seed", int, None)}
+
+
+def refuse(body: Json, harmless: Mapping[str, tuple[object, ...]]) -> None:
+    """harmless: by parameter, the values besides null that change nothing. Raises RequestError for any other."""
+    for name, values in harmless.items():
+        if (value := body.get(name)) is not None and value not in values:
+            raise RequestError(400, f"'{name}' is not supported ({json.dumps(value):.80}): leave it out")
+
+
+def text_of(content: object) -> str:
+    """Of a message, which may come in parts. Raises RequestError for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(400, f"content of type '{kind}' is not supported: only text is")
+    return "".join(part["text"] for part in parts)
+
+
+def assistant(text: str, calls: Sequence[tuple[str, str, object]]) -> list[Json]:
+    """The policy's message; none if it says nothing. calls: id, name, and arguments or their JSON text."""
+    made = [_tool_call(id, str(name), _arguments(arguments)) for id, name, arguments in calls]
+    if not text and not made:
+        return []
+    return [{"role": "assistant", "content": text, **({"tool_calls": made} if made else {})}]
+
+
+def named_tools(messages: Sequence[Json]) -> list[Json]:
+    """The same, where each tool message has the name of the tool, which some templates write. Raises RequestError."""
+    if not messages:
+        raise RequestError(400, "there are no messages")
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    return [
+        {**message, "name": names.get(message["tool_call_id"], "unknown")} if message["role"] == "tool" else message
+        for message in messages
+    ]
+
+
+def tool_schema(name: str, description: object, parameters: object) -> Json:
+    """As chat templates take it."""
+    if not isinstance(name, str) or not isinstance(parameters := parameters or {"type": "object"}, dict):
+        raise RequestError(400, "a tool needs a name, and a JSON schema of its parameters")
+    function = {"name": name, "description": str(description or ""), "parameters": {"properties": {}, **parameters}}
+    return {"type": "function", "function": function}
+
+
+def _tool_call(id: str, name: str, arguments: object) -> Json:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(found: object) -> object:
+    """An object where it is the text of one: templates take objects."""
+    if not isinstance(found, str):
+        return found
+    try:
+        parsed = json.loads(found or "{}")
+    except ValueError:
+        return found
+    return parsed if isinstance(parsed, dict) else found
+
+
+def _number(body: Json, name: str, kind: type, least: int | None) -> Any:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | kind) or (least is not None and value < least):
+        raise RequestError(
+            400, f"'{name}' is {value!r:.40}: it must be a number{f', at least {least}' * (least is not None)}"
+        )
+    return value

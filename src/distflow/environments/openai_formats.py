@@ -1,0 +1,229 @@
+"""The wire formats of OpenAI: chat completions, completions and responses. Pure functions."""
+
+import json
+from typing import Any
+
+from distflow.environments.endpoint_calls import (
+    Answer,
+    Call,
+    Events,
+    Json,
+    RequestError,
+    Wire,
+    assistant,
+    named_tools,
+    read_common,
+    refuse,
+    text_of,
+    tool_schema,
+)
+
+_ONE_TEXT: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "top_logprobs": (0,),
+}
+_DONE = ("", "[DONE]")
+
+
+def read_chat(body: Json) -> Call:
+    refuse(body, _ONE_TEXT)
+    most = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    messages = named_tools([made for message in body["messages"] for made in _message(message)])
+    tools = [_tool(tool, tool.get("function") or {}) for tool in body.get("tools") or ()]
+    return Call(messages, tools, parses_tools=body.get("tool_choice") != "none", **read_common(body, most))
+
+
+def _message(message: Json) -> list[Json]:
+    role, text = message["role"], text_of(message.get("content"))
+    if role == "assistant":
+        calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
+        return assistant(text, [(id, function["name"], function.get("arguments")) for id, function in calls])
+    if role == "tool":
+        return [{"role": role, "content": text, "tool_call_id": str(message["tool_call_id"])}]
+    return [_told(role, text)]
+
+
+def _told(role: object, text: str) -> Json:
+    if role not in ("system", "developer", "user"):
+        raise RequestError(400, f"a message has the role {role!r:.40}: it must be system, user, assistant or tool")
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def _tool(tool: Json, function: Json) -> Json:
+    if tool.get("type") != "function":
+        raise RequestError(400, f"a tool of type '{tool.get('type')}' is not supported: only functions are")
+    return tool_schema(function["name"], function.get("description"), function.get("parameters"))
+
+
+def write_chat(body: Json, answer: Answer, head: Json) -> Json:
+    choice = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": _chat_log_probs(body, answer)}
+    message = {"role": "assistant", "content": answer.text or None, "refusal": None}
+    if answer.calls:
+        message["tool_calls"] = _calls(answer)
+    elif not answer.text:
+        message["content"] = ""
+    choice["message"] = message
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
+
+
+def stream_chat(body: Json, answer: Answer, head: Json) -> Events:
+    whole = write_chat(body, answer, head)
+    (choice,), head = whole["choices"], {**head, "object": "chat.completion.chunk"}
+    calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
+    deltas: list[Json] = [{"role": "assistant", "content": choice["message"]["content"]}]
+    deltas += [{"tool_calls": calls}] if calls else []
+    for number, delta in enumerate(deltas):
+        log_probs = choice["logprobs"] if number == 0 else None
+        chunk = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": None}
+        yield "", {**head, "choices": [chunk]}
+    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    yield from _stream_end(body, whole, head)
+
+
+def _stream_end(body: Json, whole: Json, head: Json) -> Events:
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield "", {**head, "choices": [], "usage": whole["usage"]}
+    yield _DONE
+
+
+def _calls(answer: Answer) -> list[Json]:
+    found = []
+    for call in answer.calls:
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        found.append({"id": call.id, "type": "function", "function": function})
+    return found
+
+
+def _chat_log_probs(body: Json, answer: Answer) -> Json | None:
+    if not body.get("logprobs"):
+        return None
+    tokens = [
+        {"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, number in answer.tokens
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def _usage(answer: Answer, prompt: str = "prompt_tokens", drawn: str = "completion_tokens") -> Json:
+    numbers = (answer.num_prompt_tokens, len(answer.tokens))
+    return {prompt: numbers[0], drawn: numbers[1], "total_tokens": sum(numbers)}
+
+
+def read_text(body: Json) -> Call:
+    refuse(body, {**_ONE_TEXT, "echo": (False,), "suffix": ("",), "logprobs": (0, 1)})
+    prompt: Any = body["prompt"]
+    if isinstance(prompt, list) and len(prompt) == 1:
+        (prompt,) = prompt
+    if not isinstance(prompt, str) or not prompt:
+        raise RequestError(400, "'prompt' must be one text that is not empty")
+    return Call(prompt, **read_common(body, "max_tokens"))
+
+
+def write_text(body: Json, answer: Answer, head: Json) -> Json:
+    log_probs, offset, offsets = None, 0, []
+    if body.get("logprobs") is not None:
+        for text, _ in answer.tokens:
+            offsets.append(offset)
+            offset += len(text)
+        texts, numbers = ([each[part] for each in answer.tokens] for part in (0, 1))
+        log_probs = {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+    choice = {"index": 0, "text": answer.text, "logprobs": log_probs, "finish_reason": answer.finish_reason}
+    return {**head, "object": "text_completion", "choices": [choice], "usage": _usage(answer)}
+
+
+def stream_text(body: Json, answer: Answer, head: Json) -> Events:
+    whole = write_text(body, answer, head)
+    yield "", {name: value for name, value in whole.items() if name != "usage"}
+    yield from _stream_end(body, whole, {**head, "object": "text_completion"})
+
+
+def read_responses(body: Json) -> Call:
+    refuse(body, {**_ONE_TEXT, "previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()})
+    if (form := (body.get("text") or {}).get("format")) not in (None, {"type": "text"}):
+        raise RequestError(400, f"'text.format' is not supported ({json.dumps(form):.80}): leave it out")
+    given = body["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages: list[Json] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    said: list[Json] = []  # items of the turn of the policy that is being read
+    for item in items:
+        if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
+            said.append(item)
+            continue
+        messages += _turn(said)
+        said = []
+        if item.get("type") == "function_call_output":
+            output = {"content": text_of(item["output"]), "tool_call_id": str(item["call_id"])}
+            messages.append({"role": "tool", **output})
+        elif item.get("type", "message") == "message":
+            messages.append(_told(item["role"], text_of(item.get("content"))))
+        else:
+            raise RequestError(400, f"an item of type '{item['type']}' is not supported")
+    tools = [_tool(tool, tool) for tool in body.get("tools") or ()]
+    wanted = body.get("tool_choice") != "none"
+    common = read_common(body, "max_output_tokens")
+    return Call(named_tools(messages + _turn(said)), tools, parses_tools=wanted, **common)
+
+
+def _turn(items: list[Json]) -> list[Json]:
+    text = "".join(text_of(item.get("content")) for item in items if item.get("role") == "assistant")
+    calls = [item for item in items if item.get("type") == "function_call"]
+    return assistant(text, [(call["call_id"], call["name"], call.get("arguments")) for call in calls])
+
+
+def write_responses(body: Json, answer: Answer, head: Json) -> Json:
+    ends_early = answer.finish_reason == "length"
+    status, id = "incomplete" if ends_early else "completed", head["id"]
+    output: list[Json] = []
+    if answer.text or not answer.calls:
+        part = {"type": "output_text", "text": answer.text, "annotations": []}
+        message = {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": status, "content": [part]}
+        output.append(message)
+    for call in answer.calls:
+        named = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
+        output.append({"type": "function_call", "id": f"fc_{call.id}", "status": "completed", **named})
+    usage = {**_usage(answer, "input_tokens", "output_tokens"), "input_tokens_details": {"cached_tokens": 0}}
+    return {
+        **{"id": id, "object": "response", "created_at": head["created"], "model": head["model"], "status": status},
+        "output": output,
+        "usage": {**usage, "output_tokens_details": {"reasoning_tokens": 0}},
+        "incomplete_details": {"reason": "max_output_tokens"} if ends_early else None,
+        **{"error": None, "instructions": body.get("instructions"), "metadata": {}, "temperature": None, "top_p": None},
+        **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": body.get("tools") or []},
+    }
+
+
+def stream_responses(body: Json, answer: Answer, head: Json) -> Events:
+    whole, events = write_responses(body, answer, head), list[Json]()
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events += [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+    for index, item in enumerate(whole["output"]):
+        place: Json = {"output_index": index, "item_id": item["id"]}
+        empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        added = {**item, **empty, "status": "in_progress"}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": added})
+        if item["type"] == "message":
+            (part,) = item["content"]
+            place["content_index"] = 0
+            begins = {"part": {**part, "text": ""}}
+            events.append({"type": "response.content_part.added", **place, **begins})
+            events.append({"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": []})
+            events.append({"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []})
+            events.append({"type": "response.content_part.done", **place, "part": part})
+        else:
+            kind, text = "response.function_call_arguments", item["arguments"]
+            events.append({"type": f"{kind}.delta", **place, "delta": text})
+            events.append({"type": f"{kind}.done", **place, "arguments": text, "name": item["name"]})
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    events.append({"type": f"response.{whole['status']}", "response": whole})
+    for number, event in enumerate(events):
+        yield event["type"], {**event, "sequence_number": number}
+
+
+CHAT = Wire(read_chat, write_chat, stream_chat)
+TEXT = Wire(read_text, write_text, stream_text)
+RESPONSES = Wire(read_responses, write_responses, stream_responses)

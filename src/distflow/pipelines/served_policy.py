@@ -1,0 +1,73 @@
+"""A model behind the endpoint without a run: each call is a conversation of its own."""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config
+from distflow.data.sample import Segment
+from distflow.environments.chat import Chat, Limits
+from distflow.environments.conversations import Conversations
+from distflow.environments.endpoint import Endpoint
+from distflow.environments.endpoint_calls import Answer, Call
+from distflow.environments.turn_tokens import TurnTokens
+from distflow.pipelines.nodes.episodes import template_kwargs
+from distflow.pipelines.nodes.rollout import policy_segment
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream, generate_whole
+
+
+class ServedPolicy:
+    """To be made on the loop of the engine. params: of calls that name none. context: in tokens."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        config: Config,
+        params: SamplingParams,
+        context: int,
+    ) -> None:
+        self._tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
+        self._engine, self._limits, self._loop = engine, Limits(context, context), asyncio.get_running_loop()
+        self._params = replace(params, stop_token_ids=tuple(stop_ids))
+        self._seed, self._numbers = secrets.randbits(62), itertools.count()
+
+    def submit(self, call: Call) -> "Future[Answer]":
+        """From any thread."""
+        return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)
+
+    async def _answer(self, call: Call) -> Answer:
+        params, seed = self._params, call.seed
+        if call.temperature is not None:
+            params = replace(params, greedy=call.temperature == 0, temperature=call.temperature or 1.0)
+        if call.top_p:
+            params = replace(params, top_p=min(call.top_p, 1.0))
+        stream = Stream(self._seed, "serve", 0, next(self._numbers)) if seed is None else Stream(seed, "seed", 0, 0)
+
+        async def generate(
+            prompt: tuple[int, ...], most: int, stop: tuple[str, ...], num_drawn: int
+        ) -> tuple[Segment, str]:
+            own = replace(params, max_tokens=most, stop=(*params.stop, *stop))
+            request = GenerateRequest(prompt, (0,), own, stream, num_drawn)
+            (made,) = (await generate_whole(self._engine.generate, request)).generations
+            return policy_segment(made), made.finish_reason
+
+        return await Conversations(Chat(self._tokens, generate, self._limits, templated=True), None).answer(call)
+
+
+@contextmanager
+def serve_policy(policy: ServedPolicy, name: str, key: str, address: tuple[str, int]) -> Iterator[str]:
+    """Yields the URL. Raises UserError where the address cannot be listened on."""
+    endpoint = Endpoint(*address)
+    try:
+        endpoint.serve(key, policy.submit, name)
+        yield endpoint.url
+    finally:
+        endpoint.close()

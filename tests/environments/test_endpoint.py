@@ -1,0 +1,266 @@
+"""The endpoint with the official clients of OpenAI and Anthropic, against an engine that records what it was shown."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from distflow.environments.chat import Chat
+from distflow.environments.conversations import Conversations
+from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint, Session
+from distflow.environments.endpoint_calls import Answer, Call
+from distflow.runtime.loop_thread import LoopThread
+from tests.environments.test_chat import FAMILIES, Engine, Family, chat_of, ids
+
+anthropic = pytest.importorskip("anthropic", reason="the endpoint is tested with the official clients (extra dev)")
+openai = pytest.importorskip("openai", reason="the endpoint is tested with the official clients (extra dev)")
+
+ASKED = {"role": "user", "content": "What is 1 + 1?"}
+CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+@dataclass
+class Episode:
+    """One whose chat has an endpoint. replies: of the policy, without the token that ends them."""
+
+    family: Family
+    engine: Engine
+    chat: Chat
+    session: Session
+
+    @property
+    def openai(self) -> Any:
+        return openai.OpenAI(base_url=f"{self.session.base_url}/v1", api_key=self.session.key, max_retries=0)
+
+    @property
+    def anthropic(self) -> Any:
+        return anthropic.Anthropic(base_url=self.session.base_url, api_key=self.session.key, max_retries=0)
+
+    def check_exact(self) -> None:
+        """Every prompt is all tokens before it, and what was drawn is in the chat as it was drawn."""
+        before: tuple[int, ...] = ()
+        for (prompt, *_), drawn in zip(self.engine.asked, self.engine.replies, strict=False):
+            assert prompt[: len(before)] == before and len(prompt) > len(before)
+            before = (*prompt, *drawn)
+        assert self.chat.token_ids == before
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    endpoint = Endpoint()
+    yield endpoint
+    endpoint.close()
+
+
+@pytest.fixture
+def begin(endpoint: Endpoint) -> Iterator[Any]:
+    """Starts an episode with these replies."""
+    opened = []
+
+    def start(*replies: str | Sequence[int], family: str = "qwen2.5") -> Episode:
+        found = FAMILIES[family]()
+        end = ids(found, found.end)
+        engine = Engine([ids(found, text) + end if isinstance(text, str) else text for text in replies])
+        chat = chat_of(found, engine)
+        conversations = Conversations(chat, None)
+
+        def submit(call: Call) -> "Future[Answer]":
+            return loop.start(conversations.answer(call))
+
+        context = endpoint.session(submit)
+        opened.append(context)
+        return Episode(found, engine, chat, context.__enter__())
+
+    with LoopThread("episodes") as loop:
+        yield start
+        for context in opened:
+            context.__exit__(None, None, None)
+
+
+def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin: Any) -> None:
+    episode = begin("two", "four\n", "six")
+    create, messages = episode.openai.chat.completions.create, [ASKED]
+    first = create(model="gpt-4o", messages=messages, logprobs=True, temperature=0.3, user="ignored")
+    choice = first.choices[0]
+    assert (choice.message.content, choice.finish_reason, first.model) == ("two", "stop", "gpt-4o")
+    assert [each.logprob for each in choice.logprobs.content] == list(episode.chat.segments[1].log_probs)
+    assert first.usage.completion_tokens == len(episode.engine.replies[0])
+    assert first.usage.prompt_tokens == len(episode.engine.asked[0][0])
+    more = {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "2 + 2?"}]}
+    messages += [choice.message.model_dump(), more]
+    chunks = list(create(model="x", messages=messages, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "four\n" and chunks[-1].usage.completion_tokens == len(episode.engine.replies[1])
+    messages += [{"role": "assistant", "content": text.strip()}, {"role": "user", "content": "3 + 3?"}]
+
+    async def last() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key) as client:
+            return await client.chat.completions.create(model="x", messages=messages)
+
+    assert asyncio.run(last()).choices[0].message.content == "six"
+    episode.check_exact()
+    assert len(episode.chat.segments) == 6
+    assert [message["content"] for message in episode.chat.messages][::2] == ["What is 1 + 1?", "And 2 + 2?", "3 + 3?"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_of_openai(begin: Any, streams: bool) -> None:
+    episode = begin(f"Let me see. {CALLS}", "2")
+    create, messages = episode.openai.chat.completions.create, [ASKED]
+    if streams:
+        with episode.openai.chat.completions.stream(model="x", messages=messages, tools=[TOOL]) as stream:
+            message = stream.get_final_completion().choices[0].message
+    else:
+        message = create(model="x", messages=messages, tools=[TOOL], tool_choice="required").choices[0].message
+    assert message.content == "Let me see."
+    (call,) = message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 1}
+    messages += [message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{ "b":1,"a" : 1 }'
+    assert create(model="x", messages=messages, tools=[TOOL]).choices[0].message.content == "2"
+    episode.check_exact()
+    assert [segment.owner for segment in episode.chat.segments] == ["prompt", "policy", "tool", "policy"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_of_responses(begin: Any, streams: bool) -> None:
+    episode = begin(CALLS, "2")
+    options = {"model": "x", "tools": [{"type": "function", **FUNCTION}], "instructions": "Be brief."}
+
+    def ask(items: Any) -> Any:
+        if not streams:
+            return episode.openai.responses.create(input=items, **options)
+        with episode.openai.responses.stream(input=items, **options) as stream:
+            return stream.get_final_response()
+
+    items: list[Any] = [ASKED]
+    (call,) = ask(items).output
+    assert (call.type, json.loads(call.arguments)) == ("function_call", {"a": 1, "b": 1})
+    items += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+    last = ask(items)
+    assert last.output_text == "2" and last.status == "completed"
+    episode.check_exact()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
+    episode = begin(f"Let me see. {CALLS}", "2 END")
+    tools = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
+    options = {"model": "x", "max_tokens": 200, "system": "Be brief.", "tools": tools, "stop_sequences": ["END"]}
+
+    def ask(messages: Any) -> Any:
+        if not streams:
+            return episode.anthropic.messages.create(messages=messages, **options)
+        with episode.anthropic.messages.stream(messages=messages, **options) as stream:
+            return stream.get_final_message()
+
+    first = ask([ASKED])
+    text, call = first.content
+    assert (text.text, call.name, call.input) == ("Let me see.", "add", {"a": 1, "b": 1})
+    assert first.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "2"}]}
+    returned = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+    last = ask([ASKED, returned, {"role": "user", "content": [result]}])
+    assert (last.content[0].text, last.stop_reason, last.stop_sequence) == ("2 ", "stop_sequence", "END")
+    episode.check_exact()
+
+
+def test_completions_continue_a_text(begin: Any) -> None:
+    episode = begin("two", "four")
+    create = episode.openai.completions.create
+    first = create(model="x", prompt="1 + 1 =", logprobs=0)
+    assert first.choices[0].text == "two"
+    assert first.choices[0].logprobs.token_logprobs == list(episode.chat.segments[1].log_probs)
+    chunks = create(model="x", prompt="1 + 1 =two; 2 + 2 =", max_tokens=50, stop="!", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "four"
+    episode.check_exact()
+    assert episode.engine.asked[1][2] == ("!",)
+    assert episode.engine.asked[0][0] == tuple(ids(episode.family, "1 + 1 ="))
+
+
+def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(begin: Any) -> None:
+    episode = begin("two and more", CALLS.replace("}}", "}"))
+    create = episode.openai.chat.completions.create
+    cut = create(model="x", messages=[ASKED], tools=[TOOL], max_completion_tokens=2).choices[0]
+    assert cut.finish_reason == "length" and len(cut.message.content) < 5
+    messages = [ASKED, cut.message.model_dump(), {"role": "user", "content": "more"}]
+    wrong = create(model="x", messages=messages, tools=[TOOL]).choices[0]
+    assert wrong.finish_reason == "stop" and "<tool_call>" in wrong.message.content and not wrong.message.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "status", "said"),
+    [
+        ("chat/completions", {"n": 2}, 400, "'n' is not supported"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "'response_format' is not supported"),
+        ("chat/completions", {"messages": []}, 400, "no messages"),
+        ("chat/completions", {"messages": 7}, 400, "the request is invalid"),
+        ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, 400, "the role 'robot'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "'image_url' is not supported",
+        ),
+        ("chat/completions", {"max_tokens": 0}, 400, "'max_tokens' is 0"),
+        ("chat/completions", {"max_tokens": True}, 400, "'max_tokens' is True"),
+        ("chat/completions", {"tools": [{"type": "web_search"}]}, 400, "'web_search' is not supported"),
+        ("chat/completions", {"messages": None}, 400, "the request is invalid"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "one text"),
+        ("completions", {}, 400, "'prompt' is missing"),
+        ("responses", {"input": "hi", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ("messages", {}, 400, "'max_tokens' is missing"),
+        ("messages", {"max_tokens": 5, "tools": [{"type": "bash", "name": "bash"}]}, 400, "input_schema"),
+        ("embeddings", {}, 404, "Not Found"),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
+    begin: Any, path: str, changes: dict[str, Any], status: int, said: str
+) -> None:
+    episode = begin("two")
+    url, headers = f"{episode.session.base_url}/v1", {"Authorization": f"Bearer {episode.session.key}"}
+    body = json.dumps({"model": "x", "messages": [ASKED], **changes})
+    found = httpx.post(f"{url}/{path}", content=body, headers=headers)
+    assert found.status_code == status and said in found.text
+    assert not episode.engine.asked
+    assert episode.openai.chat.completions.create(model="x", messages=[ASKED]).choices[0].message.content == "two"
+
+
+def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
+    episode = begin("two")
+    url, headers = f"{episode.session.base_url}/v1/chat/completions", {"x-api-key": episode.session.key}
+    for content in (b"[1]", b"{", b"\xff", b"[" * 100_000):
+        assert httpx.post(url, content=content, headers=headers).status_code == 400
+    large = {"model": "x", "messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}
+    found = httpx.post(url, json=large, headers=headers)
+    assert found.status_code == 413 and f"{MAX_BODY_BYTES:,}" in found.json()["error"]["message"]
+
+
+def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: Any) -> None:
+    one, other = begin("two"), begin("three")
+    assert one.session.key != other.session.key and one.session.base_url != other.session.base_url
+    for key in (other.session.key, "", "ä"):
+        found = httpx.get(f"{one.session.base_url}/v1/models", headers={"x-api-key": key.encode()})
+        assert found.status_code == 401 and "not that of this base URL" in found.text
+    assert [model.id for model in one.openai.models.list()] == ["policy"]
+    assert [model.id for model in one.anthropic.models.list()] == ["policy"]
+
+    def nobody(call: Call) -> "Future[Answer]":
+        raise AssertionError
+
+    with endpoint.session(nobody) as session:
+        pass
+    client = openai.OpenAI(base_url=f"{session.base_url}/v1", api_key=session.key, max_retries=0)
+    with pytest.raises(openai.APIStatusError, match="this episode has ended") as ended:
+        client.chat.completions.create(model="x", messages=[ASKED])
+    assert ended.value.status_code == 410
+    assert not (one.engine.asked or other.engine.asked)
