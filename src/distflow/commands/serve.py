@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from distflow import __version__
-from distflow.commands.shared import importing
+from distflow.commands.arguments_and_run_folders import importing
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:

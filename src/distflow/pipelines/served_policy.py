@@ -18,7 +18,7 @@ from distflow.environments.endpoint import Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.pipelines.nodes.episodes import template_kwargs
-from distflow.pipelines.nodes.rollout import policy_segment
+from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream, generate_whole
 
 
