@@ -237,6 +237,7 @@ class Peer:
 
     def _call(self, name: str, *arguments: Any) -> "Future[Any]":
         number, reply = next(self._numbers), Future[Any]()
+        reply.set_running_or_notify_cancel()  # it comes also where a coroutine that waited for it was cancelled
         self._replies[number] = reply
         try:
             self._send(number, name, arguments)
