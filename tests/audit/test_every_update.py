@@ -11,7 +11,11 @@ import torch
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.runtime.validation import ValidationRunner
+from distflow.runtime.weight_sync.sender import WeightSync
+from distflow.runtime.worker import Worker
 from distflow.training import torch_engine
+from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
 
@@ -77,6 +81,50 @@ def test_gradients_of_updates_that_nothing_else_watches(
     playground: Playground, monkeypatch: Patch, plant: Plant, says: str
 ) -> None:
     found(playground, monkeypatch, plant, "grpo", "actor_rollout_ref.actor.max_grad_norm=0.1", says=says)
+
+
+def moments_halved(engine: TorchTrainEngine) -> None:
+    for entries in engine.optimizer.state.values():
+        entries["exp_avg_sq"].mul_(0.5)
+
+
+def weights_scaled(engine: TorchTrainEngine) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data.mul_(1.001)
+
+
+@pytest.mark.parametrize(("change", "says"), [(moments_halved, "exp_avg_sq of "), (weights_scaled, "model.")])
+@slow
+def test_a_model_that_changes_between_two_updates(
+    playground: Playground, monkeypatch: Patch, change: Callable[[TorchTrainEngine], None], says: str
+) -> None:
+    original = Worker._after_step
+
+    def planted(self: Worker, released: Any, *more: Any) -> None:
+        original(self, released, *more)
+        if released.version.step == BEGIN:
+            change(self.resources.actor)  # type: ignore[arg-type]  # it is torch's
+
+    monkeypatch.setattr(Worker, "_after_step", planted)
+    (said,) = [each for each in playground.run("grpo", *TWO).notes("warning") if "between two optimizer steps" in each]
+    assert said.startswith(says)
+
+
+@slow
+def test_a_sync_and_a_validation_that_are_left_out(playground: Playground, monkeypatch: Patch) -> None:
+    send = WeightSync.send
+
+    def planted(self: WeightSync, version: Any) -> Any:
+        return (False, {}) if version.step == BEGIN else send(self, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightSync, "send", planted)
+        with pytest.raises(TrustError, match=f"step {BEGIN + 1} begins with version {BEGIN - 1} sent, but {BEGIN} is"):
+            playground.run("grpo", *TWO, "async.max_staleness=2", name="unsent")
+    validating = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=2")
+    monkeypatch.setattr(ValidationRunner, "validate", lambda self, step: {})
+    with pytest.raises(TrustError, match="the validation after step 2 is due by trainer.test_freq, but was not made"):
+        playground.run("grpo", *TWO, *validating, name="not-validated")
 
 
 @slow

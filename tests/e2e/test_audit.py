@@ -11,6 +11,7 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
+from distflow.audit import rewards as audit_rewards
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
@@ -19,6 +20,7 @@ from distflow.launch import build_engines
 from distflow.launch import model_and_engine_factories as engine_factories
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
+from distflow.rewards.load_functions import call_arguments
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
 from distflow.rollout import engine_weights
@@ -176,6 +178,27 @@ def neighbours_accuracy(original: Any) -> Any:
         return [replace(own, accuracy=next_one.accuracy) for own, next_one in zip(found, turned, strict=True)]
 
     return planted
+
+
+def changed_results(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """change: of the results of a call, with the calls' arguments."""
+
+    def wrap(original: Any) -> Any:
+        async def planted(self: Any, name: str, asked: Any, *more: Any) -> Any:
+            found = await original(self, name, asked, *more)
+            return [
+                change((call, each)) if isinstance(each, Score) else each
+                for call, each in zip(asked, found, strict=True)
+            ]
+
+        return planted
+
+    return wrap
+
+
+def cached_by_length() -> Callable[[Any], Any]:
+    known: dict[int, Score] = {}
+    return changed_results(lambda pair: known.setdefault(len(pair[0]["solution_str"]), pair[1]))
 
 
 def missing_as_zero(original: Any) -> Any:
@@ -524,6 +547,23 @@ FAULTS = {
         attribute(embedded_engine, "finish_reason", never_in_the_first_four),
         "responses",
         ("grpo", "actor_rollout_ref.rollout.stop=[a,e,K,Q,z]"),
+    ),
+    "scores that are rounded": Fault(
+        attribute(RewardPool, "_score_group", changed_results(lambda pair: Score(round(pair[1].value, 2)))),
+        "reward_results",
+    ),
+    "scores of another response of that length": Fault(
+        attribute(RewardPool, "_score_group", cached_by_length()),
+        "reward_results",
+    ),
+    "texts stripped before they are scored": Fault(
+        lambda patch: [
+            patch.setattr(
+                module, "call_arguments", lambda domain, text, *rest: call_arguments(domain, text.strip(), *rest)
+            )
+            for module in (router, audit_rewards)
+        ],
+        "reward_results",
     ),
     "no weight decay on norms": Fault(
         attribute(engine_factories, "make_optimizer", lambda original: partial(norms_apart, original)),

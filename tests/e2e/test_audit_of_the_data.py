@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from distflow.data import tokenizing
+from distflow.data import streamed_sources, tokenizing
 from distflow.data.chat_template_and_turns import ChatTemplate
 from distflow.data.prompts import PromptRow
 from distflow.errors import TrustError
-from distflow.launch import make_spec, spec_settings
+from distflow.launch import data_sets, make_spec, spec_settings
 from distflow.observe.reading.run_reader import read_events
 from distflow.rewards.pool import domain_pools
 from distflow.scheduling.data_plan import DataPlan
@@ -39,6 +39,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
         **{name: [{"prompt": f"{name[0]}{i}=", "answer": str(i)} for i in range(9)] for name in ("one", "other")},
         "long": [{"prompt": f"{'ab' * 9}{i}=", "answer": str(i)} for i in range(9)],
         "chat": [{"prompt": chat, "answer": "1"} for chat in chats],
+        "graded": [{"prompt": "a" * (i + 5), "answer": "1", "pass_rate": i / 10} for i in range(10)],
         "pairs": [{"prompt": f"{i}+{i}", "response": f"it is {2 * i}"} for i in range(8)],
         "talks": [talk(i, i % 3 + 1) for i in range(8)],
     }
@@ -74,6 +75,10 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
         "cut": ("grpo", f"{file}/long.jsonl", "data.filter_overlong_prompts=false", "data.truncation=middle", ONE),
         "pairs": ("sft", *SFT, f"{file}/pairs.jsonl"),
         "talks": ("sft", *SFT, f"{file}/talks.jsonl"),
+        "longest": ("grpo", f"{file}/graded.jsonl", "data.max_prompt_length=12", ONE),
+        "rates": ("grpo", f"{file}/graded.jsonl", "data.pass_rate=[0.2, 0.6]", "data.max_prompt_length=20", ONE),
+        "lazy": ("grpo", f"{file}/one.jsonl", "data.lazy=true", ONE),
+        "streamed": ("grpo", f"data.train_files='{ground.folder}/o*.jsonl'", "data.lazy=true", ONE),
     }[name]
 
 
@@ -117,6 +122,46 @@ def last_turn(answer: Any) -> Any:
     return lambda row, *rest: answer(replace(row, turns=row.turns[-1:]), *rest)
 
 
+def shorter_by_one(fit: Any) -> Any:
+    """The limit of prompts is one token lower."""
+
+    def planted(good: Any, tokenizer: Any, options: Any, *more: Any) -> Any:
+        return fit(good, tokenizer, replace(options, max_prompt_length=options.max_prompt_length - 1), *more)
+
+    return planted
+
+
+def one_more_outside(within: Any) -> Any:
+    def planted(*given: Any) -> Any:
+        rows, num_outside = within(*given)
+        return rows[1:], num_outside + 1
+
+    return planted
+
+
+def reversed_rows(read: Any) -> Any:
+    def planted(*given: Any) -> Any:
+        found = read(*given)
+        rows = zip(found, reversed(found.values()), strict=True)
+        return {index: replace(row, index=index) for index, row in rows}
+
+    return planted
+
+
+def one_less_later(one_pass: Any) -> Any:
+    """From the second pass on the first row is missing."""
+    begun = set[Any]()
+
+    def planted(self: Any) -> Any:
+        rows = one_pass(self)
+        if self in begun:
+            next(rows)
+        begun.add(self)
+        return rows
+
+    return planted
+
+
 PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     "data in the order of the file": ("plain", plan(shuffle=False), r"\(data\): shuffle of the data plan is False"),
     "a response less a prompt": ("plain", plan(group_size=3), r"\(data\): group_size of .* is 3, .* should be 4"),
@@ -154,6 +199,26 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         wrapped(tokenizing, "_response_ids", of_the_next),
         r"\(data\): the response of ",
     ),
+    "a row left out that is short enough": (
+        "longest",
+        wrapped(tokenizing, "fit", shorter_by_one),
+        r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
+    ),
+    "a row left out that has the pass rate": (
+        "rates",
+        wrapped(tokenizing, "_within", one_more_outside),
+        r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
+    ),
+    "lazy rows in another order": (
+        "lazy",
+        wrapped(data_sets.LazyRows, "_read", reversed_rows),
+        r"\(data\): row \d+ of the data is ",
+    ),
+    "a row less in later passes": (
+        "streamed",
+        wrapped(streamed_sources.RowStream, "_one_pass", one_less_later),
+        r"\(data\): row \d+ of the data is ",
+    ),
     "no stops": (
         "stops",
         wrapped(make_spec, "sampling_params", lambda make: lambda *given: replace(make(*given), stop=())),
@@ -161,7 +226,20 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     ),
     "the last turn alone": ("talks", wrapped(PromptRow, "answer", last_turn), r"\(responses\): response_mask of "),
 }
-HEALTHY = ("plain", "epochs", "domains", "stops", "chat", "cut", "pairs", "talks")
+HEALTHY = (
+    "plain",
+    "epochs",
+    "domains",
+    "stops",
+    "chat",
+    "cut",
+    "pairs",
+    "talks",
+    "longest",
+    "rates",
+    "lazy",
+    "streamed",
+)
 
 
 def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:

@@ -1,5 +1,6 @@
 """Whole runs with a workflow: a game of several turns trains, and the audits follow every request."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.data.sample import Sample
+from distflow.errors import TrustError, UserError
 from distflow.observe.reading.run_reader import read_events
+from distflow.pipelines.nodes import episodes
 from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow
@@ -86,6 +89,7 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playgroun
     assert len(audits) == 4
     for audit in audits:
         assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
+        assert {"responses", "rewards"} <= {*audit["proven"]} and not audit["unproven"]
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         for mask, trained in zip(batch["response_mask"], batch["loss_mask"], strict=True):
@@ -303,6 +307,41 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         reasons = {"stop"} if right else {"length", "max_turns"}
         assert batch["finish_reason"][i] in reasons
     assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
+
+
+def rotated(samples: list[Sample]) -> list[Sample]:
+    outcomes = [sample.outcome for sample in samples]
+    return [replace(each, outcome=own) for each, own in zip(samples, outcomes[1:] + outcomes[:1], strict=True)]
+
+
+def first_turns(samples: list[Sample]) -> list[Sample]:
+    return [replace(sample, response="first") for sample in samples]
+
+
+def half(samples: list[Sample]) -> list[Sample]:
+    return [replace(sample, outcome=sample.outcome.discounted(0.5)) for sample in samples]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("game", ["echo", "multi_turn"])
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [(rotated, "rewards|reward_results"), (first_turns, "responses"), (half, "rewards")],
+)
+def test_an_episode_with_another_score_or_text_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: str, change: Any, seen: str
+) -> None:
+    playground = Playground(tmp_path) if game == "multi_turn" else Games(tmp_path)
+    (tmp_path / "game.py").write_text(GAME)
+    original = episodes._Episodes.run
+
+    async def planted(self: Any) -> Any:
+        output = await original(self)
+        return replace(output, batch=change(output.batch))
+
+    monkeypatch.setattr(episodes._Episodes, "run", planted)
+    name = game if game == "multi_turn" else f"{tmp_path}/game.py:{game}"
+    with pytest.raises(TrustError, match=rf"the audit of step 1 found \(({seen})\)"):
+        playground.run("grpo", f"{WORKFLOW}={name}", "trainer.total_training_steps=1")
 
 
 REWARDED = """

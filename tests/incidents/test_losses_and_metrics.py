@@ -152,7 +152,7 @@ def test_metrics_that_lie(playground: Playground, monkeypatch: Patch, name: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["score", "acc", "advantage", "response"])
+@pytest.mark.parametrize("name", ["score", "acc", "advantage", "response", "reward_parts"])
 def test_rows_of_the_samples_file_that_are_another_samples(
     playground: Playground, monkeypatch: Patch, name: str
 ) -> None:
@@ -168,17 +168,18 @@ def test_rows_of_the_samples_file_that_are_another_samples(
 
 
 @pytest.mark.slow
-def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("name", ["entropy", "ppo_kl"])
+def test_metrics_that_lie_within_an_update(playground: Playground, monkeypatch: Patch, name: str) -> None:
     """huggingface/trl#6809."""
     original = PolicyObjective.finish
 
     def finish(self: PolicyObjective, sums: Any, counts: Any) -> dict[str, float]:
         metrics = original(self, sums, counts)
-        return metrics | {"entropy": 1.1 * metrics["entropy"]}
+        return metrics | {name: 1.1 * metrics[name] + 0.01}
 
     monkeypatch.setattr(PolicyObjective, "finish", finish)
-    with pytest.raises(TrustError, match=r"step 1 found \(loss\): the entropy of a mini-batch .* reported"):
-        playground.run("grpo", *STEPS)
+    with pytest.raises(TrustError, match=rf"step 1 found \(loss\): the {name} of a mini-batch .* reported"):
+        playground.run("grpo", *STEPS, "actor_rollout_ref.actor.ppo_epochs=2")
 
 
 def whole_batch_if_uneven(batch: Batch) -> None:

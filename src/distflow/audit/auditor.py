@@ -99,6 +99,7 @@ class Auditor:
         """How often looks made each check since they were last told."""
         self._watch: UpdateWatch | None = None
         self._gradients: dict[str, GradientWatch] = {}
+        self._validated = -1  # steps before the last validation
         self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
         self._told = False  # what audits cannot check
@@ -131,6 +132,9 @@ class Auditor:
         records = self.groups.take(group_ids)
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed(step, Depth.AUDIT if self._due else self._looks):
+            expected = max(self._first_step, step - step % self._run.spec.options.update_frequency)
+            if self._schedule.frequency > 0 and synced_version not in (None, expected):
+                raise TrustError(f"step {step + 1} begins with version {synced_version} sent, but {expected} is due")
             if synced_version == step:
                 self._remember(step)
             updates, sent = dict(self._updates), self._sent_hashes
@@ -223,12 +227,17 @@ class Auditor:
             released.metrics = metrics
             with self._schedule.timed(step, Depth.NONE):
                 self._count(self._check(all_checks.AT_RELEASE, released))
+            every = self._run.spec.data.validates.steps if self._run.spec.validation else 0
+            leads = self._run.inputs.ports.everyone.rank == 0
+            if leads and every > 0 and (step + 1) % every == 0 and self._validated != step + 1:
+                raise TrustError(f"the validation after step {step + 1} is due by trainer.test_freq, but was not made")
 
     def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()
         return sample_facts(self._run, records, rows) if self._schedule.frequency > 0 else []
 
     def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
+        self._validated = step
         if self._schedule.frequency > 0:
             version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
             what = f"the validation after step {step}"
@@ -258,7 +267,12 @@ class Auditor:
             if self._schedule.frequency > 0:
                 if role not in self._gradients:
                     self._gradients[role] = GradientWatch(engine)
-                self._gradients[role].begin(taken.updates[-1], taken.step + number)
+                self._gradients[role].begin(taken.updates[-1], self._updates.get(role, 0))
+                if changed := taken.updates[-1].changed:
+                    what = f"{', '.join(changed)} of the {role} changed between two optimizer steps"
+                    self._run.warn(
+                        f"{what}: something else wrote to it. Ignore this if your own code does so on purpose"
+                    )
             return loss
         few = self._few_groups(taken, batch) if taken.updates else self._look
         quick = self._looks is Depth.QUICK

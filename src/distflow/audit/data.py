@@ -6,30 +6,32 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from glob import glob
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, RecordedStep, Wrong, by_group_of, check
 from distflow.config import Config
-from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs
+from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs, reward_functions
 from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
+from distflow.rewards.self_check import find_broken
 from distflow.scheduling.data_plan import UNKNOWN_ROWS
 
-NUM_ROWS, NUM_PROMPTS, MOST_BYTES = 256, 32, 2**28
+NUM_ROWS, NUM_PROMPTS, MOST_ROWS, MOST_BYTES = 256, 32, 2**14, 2**28
 _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
 
 
 @check(
     "data",
     "prompt, response, turns, ground truth, domain, tag and extra info of some rows of the training and validation "
-    "data equal those in their files, and each row of a file is used or counted as left out; the data plan follows "
-    "from the config",
+    "data equal those in their files, and each row of a file is used or counted as left out, for its length or pass "
+    "rate; with data.lazy rows are in the order of the files; the data plan follows from the config",
     needs=".jsonl, .json, .csv and .parquet files, and built-in ones, up to 256 MiB; distflow train",
     limit=f"equal; {NUM_ROWS} rows per file, and the tokens of {NUM_PROMPTS} prompts",
 )
@@ -73,7 +75,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
     domain_of_tag = {tag: domain for domain in tagged for tag in data.domains[domain].tags}
     for domain in domains:
         owner, most = "" if domain in tagged else domain, _setting(spec.config, domain, f"{split}_max_samples")
-        files = _setting(spec.config, owner, f"{split}_files")
+        files = _files(_setting(spec.config, owner, f"{split}_files"))
         named += files
         found = [read(_path(file)) for file in files if _is_readable(_path(file))]
         num_rows[owner] = num_own = sum(len(numbers) for numbers, _ in found)
@@ -91,7 +93,13 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
         )
     places = _first_rows(run) if streams else range(len(rows))
     drawn = random.Random(len(rows)).sample(places, min(NUM_ROWS * len(named), len(places)))
-    usable = rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn)
+    usable = list(rows.some(drawn) if isinstance(rows, PromptRows) else (rows[index] for index in drawn))
+    if split == "train" and data.lazy:
+        _check_order(run, usable, read)
+    elif split == "train" and num > len(rows) and not tagged and len(rows) <= MOST_ROWS and data.bad_rows == "error":
+        used = [(Path(place[1]), int(place[2])) for row in rows if (place := _ORIGIN.fullmatch(row.origin))]
+        for domain in domains:
+            _check_left_out(run, domain, set(used), read)
     for number_drawn, row in enumerate(usable):
         place = _ORIGIN.fullmatch(row.origin)
         if place is not None and _is_readable(path := Path(place[1])):
@@ -108,6 +116,40 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             elif row.response_ids is not None:
                 _compare_response(run, row, get(number))
     return unread
+
+
+def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Path], Any]) -> None:
+    """With `data.lazy` the number of a row is its place in its files, which are read again when they end."""
+    config, first = run.spec.config, 0
+    for source in run.spec.data.sources:
+        paths = list(map(_path, _files(_setting(config, source.name, "train_files"))))
+        own, most = range(first, first + source.num_rows), _setting(config, source.name, "train_max_samples")
+        first += source.num_rows
+        paths = paths if all(map(_is_readable, paths)) else []
+        order = [f"{path.resolve()} {n}" for path in paths for n in read(path)[0]][: most if most >= 0 else None]
+        for row in (row for row in rows if order and row.index in own):
+            place, wanted = _ORIGIN.fullmatch(row.origin), order[(row.index - own.start) % len(order)]
+            if place is not None and f"{Path(place[1]).resolve()} {place[2]}" != wanted:
+                raise Wrong(f"row {row.index} of the data is {row.origin}, but by the order of its files {wanted}")
+
+
+def _check_left_out(run: AuditedRun, domain: str, used: Collection[object], read: Callable[[Path], Any]) -> None:
+    """Rows that are not used have too many tokens, another pass rate, or tests that no response can pass."""
+    config, functions = run.spec.config, reward_functions(run.spec.config)
+    paths = list(map(_path, _files(_setting(config, domain, "train_files"))))
+    if not is_rl(config) or _setting(config, domain, "train_max_samples") >= 0 or not all(map(_is_readable, paths)):
+        return
+    left = [(path, n) for path in paths for n in read(path)[0] if (path, n) not in used]
+    low, high = _setting(config, domain, "pass_rate") or (-math.inf, math.inf)
+    for path, n in random.Random(len(left)).sample(left, min(NUM_PROMPTS, len(left))):
+        record = read(path)[1](n)
+        rate = float(_at(record, _setting(config, domain, "pass_rate_key")) or 0.0) if high < math.inf else 0.0
+        named = domain or str(_at(record, config.data.domain_key) or "default")
+        parts = [part.name for part in functions.get(named) or functions.get("default", ())]
+        is_broken = find_broken(parts, _at(record, _setting(config, domain, "answer_key")), record)
+        encoded = _prompt_of(run, record, domain)
+        if encoded and low <= rate <= high and len(encoded[1]) <= config.data.max_prompt_length and not is_broken:
+            raise Wrong(f"row {n} of {path} is left out, but it is neither too long nor outside of data.pass_rate")
 
 
 def _first_rows(run: AuditedRun) -> list[int]:
@@ -142,18 +184,18 @@ def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domain: 
                 raise Wrong(f"{name} of {row.origin} is {found.get(name)!r:.80}, but {value!r:.80} in the file")
 
 
-def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
-    """The prompt's text and tokens, cut if there are too many; messages of more than roles and texts are left out."""
+def _prompt_of(run: AuditedRun, record: Mapping[str, Any], domain: str) -> tuple[str, list[int]] | None:
+    """The prompt's text and tokens, uncut; of messages of more than roles and texts nothing."""
     config, tokenizer = run.spec.config, run.resources.tokenizer
     own = {name: _setting(config, domain, name) for name in ("prompt_key", "prompt_format", "prompt_template")}
-    asked, most = _at(record, own["prompt_key"]), config.data.max_prompt_length
+    asked = _at(record, own["prompt_key"])
     is_text = isinstance(asked, str) and own["prompt_format"] == "text"
     if isinstance(asked, str):
         text = asked if own["prompt_template"] is None else own["prompt_template"].format(prompt=asked)
         asked = [{"role": "user", "content": text}]
     if not is_text:
         if not isinstance(asked, list) or any({*map(type, each.values())} != {str} or len(each) != 2 for each in asked):
-            return
+            return None
         system = _setting(config, domain, "system_prompt")
         first = [{"role": "system", "content": system}] if system and asked[0]["role"] != "system" else []
         options = {"enable_thinking": _setting(config, domain, "enable_thinking")}
@@ -162,9 +204,18 @@ def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], 
         text = tokenizer.apply_chat_template(
             [*first, *asked], tools=tools, tokenize=False, add_generation_prompt=True, **options
         )
-    ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
-    if len(ids) > most:
-        head = {"left": 0, "middle": most // 2, "right": most}[config.data.truncation]
+    return text, list(tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"])
+
+
+def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
+    """The prompt's text and tokens, cut if there are too many."""
+    data, found = run.spec.config.data, _prompt_of(run, record, domain)
+    if found is None:
+        return
+    text, ids = found
+    if len(ids) > data.max_prompt_length:
+        most = data.max_prompt_length
+        head = {"left": 0, "middle": most // 2, "right": most}[data.truncation]
         ids = [*ids[:head], *ids[len(ids) - most + head :]]
     elif row.prompt_text != text:
         raise Wrong(f"the prompt of {row.origin} is {row.prompt_text!r:.80}, but {text!r:.80} by the file")
@@ -211,6 +262,11 @@ def _at(record: Mapping[str, Any], name: str) -> Any:
     first, _, rest = name.partition(".")
     inner = record.get(name, record.get(first))
     return _at(inner, rest) if name not in record and rest and isinstance(inner, dict) else record.get(name)
+
+
+def _files(named: Sequence[str]) -> list[str]:
+    """With the files of patterns, in the order of their names."""
+    return [each for file in named for each in (sorted(glob(file, recursive=True)) or [file])]
 
 
 def _path(file: str) -> Path:

@@ -1,7 +1,7 @@
 """Check: what a step reports is of its own samples and updates."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -11,7 +11,9 @@ from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
 
 LIMIT = 1e-4
-TEXTS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_truth": "ground_truth"}
+COLUMNS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_truth": "ground_truth"}
+COLUMNS |= {"domain": "domain", "finish_reason": "finish_reason", "errors": "reward_errors"}
+COLUMNS |= {"reward_parts": "reward_parts", "extra": "reward_extra"}
 """Entries of the samples file, and the columns that they are."""
 
 
@@ -36,21 +38,24 @@ def audit_staleness(recorded: RecordedStep) -> str | None:
 
 @check(
     "samples",
-    "each row of the samples file has its sample's own prompt, response, ground truth, score, accuracy and mean "
-    "advantage",
+    "each row of the samples file is its sample's: texts, domain, scores, errors, lengths, versions, accuracy, mean "
+    "advantage, share of masked tokens",
     needs="a step that is audited",
     limit=f"{LIMIT:g}",
 )
 def audit_sample_rows(recorded: RecordedStep) -> str | None:
     for sample, row in zip(recorded.samples, sample_rows(recorded.batch), strict=True):
         policy, is_scored = sample["response_mask"] > 0, bool(sample["valid"]) and "token_level_scores" in sample
-        wanted = {name: sample[column] for name, column in TEXTS.items()}
+        wanted = {name: sample[column] for name, column in COLUMNS.items() if column in sample}
+        wanted |= {"prompt_length": len(sample["prompt_ids"]), "response_length": len(policy)}
+        wanted["versions"] = sorted({*sample["versions"].tolist()} - {-1})
         if is_scored:
             wanted["score"] = float(doubles(sample["token_level_scores"])[policy].sum())
         if is_scored and "acc" in sample and sample.get("reward_errors") is None:
             wanted["acc"] = float(sample["acc"])
         if "advantages" in sample and bool(policy.any()):
             wanted["advantage"] = float(doubles(sample["advantages"])[policy].mean())
+            wanted["masked"] = 1.0 - float(doubles(sample["loss_mask"])[policy].mean())
         for name, expected in wanted.items():
             found = row[name]
             is_close = isinstance(expected, float) and isinstance(found, float) and abs(found - expected) <= LIMIT
@@ -104,6 +109,8 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
         if valid[row]:
             found[f"reward/{domains[row]}/mean_score"].append(own_scores[row])
     yield from ((name, math.fsum(values) / len(values)) for name, values in found.items())
+    of_domain = Counter(domain for domain, _ in {*zip(domains, numbers[5].tolist(), strict=True)})
+    yield from ((f"domains/{name}/groups", count) for name, count in of_domain.items())
 
 
 def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float]]:
@@ -126,9 +133,11 @@ def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     """The staleness of generated tokens, over all ranks, each of which calls it."""
     versions = recorded.batch.flat("versions")
     ages = (recorded.step - versions)[versions >= 0]
-    every = recorded.run.ranks.sum({"generated": float(len(ages)), "stale": float(ages.sum())})
-    if every["generated"]:
-        yield "async/version_diff/mean", every["stale"] / every["generated"]
+    tokens = sum(recorded.run.ranks.gather(Counter(ages.tolist())), Counter[int]())
+    if number := tokens.total():
+        yield "async/version_diff/mean", sum(age * count for age, count in tokens.items()) / number
+        yield "async/version_diff/max", max(tokens)
+        yield from ((f"async/staleness/{age}", count / number) for age, count in tokens.items())
 
 
 def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:

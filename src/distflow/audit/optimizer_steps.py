@@ -276,9 +276,12 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
-    """The learning rate of each update is the schedule's, and the optimizer has it and the config's other options."""
-    for update, settings, rate, _ in scheduled(recorded):
+    """The learning rate of each update is the schedule's, and the optimizer has it and the config's other options; one
+    weight of each has moved by its formula."""
+    for update, settings, rate, num_before in scheduled(recorded):
         _same_options(update, settings)
+        if not update.totals:
+            _same_weights(update, settings, rate, num_before)
         groups = update.engine.optimizer.param_groups if isinstance(update.engine, OpenEngine) else ()
         is_last = update is recorded.updates_of(update.role)[-1]
         if odd := [group["lr"] for group in groups if is_last and not abs(group["lr"] - rate) <= LIMIT * rate + 1e-15]:

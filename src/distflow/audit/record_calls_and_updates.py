@@ -16,6 +16,8 @@ from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
+from distflow.environments.chat import Chat
+from distflow.environments.workflows import on_return
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
@@ -29,11 +31,13 @@ MAX_STRIPED = 2**24
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """generated: each request with its result. scored: the reward function's name, arguments and result."""
+    """generated: each request with its result. scored: the reward function's name, arguments and result. returned:
+    chats of workflows, and what these returned."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
     scored: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
+    returned: list[tuple[Chat, Any]] = field(default_factory=list)
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
@@ -52,7 +56,9 @@ class GroupRecords:
         self._validated: list[GroupRecord] = []
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        _current.set(GroupRecord(prompt_group))
+        record = GroupRecord(prompt_group)
+        _current.set(record)
+        on_return.set(record.returned.append)
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         if (record := _current.get()) is not None:
@@ -144,11 +150,11 @@ class Stripe:
 
 @dataclass
 class UpdateRecord:
-    """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
-    optimizer was given, None if it was not called, or the watch is quick. loss: the loss function, unwrapped. totals:
-    over all ranks, the mini-batch's rows, rows with a token that counts, and such tokens; none if only its gradient was
-    watched. share: this rank's of the loss, and the sum over the ranks. plain: scores by sample, from the model's own
-    forward right before the step."""
+    """One optimizer step. leftover: weights that had a gradient before it began. changed: what something else changed
+    since the step before. norm: of the gradient that the optimizer was given, None if it was not called, or the watch
+    is quick. loss: the loss function, unwrapped. totals: over all ranks, the mini-batch's rows, rows with a token that
+    counts, and such tokens; none if only its gradient was watched. share: this rank's of the loss, and the sum over the
+    ranks. plain: scores by sample, from the model's own forward right before the step."""
 
     role: str
     engine: TrainEngine
@@ -157,6 +163,7 @@ class UpdateRecord:
     micros: list[MicroRecord] = field(default_factory=list)
     stripes: dict[str, Stripe] = field(default_factory=dict)
     leftover: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
     totals: Mapping[str, float] = field(default_factory=dict)
     share: tuple[float, float] = (0.0, 0.0)
     norm: float | None = None
@@ -275,29 +282,40 @@ class GradientWatch:
         self._trained = _trained(engine.model) if isinstance(engine, OpenEngine) else []
         self._striped = [] if any(isinstance(p, DTensor) for _, p in self._trained) else _small(self._trained)
         self._handles = list[Any]()
+        self._last: tuple[int, str, Stripe] | None = None
 
     def begin(self, record: UpdateRecord, turn: int) -> None:
-        """turn: selects the weight."""
+        """turn: the number of optimizer steps before. Two in a row watch the same weight, so that it is known whether
+        anything else changed it, or its moments, between them."""
         record.leftover = _leftover(self._trained)
         if not self._striped:
             return
-        name, parameter = self._striped[turn % len(self._striped)]
-        stripe = record.stripes[name] = Stripe(torch.zeros(0), {}, torch.zeros(len(_places(parameter)) + 1).double())
+        optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
+        name, parameter = self._striped[(turn + 1) // 2 % len(self._striped)]
+        own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(optimizer, parameter)
+        stripe = record.stripes[name] = Stripe(_stripe(parameter), moments, own)
+        if self._last is not None and self._last[:2] == (turn - 1, name):
+            now, was = {name: stripe.before, **moments}, {name: self._last[2].after, **self._last[2].moved_moments}
+            alike = {each for each in now.keys() & was if torch.equal(*map(torch.as_tensor, (now[each], was[each])))}
+            record.changed = sorted({*was} - alike)
+        self._last = turn, name, stripe
 
         def before_step(*_: object) -> None:
             record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
             stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
 
-        optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
         self._handles += [parameter.register_hook(stripe.contribute), optimizer.register_step_pre_hook(before_step)]
 
     def end(self, record: UpdateRecord) -> None:
         """Call after the step, on all ranks that share the mini-batch."""
         while self._handles:
             self._handles.pop().remove()
-        for stripe in record.stripes.values():
+        for name, stripe in record.stripes.items():
             sums = self._group.sum(stripe.own)
             stripe.contributions = sums[:-1] if sums[-1] > 0 else None
+            parameter = next(p for other, p in self._striped if other == name)
+            stripe.after = _stripe(parameter)
+            stripe.moved_moments = _moments(self._engine.optimizer, parameter)  # type: ignore[attr-defined]  # as above
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -38,6 +38,8 @@ from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20
 """Response tokens of a step whose samples all ranks are given for checks over the whole step."""
+SCORES_LAST_REPLY = ("single_turn", "multi_turn", "tools")
+"""Workflows that are scored by the run's reward functions, for the last reply."""
 NOT_APPLICABLE = ""
 """A check's result if the pipeline has nothing that it could check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
@@ -249,8 +251,11 @@ class RecordedStep:
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
-        known. A workflow decides itself what is said and which score that has."""
-        if column in BY_WORKFLOW and self.config.actor_rollout_ref.rollout.workflow is not None:
+        known. A workflow decides itself what is said, and which parts the score has unless it is `SCORES_LAST_REPLY`;
+        the score is what it returned."""
+        workflow = self.config.actor_rollout_ref.rollout.workflow
+        is_scored = column == "scores" or (column in ("reward_parts", "acc") and workflow in SCORES_LAST_REPLY)
+        if column in BY_WORKFLOW and workflow is not None and not is_scored:
             return False
         writers = [plain_function(node.fn) for node in self.run.pipeline.nodes if column in node.contract.writes]
         return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)

@@ -3,7 +3,8 @@ the sample's last token; the reward is the score minus the KL, by the coefficien
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
 from distflow.rewards.score import RewardResult, Score
+from distflow.rewards.self_check import ECHO, echo
 
 LIMIT = 1e-4
 MOST, FEW = 16, 2
@@ -37,12 +39,16 @@ function."""
     limit=f"equal, {MOST} samples, as far as time allows",
 )
 def audit_reward_functions(recorded: RecordedStep) -> str | None:
-    if recorded.run.resources.reward_fn is None or not recorded.is_ours("reward_parts"):
-        return "no built-in reward node scores" if recorded.is_written("scores") else NOT_APPLICABLE
+    if recorded.run.resources.reward_fn is None:
+        return NOT_APPLICABLE
+    if not recorded.is_ours("reward_parts"):
+        return "no built-in node or workflow decides the scores"
     if recorded.budget_s:
-        _check_failing(recorded)
+        _check_calls(recorded)
     seen, differing = 0, list[tuple[Sample, str, str]]()
     drawn = recorded.some_samples(MOST)
+    if not recorded.is_ours("responses"):  # an episode that fails may never have asked for a score
+        drawn = [sample for sample in drawn if sample["valid"] and sample["reward_errors"] is None]
     for sample in drawn:
         if (record := recorded.record_of(sample)) is not None:
             for name in functions_of(recorded, sample):
@@ -96,11 +102,23 @@ def audit_dropped(recorded: RecordedStep) -> str | None:
     return None
 
 
-def _check_failing(recorded: RecordedStep) -> None:
+def _check_calls(recorded: RecordedStep) -> None:
+    """A function that fails gives no score; one that returns a number made of its arguments gives that of a sample's,
+    so that nothing cuts, swaps, rounds or caches on the way to a reward function and back."""
     arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
     failed = recorded.run.call_reward(FAILS, arguments)
     if isinstance(failed, Score):
         raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
+    known = [(sample, record) for sample in recorded.some_samples(1) if (record := recorded.record_of(sample))]
+    for sample, record in known:
+        row, text = recorded.run.spec.rows[record.prompt_group.row], str(sample["responses"])
+        first, last = f" {text}{ECHO}", f"{text[::-1]}\n"
+        for said in (first + last, first + "x" + last, (first + last)[::-1].replace(ECHO[::-1], ECHO)):
+            own = (said, row.ground_truth, row.extra_info or {})
+            result = recorded.run.call_reward(FAILS, call_arguments(row.domain, *own))
+            if isinstance(result, Score) and result.value != echo(*own):
+                what = f"a number made of the arguments of sample {sample['uid']} came back as {result.value!r}"
+                raise Wrong(f"{what}, not {echo(*own)!r}: reward functions get other arguments, or give other scores")
 
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
@@ -218,9 +236,9 @@ def _shown(results: Sequence[RewardResult]) -> str:
 
 @check(
     "rewards",
-    "a sample's score is the weighted sum of its own scores and the overlong penalty, on its last token; its rewards "
-    "are the score minus the KL penalty",
-    needs="scores of the built-in reward node",
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, or what a workflow returned, on "
+    "its last token; its rewards are the score minus the KL penalty",
+    needs="scores of the built-in reward nodes",
     limit=f"{LIMIT:g} relative",
 )
 def audit_rewards(recorded: RecordedStep) -> str | None:
@@ -371,12 +389,37 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         if not isinstance(fallback, float):
             raise Wrong(f"sample {sample['uid']} has a score in spite of reward errors: {sample['reward_errors']}")
         return fallback
+    rollout, record = recorded.config.actor_rollout_ref.rollout, recorded.record_of(sample)
     weights, parts = functions_of(recorded, sample), sample["reward_parts"]
-    total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
+    if rollout.workflow is not None and not recorded.is_ours("reward_parts"):
+        if record is None:
+            return float(sample["scores"])
+        total = _returned(sample, record)
+    else:
+        total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
+        total += _overlong(recorded, sample["domain"], len(sample["response_ids"]))
+    if rollout.workflow == "multi_turn":
+        of_policy = torch.cat([torch.zeros(1), sample["response_mask"]]) > 0
+        num_turns = len(recorded.turns(sample)) or int((of_policy[1:] & ~of_policy[:-1]).sum())
+        total *= float(rollout.workflow_kwargs.get("turn_discount", 1.0)) ** (num_turns - 1)
     if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # elsewhere none is added
         models = scoring_models(recorded.config.reward_model).items()
         total += sum(parts.get(name, math.nan) * model.weight for name, model in models)
-    return total + _overlong(recorded, sample["domain"], len(sample["response_ids"]))
+    return total
+
+
+def _returned(sample: Sample, record: GroupRecord) -> float:
+    """What the workflow returned for the sample's tokens: a number, parts or their `score`, or a reward's result."""
+    ids, found = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()), list[float]()
+    for returned in (returned for chat, returned in record.returned if chat.token_ids == ids):
+        value = getattr(getattr(returned, "reward_result", returned), "value", returned)
+        parts = value if isinstance(value, Mapping) else {"score": value}
+        own: list[Any] = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]
+        with suppress(TypeError, ValueError):  # of a failed or rejected episode with the same tokens
+            found.append(math.fsum(float(value) for value in own))
+    if not found:
+        raise Wrong(f"no episode of a workflow ended with the tokens of sample {sample['uid']}")
+    return min(found, key=lambda value: abs(value - float(sample["scores"])))
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:

@@ -64,14 +64,15 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 @check(
     "responses",
     "prompt, tokens, versions and text of a sample equal those of the row and the engine; it is finished only if it "
-    "ends with a stop",
-    needs="the built-in generation; for the engine's response, and with domains: samples that this process generated",
+    "ends with a stop; of an episode the text is the last turn's",
+    needs="the built-in generation, or a workflow; for the engine's response, and with domains: samples that this "
+    "process generated",
     limit="equal",
 )
 def audit_responses(recorded: RecordedStep) -> str | None:
-    if not recorded.is_ours("responses"):
-        return "a user's node generates the responses"
     most = MOST_LOOKED if recorded.partial else MOST
+    if not recorded.is_ours("responses"):
+        return _check_episodes(recorded, most)
     known = [(sample, recorded.prompt_group(sample)) for sample in recorded.some_samples(most)]
     samples = [(sample, prompt_group) for sample, prompt_group in known if prompt_group is not None]
     for sample, prompt_group in samples:
@@ -103,6 +104,20 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
         _same(sample, "responses", sample["responses"], text, "its decoded tokens")
     return None if samples else "no sample's row is known: other processes generated them"
+
+
+def _check_episodes(recorded: RecordedStep, most: int) -> str | None:
+    """An episode of a workflow is of its row, and its response is the text of the last turn that the engine drew."""
+    if recorded.config.actor_rollout_ref.rollout.workflow is None:
+        return "a user's node generates the responses"
+    asked = [(sample, turns[-1]) for sample in recorded.some_samples(most) if (turns := recorded.turns(sample))]
+    for sample, last in asked:
+        row = recorded.run.spec.rows[_place_of(recorded, recorded.records[int(sample["group_index"])].prompt_group)]
+        ids = sample["response_ids"].tolist()[last.start : last.end]
+        text = recorded.run.resources.tokenizer.decode(ids, skip_special_tokens=True)
+        _same(sample, "responses", sample["responses"], text, "the tokens of its last turn")
+        _same(sample, "prompts", sample["prompts"], row.prompt_text, "the row of its group")
+    return None if asked else "no sample's requests are known: other processes generated them"
 
 
 @check(
@@ -291,11 +306,17 @@ def _same(sample: Sample, column: str, found: object, expected: object, source: 
 
 
 def audit_rows(recorded: RecordedStep) -> str | None:
-    """Every group that this worker generated is of the row that its number gives."""
+    """Every group that this worker generated is of the row that its number gives; a domain's positions follow them."""
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
-    for record in recorded.records.values():
-        _place_of(recorded, record.prompt_group)
+    last = recorded.run.state.setdefault("positions", {})
+    for number, record in sorted(recorded.records.items()):
+        group = record.prompt_group
+        _place_of(recorded, group)
+        known = last.setdefault(group.stream, [-1, -1])
+        if recorded.run.spec.data.domains and (number > known[0]) != (group.position > known[1]):
+            raise Wrong(f"group {number} is at position {group.position} of its domain, but {known[0]} at {known[1]}")
+        last[group.stream] = max(known, [number, group.position])
     return None
 
 

@@ -83,7 +83,7 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
     )
     if kind == "sampled":
         wanted = replace(wanted, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
-    expected = (wanted, Stream(config.trainer.seed, group.stream, group.epoch, group.row))
+    expected = (wanted, Stream(config.trainer.seed, group.stream, group.version, group.row))
     for request, result in record.generated:
         params = request.params
         if rollout.workflow is not None:  # which says itself what it asks, and where a turn ends

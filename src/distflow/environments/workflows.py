@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +18,8 @@ REWARD = "reward_fn"
 """The parameter of a workflow that calls the run's reward functions."""
 
 Run = Callable[..., Awaitable[object]]
+on_return: ContextVar[Callable[[tuple[Chat, object]], None] | None] = ContextVar("on_return", default=None)
+"""Called with an episode's chat and what its workflow returned, in the tasks of its group."""
 F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 
 
@@ -61,8 +64,11 @@ class Workflow:
     run: Run
     scores: bool
 
-    def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
-        return self.run(chat, row, **({REWARD: reward_fn} if self.scores else {}))
+    async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None) -> object:
+        returned = await self.run(chat, row, **({REWARD: reward_fn} if self.scores else {}))
+        if (record := on_return.get()) is not None:
+            record((chat, returned))
+        return returned
 
 
 def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:

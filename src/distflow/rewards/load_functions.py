@@ -39,7 +39,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
 """Parameters for the prompt's text, and for the prompts of all responses, of a batched function."""
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
-"""A function of every pool that must return a reward error; the auditor calls it."""
+"""A function of every pool that must return a reward error, or a number made of its arguments; the auditor calls it."""
 
 _OPTIONS = "?"
 _ANSWER_KEY = "(column of the ground truth)"
