@@ -57,6 +57,17 @@ def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec
         recorder.folder.close()
 
 
+def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_path: Path) -> None:
+    spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
+    with Recorder(spec, 5, 1, 3) as recorder:
+        with recorder.phases("train_step"):
+            recorder.note("warning", "before the first step has ended")
+        recorder.training_step(4, {"actor/loss": 1.0}, group())
+    (line,) = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 4
+    assert [event.step for event in read_events(tmp_path / "run") if event.kind == "warning"] == [3]
+
+
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
     for status in ("finished", "stopped"):
         with record(spec, tmp_path / status) as recorder:

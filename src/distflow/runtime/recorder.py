@@ -206,7 +206,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.waits = Waits(
             lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
         )
-        self._step, self._any_ended = 0, False
+        self._step, self._any_ended = max(resumed_at or 0, 0), False
         self._num_dropped, self.decoded = Counter[int](), Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
