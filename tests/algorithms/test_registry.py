@@ -81,6 +81,7 @@ def test_an_estimator_carries_its_contract_to_the_graph() -> None:
         "lam": 0.95,
         "bootstrap_truncated": False,
         "whiten": True,
+        "over_turns": False,
     }
 
 

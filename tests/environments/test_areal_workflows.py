@@ -114,7 +114,7 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
         (put("versions", 8, 1), "1 in versions for token 8, drawn with 2"),
         (set_all(rewards=torch.tensor([0.1, 0.2])), "2 rows of rewards.*n_samples=1"),
         (set_all(loss_mask=torch.tensor([[1, 1]])), "rows of different lengths: 9 input_ids, 2 loss_mask"),
-        (set_all(attention_mask=torch.ones(1, 4)), "9 input_ids with an attention_mask of 4"),
+        (set_all(attention_mask=torch.ones(1, 4)), "rows of different lengths: 4 attention_mask, 9 input_ids"),
         (lambda row: row.pop("rewards"), "return None, or tensors by name"),
         (set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}), "2 rows of input_ids"),
     ],

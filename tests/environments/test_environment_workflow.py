@@ -26,7 +26,7 @@ EOS = 2
 
 
 def play(
-    workflow: EnvironmentWorkflow, replies: Sequence[str], chat_prompt: bool = True, **extra: Any
+    workflow: EnvironmentWorkflow, replies: Sequence[str], chat_prompt: bool = True, response: int = 400, **extra: Any
 ) -> tuple[float, Chat]:
     """The score, and the chat with these replies of the policy, of which the last is repeated."""
     tokenizer, left = tiny_tokenizer(), [*replies]
@@ -36,7 +36,7 @@ def play(
         ids = (*tokenizer(text)["input_ids"], EOS)
         return Segment("policy", ids, (0.0,) * len(ids), (0.0,) * len(ids), (0,) * len(ids)), "stop"
 
-    chat = Chat(TurnTokens(tokenizer, [EOS], {}), generate, Limits(400, 500), templated=chat_prompt)
+    chat = Chat(TurnTokens(tokenizer, [EOS], {}), generate, Limits(response, response + 100), templated=chat_prompt)
     messages = [{"role": "user", "content": "play"}] if chat_prompt else []
     row = Row(Prompt("play:", tokenizer("play:")["input_ids"], messages), extra_info=extra)
     return asyncio.run(workflow(chat, row)), chat

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from distflow.training.engine import LossFn, Scorer, TrainEngine
 
 ShouldAccept = Callable[["Batch"], object]
-AnyWorkflow = Callable[..., object] | None
-"""An async function, a class or an object of AReaL's form; None for the workflow of `rollouts`."""
 
 
 def rollouts(
@@ -139,7 +137,7 @@ class Rollouts:
         self._stack.__exit__(*exception)
 
     def prepare_batch(
-        self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: AnyWorkflow = None
+        self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: object = None
     ) -> "Batch | None":
         """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None
         where the run has had all its steps, or the data have ended; the last batch may be smaller.
@@ -155,7 +153,7 @@ class Rollouts:
         return self._take(self.config.data.train_batch_size, timeout)
 
     def submit(
-        self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: AnyWorkflow = None
+        self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: object = None
     ) -> None:
         """A prompt of your own, with the columns of a row of data. It starts as soon as staleness allows.
 
@@ -171,16 +169,11 @@ class Rollouts:
         self._entered.intake.offer(encoded, of_group)
 
     def rollout_batch(
-        self,
-        rows: Sequence[Mapping[str, object]],
-        timeout: float | None = None,
-        *,
-        should_accept: ShouldAccept | None = None,
-        workflow: AnyWorkflow = None,
+        self, rows: Sequence[Mapping[str, object]], timeout: float | None = None, **of_groups: Any
     ) -> "Batch":
-        """Submit rows, and wait for as many groups. See `submit` and `wait`."""
+        """Submit rows, and wait for as many groups. of_groups: as of `submit`. Raises what `wait` raises."""
         for row in rows:
-            self.submit(row, should_accept=should_accept, workflow=workflow)
+            self.submit(row, **of_groups)
         return self.wait(len(rows), timeout)
 
     def wait(self, count: int, timeout: float | None = None) -> "Batch":
@@ -322,7 +315,7 @@ class Rollouts:
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
         return self._running
 
-    def _of_group(self, should_accept: ShouldAccept | None, workflow: AnyWorkflow) -> Any:
+    def _of_group(self, should_accept: ShouldAccept | None, workflow: object) -> Any:
         """What a call says of its groups. Raises UserError."""
         from distflow.pipelines.nodes.episodes import workflow_of_call
         from distflow.runtime.sample_queue.user_prompt_rows import OfGroup

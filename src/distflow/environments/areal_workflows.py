@@ -2,18 +2,20 @@
 returns the trajectory as tensors, of which nothing is believed that the engine has not drawn."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import compress, groupby, takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError
 
+_NEEDED = "tensors by name with input_ids, loss_mask and rewards"
+_COLUMNS = ("attention_mask", "input_ids", "loss_mask", "logprobs", "versions")
 LIMIT = 1e-5
 """Of the difference between two log-probs, one of which was a float32."""
-_FIXED = {"n_samples": 1, "min_new_tokens": 0, "frequency_penalty": 0.0, "ignore_eos": False}
+_FIXED: dict[str, Any] = {"n_samples": 1, "min_new_tokens": 0, "frequency_penalty": 0.0, "ignore_eos": False}
 """What a request's `gconfig` cannot change."""
 
 
@@ -79,7 +81,7 @@ class Engine:
         drawn, reason = Segment("policy", ()), "length"
         if room > 0:
             most = getattr(gconfig, "max_new_tokens", None) or room
-            stop = (*(getattr(gconfig, "stop", None) or ()), *(getattr(gconfig, "stop_token_ids", None) or ()))
+            stop = (*(getattr(gconfig, "stop", None) or ()), *map(int, getattr(gconfig, "stop_token_ids", None) or ()))
             num_drawn = sum(len(call.drawn.token_ids) for call in self.calls)
             drawn, reason = await self._chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
             is_whole = reason == "length" and most < room  # cut by the workflow itself, which cuts no episode off
@@ -106,95 +108,66 @@ class ArealWorkflow:
         if returned is None:
             return None
         if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
-            raise ValueError(
-                f"arun_episode returned {returned!r:.80}: return None, or tensors by name with input_ids, loss_mask "
-                "and rewards"
-            )
-        (reward,) = _row(returned, "rewards")
-        shown = [bool(part) for part in _row(returned, "attention_mask")] if "attention_mask" in returned else None
-        names = [name for name in ("input_ids", "loss_mask", "logprobs", "versions") if name in returned]
-        columns = {name: _shown(name, _row(returned, name), shown) for name in names}
-        if len({*map(len, columns.values())}) > 1:
-            lengths = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+            raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
+        found = {name: _row(returned[name], name) for name in _COLUMNS if name in returned}
+        if len({*map(len, found.values())}) > 1:
+            lengths = ", ".join(f"{len(values)} {name}" for name, values in found.items())
             raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
-        _set_segments(chat, engine.calls, columns)
+        shown = found.pop("attention_mask", [True] * len(found["input_ids"]))  # padding is cut
+        _set_segments(chat, engine.calls, {name: [*compress(values, shown)] for name, values in found.items()})
+        (reward,) = _row(returned["rewards"], "rewards")
         return float(reward)
 
 
-def _row(returned: Mapping[str, Any], name: str) -> list[Any]:
+def _row(values: Any, name: str) -> list[Any]:
     """The values of one trajectory. Raises ValueError for several: each episode is one sample."""
-    values = returned[name]
     values = values.tolist() if hasattr(values, "tolist") else values
-    values = list(values) if isinstance(values, Sequence) else [values]
-    if any(isinstance(value, list) for value in values) or (name == "rewards" and len(values) != 1):
-        if len(values) != 1:
-            raise ValueError(
-                f"arun_episode returned {len(values)} rows of {name}, and an episode is one sample: make its gconfig "
-                "with n_samples=1; actor_rollout_ref.rollout.n is the number of episodes of a prompt"
-            )
-        values = values[0] if isinstance(values[0], list) else values
-    return values
-
-
-def _shown(name: str, values: list[Any], shown: list[bool] | None) -> list[Any]:
-    """Without padding."""
-    if shown is None:
-        return values
-    if len(shown) != len(values):
-        raise ValueError(f"arun_episode returned {len(values)} {name} with an attention_mask of {len(shown)}")
-    return [value for value, kept in zip(values, shown, strict=True) if kept]
+    rows = values if isinstance(values, list) else [values]
+    if len(rows) != 1 and (name == "rewards" or any(isinstance(row, list) for row in rows)):
+        raise ValueError(
+            f"arun_episode returned {len(rows)} rows of {name}, and an episode is one sample: make its gconfig with "
+            "n_samples=1; actor_rollout_ref.rollout.n is the number of episodes of a prompt"
+        )
+    return rows[0] if rows and isinstance(rows[0], list) else rows
 
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
     """The trajectory as segments of the chat. Raises ValueError where the mask is on a token that was not drawn there,
     or a log-prob or version is not that of the draw."""
-    ids = [int(token) for token in columns["input_ids"]]
-    places = dict[int, tuple[int, int]]()  # of a drawn token: its call, and its place there
+    ids, places = [int(token) for token in columns["input_ids"]], dict[int, tuple[int, int]]()
     for same, number in sorted(((_num_same(ids, call), number) for number, call in enumerate(calls)), reverse=True):
-        start = len(calls[number].prompt)
-        for place in range(same):
-            places.setdefault(start + place, (number, place))
-    trained = [place for place, masked in enumerate(columns["loss_mask"]) if masked]
-    for place in trained:
+        for place in range(same):  # of a drawn token: its call, and its place there
+            places.setdefault(len(calls[number].prompt) + place, (number, place))
+    owners = [-1] * len(ids)
+    for place in compress(range(len(ids)), columns["loss_mask"]):
         if place not in places:
             raise ValueError(
                 f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), which the engine did "
                 "not draw after the tokens before it"
             )
-        number, own = places[place]
-        drawn = calls[number].drawn
+        owners[place], own = places[place]
+        drawn = calls[owners[place]].drawn
         for name, value, limit in (("logprobs", drawn.log_probs[own], LIMIT), ("versions", drawn.versions[own], 0)):
             found = columns[name][place] if name in columns else value
             if not abs(found - value) <= limit * max(abs(value), 1.0):
                 raise ValueError(f"arun_episode returned {found:g} in {name} for token {place}, drawn with {value:g}")
-    used = sorted({places[place][0] for place in trained})
-    begins = min((len(calls[number].prompt) for number in used), default=len(ids))
+    begins = min((len(calls[owner].prompt) for owner in owners if owner >= 0), default=len(ids))
     if len(ids) - begins > chat.limits.response or len(ids) > chat.limits.context:
         raise ValueError(f"arun_episode returned {len(ids)} tokens, {begins} of them a prompt: more than the limits")
-    chat.segments = [Segment("prompt", tuple(ids[:begins])), *_after_prompt(calls, ids, begins, set(trained), places)]
-    chat.finish_reason = calls[used[-1]].finish_reason if used else "stop"
-
-
-def _after_prompt(
-    calls: Sequence[_Call], ids: list[int], begins: int, trained: set[int], places: Mapping[int, tuple[int, int]]
-) -> Iterator[Segment]:
-    def owner(place: int) -> int:
-        return places[place][0] if place in trained else -1
-
-    for number, run in groupby(range(begins, len(ids)), key=owner):
-        whole = tuple(run)
+    chat.segments = [Segment("prompt", tuple(ids[:begins]))]
+    for owner, run in groupby(range(begins, len(ids)), key=owners.__getitem__):
+        whole = [*run]
         tokens = tuple(ids[place] for place in whole)
-        if number < 0:
-            yield Segment("environment", tokens)
+        if owner < 0:
+            chat.segments.append(Segment("environment", tokens))
         else:
-            own, of = [places[place][1] for place in whole], calls[number].drawn
-            log_probs, sampling = (tuple(map(c.__getitem__, own)) for c in (of.log_probs, of.sampling_log_probs))
-            yield Segment("policy", tokens, log_probs, sampling, tuple(of.versions[place] for place in own))
+            drawn, at = calls[owner].drawn, slice(places[whole[0]][1], places[whole[-1]][1] + 1)
+            floats = drawn.log_probs[at], drawn.sampling_log_probs[at]
+            chat.segments.append(Segment("policy", tokens, *floats, versions=drawn.versions[at]))
+    chat.finish_reason = calls[last].finish_reason if (last := max(owners, default=-1)) >= 0 else "stop"
 
 
 def _num_same(ids: list[int], call: _Call) -> int:
     """How many drawn tokens of a call the trajectory has, directly after the call's prompt."""
     start = len(call.prompt)
-    if ids[:start] != call.prompt:
-        return 0
-    return sum(1 for _ in takewhile(bool, map(eq, ids[start:], call.drawn.token_ids)))
+    return sum(takewhile(bool, map(eq, ids[start:], call.drawn.token_ids))) if ids[:start] == call.prompt else 0

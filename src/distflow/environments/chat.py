@@ -88,7 +88,7 @@ class Chat:
     finish_reason: str = "stop"
     last: Reply | None = None
     counts: Counter[str] = field(default_factory=Counter)
-    sampling: Mapping[str, object] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     version: int = 0
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
     forked: Callable[["Chat"], None] = lambda fork: None

@@ -19,23 +19,26 @@ class ToolWorkflow:
     def __init__(
         self,
         *,
-        tools: Sequence[Entry],
+        tools: Sequence[Entry] = (),
+        mcp: Sequence[str] = (),
         max_turns: int = 8,
         timeout_s: float = 10.0,
         max_characters: int = 4000,
         format: str | None = None,
     ) -> None:
         """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for what the chat
-        template shows. Raises UserError."""
-        if not isinstance(tools, list | tuple) or not tools:
+        template shows. mcp: commands and URLs of MCP servers, whose tools these are as well. Raises UserError."""
+        if not all(isinstance(names, list | tuple) for names in (tools, mcp)) or not (*tools, *mcp):
             raise UserError("workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]")
+        if wrong := [server for server in mcp if not isinstance(server, str) or not server.strip()]:
+            raise UserError(f"workflow_kwargs.mcp: {wrong[0]!r} is neither a command nor a URL")
         if format is not None and format not in FORMATS:
             raise UserError(f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}")
-        self._tools = Tools(tools, timeout_s, max_characters)
+        self._tools = Tools(tools, timeout_s, max_characters, mcp)
         weakref.finalize(self, self._tools.close)
         self._max_turns, self._format = max_turns, format
         self._options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "format": format}
-        self._options |= {"tools": tools, "max_turns": max_turns}
+        self._options |= {"tools": tools, "max_turns": max_turns, "mcp": mcp}
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process it has a server of its own."""

@@ -16,8 +16,9 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from distflow.environments import builtin_tools, tools_in_process
+from distflow.environments import builtin_tools, mcp_tools
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
+from distflow.environments.mcp_tools import mcp_schemas
 from distflow.environments.tool_calls import ToolCall
 from distflow.environments.tools_in_process import ToolAnswer, bounded
 from distflow.environments.user_process import CallFailed, ProcessEnded, ProcessServer, UserProcess
@@ -37,10 +38,16 @@ _SHOWN = 500
 class Tools:
     """The tools of a run, in the run's process. schemas: as chat templates take them."""
 
-    def __init__(self, entries: Sequence[Entry], timeout_s: float, max_characters: int) -> None:
-        """Raises UserError for a tool that cannot be used."""
+    def __init__(
+        self, entries: Sequence[Entry], timeout_s: float, max_characters: int, mcp: Sequence[str] = ()
+    ) -> None:
+        """mcp: commands and URLs of servers. Raises UserError for a tool that cannot be used."""
         targets = [_read(entry) for entry in entries]
         self.schemas = [_schema(target, options) for target, options in targets]
+        for server in mcp:
+            self.schemas += (schemas := mcp_schemas(server))
+            names = (schema["function"]["name"] for schema in schemas)
+            targets += [(f"{mcp_tools.__name__}:McpTool", {"server": server, "tool": name}) for name in names]
         functions = [schema["function"] for schema in self.schemas]
         self.parameters = {function["name"]: function["parameters"]["properties"] for function in functions}
         if len(self.parameters) < len(targets):

@@ -8,8 +8,7 @@ of a turn is that before its first token, its reward the sum over its tokens.
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_estimator_base import counted_tokens
-from distflow.algorithms.advantages.turns import first_tokens, on_turns, sum_by_turn
+from distflow.algorithms.advantages.group_estimator_base import counted_tokens, first_tokens, on_turns, sum_by_turn
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 

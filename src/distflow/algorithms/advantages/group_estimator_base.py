@@ -138,3 +138,24 @@ def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
 def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
     """One value a sample `(bs,)` spread over its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
     return under_mask(advantage[:, None].expand(response_mask.shape), response_mask).float()
+
+
+def sum_by_turn(values: Tensor, turn_index: Tensor) -> Tensor:
+    """The sum over the tokens of each turn, float64 `(bs, turns)`; 0 for a turn that a sample does not have.
+
+    values, turn_index: `(bs, response_length)`; a negative index is that of no turn.
+    """
+    num_turns = int(turn_index.max()) + 1 if turn_index.numel() else 0
+    sums = torch.zeros(len(values), max(num_turns, 1), dtype=torch.float64, device=values.device)
+    return sums.scatter_add_(1, turn_index.clamp(min=0), under_mask(values.double(), turn_index >= 0))
+
+
+def on_turns(values: Tensor, turn_index: Tensor) -> Tensor:
+    """The value of each turn `(bs, turns)` on its tokens, `(bs, response_length)`; 0 on those of no turn."""
+    return under_mask(values.gather(1, turn_index.clamp(min=0)), turn_index >= 0)
+
+
+def first_tokens(turn_index: Tensor) -> Tensor:
+    """bool `(bs, response_length)`: the first token of each turn, by which its others are numbered as well."""
+    earlier = torch.nn.functional.pad(turn_index, (1, 0), value=-1).cummax(dim=1).values[:, :-1]
+    return turn_index > earlier

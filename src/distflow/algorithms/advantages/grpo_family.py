@@ -6,9 +6,11 @@
 - GDPO (Liu et al. 2026, arXiv:2601.05242): each part of the reward is normalised before they are summed.
 - GPG: group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 - Policy gradient for pass@k: only the best response of a group has an advantage (arXiv:2503.19595).
+- GRPO over turns: each turn of an episode is compared with the same turn of the group's others.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -183,4 +185,39 @@ def compute_grpo_passk_advantage(
     is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
     scale = groups.std(scores) + adv_epsilon if norm_adv_by_std_in_grpo else torch.ones_like(scores)
     advantages = group_estimator_base.on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
+    return advantages, advantages.clone()
+
+
+def _describe_turns(norm_adv_by_std_in_grpo: bool, adv_epsilon: float, turn_discount: float) -> str:
+    rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
+    return f"{rule}, of returns from each turn on (turn_discount {turn_discount:g}), among turns of the same number"
+
+
+@register_adv_est("grpo_turns", scope="group", describe=_describe_turns)
+def compute_grpo_turns_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    turn_index: Tensor,
+    group_index: Tensor,
+    valid: Tensor | None = None,
+    *,
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_epsilon: float = 1e-6,
+    turn_discount: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(G_k − mean) / (std + ε) over the turns k of a group's samples, on the tokens of turn k; returns are the same.
+
+    G_k = Σ_(j ≥ k) turn_discount^(j−k) r_j, r_j the sum of the rewards on the tokens of turn j. A turn that only one
+    sample has gets 0.
+    """
+    index = torch.where(group_estimator_base.counted_tokens(response_mask, valid), turn_index, -1)
+    returns = group_estimator_base.sum_by_turn(token_level_rewards, index)
+    num_turns = returns.shape[1]
+    for turn in reversed(range(num_turns - 1)):
+        returns[:, turn] += turn_discount * returns[:, turn + 1]
+    is_there = group_estimator_base.sum_by_turn(torch.ones_like(index), index) > 0
+    peers = torch.as_tensor(group_index)[:, None] * num_turns + torch.arange(num_turns, device=returns.device)
+    rule = replace(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon), alone="zero")
+    found = group_estimator_base.group_advantage(returns.flatten(), peers.flatten(), rule, is_there.flatten())
+    advantages = group_estimator_base.on_turns(found.view_as(returns), index).float()
     return advantages, advantages.clone()

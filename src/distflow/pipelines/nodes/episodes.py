@@ -60,9 +60,9 @@ def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Wor
     if config.actor_rollout_ref.rollout.workflow is None:
         raise UserError("this run has no episodes: pass a workflow to distflow.rollouts(..., workflow=...) as well")
     if made.scores and not has_rewards:
+        what = f"the workflow {made.name} calls reward functions, and this run has none"
         raise UserError(
-            f"the workflow {made.name} calls reward functions, and this run has none: pass one with the parameter "
-            "reward_fn to distflow.rollouts(..., workflow=...) as well"
+            f"{what}: pass one with the parameter reward_fn to distflow.rollouts(..., workflow=...) as well"
         )
     return made
 

@@ -1,0 +1,82 @@
+"""Tools of MCP servers, by the official client: a server is a command, started for each episode that calls it, or a
+URL, to which each such episode connects."""
+
+import asyncio
+import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from distflow.environments.user_process import START_TIMEOUT_S
+from distflow.errors import UserError
+from distflow.import_target import users_code
+
+_EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Becomes a command that is killed with the thread that started it: the client starts it in a session of its own."""
+
+
+class McpTool:
+    """A tool of a server; those of one server share a connection, which their process keeps while it lives."""
+
+    _connections: dict[str, "tuple[asyncio.Future[Any], asyncio.Task[None]]"] = {}
+
+    def __init__(self, server: str, tool: str) -> None:
+        import mcp  # noqa: F401  which takes seconds: before the processes of episodes are forked
+
+        self._server, self._tool = server, tool
+
+    async def __call__(self, **arguments: Any) -> str:
+        """Raises RuntimeError for an error of the tool's, and what the client raises."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        if self._server not in self._connections:
+            connected = asyncio.get_running_loop().create_future()
+            self._connections[self._server] = connected, asyncio.create_task(_hold(self._server, connected))
+        connected, holding = self._connections[self._server]
+        await asyncio.wait((connected, holding), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if holding.done():
+                holding.result()  # raises why it has not connected
+            result = await connected.result().call_tool(self._tool, arguments)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:  # the next call starts the server again
+                del self._connections[self._server]
+            raise
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+
+async def _hold(server: str, connected: "asyncio.Future[Any]") -> None:
+    """The task to which a connection belongs, as it outlives the call that has started it."""
+    async with _client(server) as client:
+        connected.set_result(client)
+        await asyncio.Event().wait()
+
+
+def mcp_schemas(server: str) -> list[dict[str, Any]]:
+    """The tools of a server, as chat templates take them. Raises UserError."""
+
+    async def ask() -> list[Any]:
+        async with _client(server) as client:
+            return list((await client.list_tools()).tools)
+
+    what = f"workflow_kwargs.mcp: '{server}' does not name its tools:"
+    with users_code(what, passes=UserError), ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
+        tools = thread.submit(lambda: asyncio.run(asyncio.wait_for(ask(), START_TIMEOUT_S))).result()
+    functions = [{"name": tool.name, "description": tool.description or ""} for tool in tools]
+    for function, tool in zip(functions, tools, strict=True):
+        function["parameters"] = {"type": "object", "properties": {}, **tool.input_schema}
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _client(server: str) -> Any:
+    try:
+        from mcp import Client, StdioServerParameters
+    except ImportError as error:
+        raise UserError(f"the package mcp is not installed here ({error}): pip install 'distflow[mcp]'") from None
+    if server.startswith(("http://", "https://")):
+        return Client(server)
+    return Client(StdioServerParameters(command=sys.executable, args=["-ISc", _EXEC, *shlex.split(server)]))

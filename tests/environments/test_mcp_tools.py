@@ -1,0 +1,92 @@
+"""Tools of real MCP servers: what they answer, and that whatever they do becomes a bounded text."""
+
+import asyncio
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from distflow.environments.tool_calls import ToolCall
+from distflow.environments.tool_workflow import ToolWorkflow
+from distflow.environments.tools import Tools
+from distflow.errors import UserError
+from tests.environments.test_tools import answers, is_running
+from tests.patience import at_some_deadline, wait_until
+
+pytest.importorskip("mcp")
+pytestmark = pytest.mark.slow
+
+COMMAND = [
+    "env",
+    f"PYTHONPATH={os.pathsep.join(sys.path)}",
+    sys.executable,
+    f"{Path(__file__).with_name('mcp_server.py')}",
+]
+SERVER = shlex.join(COMMAND)
+NAMES = ["add", "hangs", "dies", "shouts", "fails"]
+
+
+def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
+    with closing(Tools([], 60.0, 300, [SERVER])) as tools:
+        assert [schema["function"]["name"] for schema in tools.schemas] == NAMES
+        assert tools.schemas[0]["function"]["description"] == "Adds to a total, which it returns."
+        assert tools.parameters["add"]["amount"]["type"] == "integer"
+        adds = ToolCall("add", {"amount": 2})
+        texts, episode = answers(tools, adds, adds, ToolCall("shouts"), ToolCall("fails"), adds)
+        assert texts[:2] == ["2", "4"] and texts[4] == "6"
+        assert texts[2].endswith("[cut: the answer has 1,000,000 characters]") and len(texts[2]) < 400
+        assert texts[3] == "error: fails raised RuntimeError: Error executing tool fails"
+        assert episode.errors == {"add": 0, "shouts": 1, "fails": 1}
+        (text,), _ = answers(tools, adds)
+        assert text == "2", "another episode has a server of its own"
+
+
+def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path) -> None:
+    async def run(tools: Tools) -> list[str]:
+        with tools.episode("a seed") as episode:
+            first = await episode.run(ToolCall("dies"))
+            hung = await episode.run(ToolCall("hangs", {"file": str(tmp_path / "pid")}))
+            return [first, hung, await episode.run(ToolCall("add", {"amount": 3}))]
+
+    def check(deadline_s: float) -> None:
+        with closing(Tools([], deadline_s, 300, [SERVER])) as tools:
+            died, hung, added = asyncio.run(run(tools))
+            assert died.startswith("error: dies raised MCPError: Connection closed")
+            assert f"no answer within {deadline_s:g} s" in hung and added == "3"
+            pid = int((tmp_path / "pid").read_text())
+            wait_until(lambda: not is_running(pid), "the server has ended")
+
+    at_some_deadline(check, 8.0, 60.0)
+
+
+def test_a_url_is_a_server_that_episodes_share() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the server listens")
+            with closing(Tools(["calculator"], 60.0, 300, [f"http://127.0.0.1:{port}/mcp"])) as tools:
+                adds = ToolCall("add", {"amount": 2})
+                assert [*answers(tools, adds)[0], *answers(tools, adds)[0]] == ["2", "4"]
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("mcp", "said"),
+    [
+        (["no-such-command"], "'no-such-command' does not name its tools"),
+        ([f"{sys.executable} -c pass"], "does not name its tools"),
+        ([7], "7 is neither a command nor a URL"),
+        ("server", "name at least one tool in a list"),
+        ([SERVER, SERVER], "two tools have the same name"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused(mcp: object, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ToolWorkflow(mcp=mcp)  # type: ignore[arg-type]
