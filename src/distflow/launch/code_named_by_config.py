@@ -55,8 +55,10 @@ def pipeline_code(config: Config) -> list[str]:
     named = [("dag.pipeline", name) for name in functions_of_pipeline(config) if not name.startswith("distflow.")]
     accepts = config.algorithm.filter_groups.should_accept
     named += [("algorithm.filter_groups.should_accept", accepts)] if accepts else []
+    command = config.actor_rollout_ref.rollout.workflow_kwargs.get("command")
+    named += [(f"{WORKFLOW}_kwargs.command", str(command))] if command else []
     servers = config.actor_rollout_ref.rollout.workflow_kwargs.get("mcp")
-    named += [("workflow_kwargs.mcp", str(server)) for server in (servers if isinstance(servers, list) else [])]
+    named += [(f"{WORKFLOW}_kwargs.mcp", str(server)) for server in (servers if isinstance(servers, list) else [])]
     return algorithm_code(config) + [f"{key}: {name}" for key, name in named + code_of_workflow(config)]
 
 
