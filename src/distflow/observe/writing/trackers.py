@@ -134,30 +134,33 @@ class _TrackerThread:
             self._on_failure("warning", f"tracker {self._name} {what}")
 
 
-def open_trackers(
-    names: Sequence[str], run: TrackedRun, *, local: Mapping[str, Tracker], on_failure: OnFailure
-) -> Trackers:
-    """The trackers of `trainer.logger`: those of `local`, which the run has already, and others from the table.
-
-    Raises TrackerError for an unknown name, or for one whose package is not installed.
-    """
-    chosen_names = list(dict.fromkeys(names))
-    remote: dict[str, Callable[[], Tracker]] = {}
-    for name in chosen_names:
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises TrackerError for an unknown name of `trainer.logger`, and for one whose package is not installed."""
+    for name in names:
         if name not in TRACKERS:
             raise TrackerError(
                 f"trainer.logger names {name!r}, which is not a tracker (metrics.jsonl is always written)"
                 f"{hint(name, TRACKERS)}"
             )
-        target, package = TRACKERS[name].target, TRACKERS[name].package
-        if name in local or not target:
-            continue
+        package = TRACKERS[name].package
         if package and importlib.util.find_spec(package) is None:
             raise TrackerError(
                 f"trainer.logger names {name!r}, but the package {package} is not installed: "
                 f"pip install 'distflow[{name}]', or remove it from trainer.logger"
             )
-        remote[name] = partial(_build, target, run)
+
+
+def open_trackers(
+    names: Sequence[str], run: TrackedRun, *, local: Mapping[str, Tracker], on_failure: OnFailure
+) -> Trackers:
+    """The trackers of `trainer.logger`: those of `local`, which the run has already, and others from the table.
+
+    Raises TrackerError as `check_trackers`.
+    """
+    check_trackers(names)
+    chosen_names = list(dict.fromkeys(names))
+    targets = {name: TRACKERS[name].target for name in chosen_names if name not in local and TRACKERS[name].target}
+    remote = {name: partial(_build, target, run) for name, target in targets.items()}
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
 
