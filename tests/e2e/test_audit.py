@@ -20,7 +20,7 @@ from distflow.launch import build_engines
 from distflow.launch import model_and_engine_factories as engine_factories
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
-from distflow.rewards.load_functions import call_arguments
+from distflow.rewards.load_functions import FAILS, call_arguments
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.score import Error, Score
 from distflow.rollout import engine_weights
@@ -180,15 +180,17 @@ def neighbours_accuracy(original: Any) -> Any:
     return planted
 
 
-def changed_results(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """change: of the results of a call, with the calls' arguments."""
+def changed_scores(change: Callable[[str, Any, Score], float]) -> Callable[[Any], Any]:
+    """change: of the scores of the user's function and the auditor's probe, by the name and the call's arguments."""
 
     def wrap(original: Any) -> Any:
         async def planted(self: Any, name: str, asked: Any, *more: Any) -> Any:
             found = await original(self, name, asked, *more)
+            if name not in ("custom", FAILS):
+                return found
             return [
-                change((call, each)) if isinstance(each, Score) else each
-                for call, each in zip(asked, found, strict=True)
+                replace(own, value=change(name, call, own)) if isinstance(own, Score) else own
+                for call, own in zip(asked, found, strict=True)
             ]
 
         return planted
@@ -197,8 +199,8 @@ def changed_results(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def cached_by_length() -> Callable[[Any], Any]:
-    known: dict[int, Score] = {}
-    return changed_results(lambda pair: known.setdefault(len(pair[0]["solution_str"]), pair[1]))
+    known: dict[tuple[str, int], float] = {}
+    return changed_scores(lambda name, call, own: known.setdefault((name, len(call["solution_str"])), own.value))
 
 
 def missing_as_zero(original: Any) -> Any:
@@ -549,7 +551,7 @@ FAULTS = {
         ("grpo", "actor_rollout_ref.rollout.stop=[a,e,K,Q,z]"),
     ),
     "scores that are rounded": Fault(
-        attribute(RewardPool, "_score_group", changed_results(lambda pair: Score(round(pair[1].value, 2)))),
+        attribute(RewardPool, "_score_group", changed_scores(lambda name, call, own: round(own.value, 2))),
         "reward_results",
     ),
     "scores of another response of that length": Fault(

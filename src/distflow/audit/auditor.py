@@ -133,7 +133,7 @@ class Auditor:
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed(step, Depth.AUDIT if self._due else self._looks):
             expected = max(self._first_step, step - step % self._run.spec.options.update_frequency)
-            if self._schedule.frequency > 0 and synced_version not in (None, expected):
+            if self._schedule.frequency > 0 and synced_version is not None and synced_version < expected:
                 raise TrustError(f"step {step + 1} begins with version {synced_version} sent, but {expected} is due")
             if synced_version == step:
                 self._remember(step)

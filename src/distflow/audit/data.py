@@ -146,7 +146,8 @@ def _check_left_out(run: AuditedRun, domain: str, used: Collection[object], read
         rate = float(_at(record, _setting(config, domain, "pass_rate_key")) or 0.0) if high < math.inf else 0.0
         named = domain or str(_at(record, config.data.domain_key) or "default")
         parts = [part.name for part in functions.get(named) or functions.get("default", ())]
-        is_broken = find_broken(parts, _at(record, _setting(config, domain, "answer_key")), record)
+        extra = record | (inner if isinstance(inner := record.get("extra_info"), dict) else {})
+        is_broken = find_broken(parts, _at(record, _setting(config, domain, "answer_key")), extra)
         encoded = _prompt_of(run, record, domain)
         if encoded and low <= rate <= high and len(encoded[1]) <= config.data.max_prompt_length and not is_broken:
             raise Wrong(f"row {n} of {path} is left out, but it is neither too long nor outside of data.pass_rate")

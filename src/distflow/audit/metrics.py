@@ -12,8 +12,8 @@ from distflow.runtime.step_metrics import sample_rows
 
 LIMIT = 1e-4
 COLUMNS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_truth": "ground_truth"}
-COLUMNS |= {"domain": "domain", "finish_reason": "finish_reason", "errors": "reward_errors"}
-COLUMNS |= {"reward_parts": "reward_parts", "extra": "reward_extra"}
+COLUMNS |= {"errors": "reward_errors", "extra": "reward_extra"}
+COLUMNS |= {name: name for name in ("domain", "finish_reason", "reward_parts")}
 """Entries of the samples file, and the columns that they are."""
 
 

@@ -16,11 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
-from distflow.environments.chat import Chat
-from distflow.environments.workflows import on_return
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.runtime.audit_protocol import on_return
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
@@ -32,12 +31,12 @@ MAX_STRIPED = 2**24
 @dataclass(frozen=True)
 class GroupRecord:
     """generated: each request with its result. scored: the reward function's name, arguments and result. returned:
-    chats of workflows, and what these returned."""
+    the tokens of each episode, and what its workflow returned."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
     scored: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
-    returned: list[tuple[Chat, Any]] = field(default_factory=list)
+    returned: list[tuple[tuple[int, ...], object]] = field(default_factory=list)
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
@@ -349,7 +348,9 @@ def _places(tensor: Tensor) -> Tensor:
 
 def _stripe(tensor: Tensor) -> Tensor:
     """The elements at `_places` that this rank has."""
-    return at_places(tensor, _places(tensor))[1].to("cpu", torch.float64, copy=True)
+    every = -(-tensor.numel() // STRIPE) | 1
+    own = at_places(tensor, _places(tensor))[1] if isinstance(tensor, DTensor) else tensor.detach().reshape(-1)[::every]
+    return own.to("cpu", torch.float64, copy=True)
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:

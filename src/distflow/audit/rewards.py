@@ -105,8 +105,7 @@ def audit_dropped(recorded: RecordedStep) -> str | None:
 def _check_calls(recorded: RecordedStep) -> None:
     """A function that fails gives no score; one that returns a number made of its arguments gives that of a sample's,
     so that nothing cuts, swaps, rounds or caches on the way to a reward function and back."""
-    arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
-    failed = recorded.run.call_reward(FAILS, arguments)
+    failed = recorded.run.call_reward(FAILS, call_arguments("", "", "", {}))
     if isinstance(failed, Score):
         raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
     known = [(sample, record) for sample in recorded.some_samples(1) if (record := recorded.record_of(sample))]
@@ -411,15 +410,13 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
 def _returned(sample: Sample, record: GroupRecord) -> float:
     """What the workflow returned for the sample's tokens: a number, parts or their `score`, or a reward's result."""
     ids, found = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()), list[float]()
-    for returned in (returned for chat, returned in record.returned if chat.token_ids == ids):
+    for returned in (returned for episode, returned in record.returned if episode == ids):
         value = getattr(getattr(returned, "reward_result", returned), "value", returned)
-        parts = value if isinstance(value, Mapping) else {"score": value}
-        own: list[Any] = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]
+        parts: Any = value if isinstance(value, Mapping) else {"score": value}
+        own = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]
         with suppress(TypeError, ValueError):  # of a failed or rejected episode with the same tokens
             found.append(math.fsum(float(value) for value in own))
-    if not found:
-        raise Wrong(f"no episode of a workflow ended with the tokens of sample {sample['uid']}")
-    return min(found, key=lambda value: abs(value - float(sample["scores"])))
+    return min(found, key=lambda value: abs(value - float(sample["scores"])), default=math.nan)  # NaN is never close
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -18,8 +17,6 @@ REWARD = "reward_fn"
 """The parameter of a workflow that calls the run's reward functions."""
 
 Run = Callable[..., Awaitable[object]]
-on_return: ContextVar[Callable[[tuple[Chat, object]], None] | None] = ContextVar("on_return", default=None)
-"""Called with an episode's chat and what its workflow returned, in the tasks of its group."""
 F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 
 
@@ -64,11 +61,8 @@ class Workflow:
     run: Run
     scores: bool
 
-    async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None) -> object:
-        returned = await self.run(chat, row, **({REWARD: reward_fn} if self.scores else {}))
-        if (record := on_return.get()) is not None:
-            record((chat, returned))
-        return returned
+    def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
+        return self.run(chat, row, **({REWARD: reward_fn} if self.scores else {}))
 
 
 def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:

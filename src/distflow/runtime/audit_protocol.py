@@ -1,6 +1,7 @@
 """Protocols of a run's checks and audit: what they are called with, and when. `launch` builds the implementations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ from distflow.training.engine import Collective, LossFn, TrainEngine
 
 AUDIT_STATE = "trust.audit"
 """Key of the audit's state in the node state: no node's id has a dot."""
+
+on_return: ContextVar[Callable[[tuple[tuple[int, ...], object]], None] | None] = ContextVar("on_return", default=None)
+"""Called with all tokens of an episode and what its workflow returned, in the tasks of its group."""
 
 
 class GroupRecorder(Protocol):

@@ -25,6 +25,7 @@ from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, polic
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.runtime.audit_protocol import on_return
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group
 from distflow.runtime.user_calls.async_calls import deadline_paused
@@ -312,7 +313,10 @@ class _Episodes:
         reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
         work = partial(self.workflow, chat, row, reward)
         try:
-            outcome = read_outcome(await self.ctx.call_user(work, self.timeout_s, index))
+            returned = await self.ctx.call_user(work, self.timeout_s, index)
+            if (record := on_return.get()) is not None:
+                record((chat.token_ids, returned))
+            outcome = read_outcome(returned)
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
         except asyncio.CancelledError:
