@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-from distflow.environments import builtin_tools, mcp_tools
+from distflow.environments import builtin_tools, mcp_tools, tools_in_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.mcp_tools import mcp_schemas
 from distflow.environments.tool_calls import ToolCall
