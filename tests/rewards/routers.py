@@ -7,7 +7,7 @@ from distflow.config.keys.reward import RewardPart
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings
 from distflow.rewards.router import RewardRouter
 
-PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
+PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s", "give_up_after")
 SETTINGS = ("domains", "custom", "memory_bytes")
 
 

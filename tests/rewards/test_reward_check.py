@@ -50,6 +50,18 @@ def test_a_built_in_has_no_fault(name):
     assert len(result.seconds) >= sum(kind.asked for kind in result.kinds.values())
 
 
+def test_a_reward_that_hangs_ends_the_check_after_a_few_calls(tmp_path: Path):
+    """Two hundred rows in six forms, each for its deadline, would take minutes."""
+    (tmp_path / "hangs.py").write_text(
+        "import time\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return 1.0 if solution_str == ground_truth else time.sleep(600)\n"
+    )
+    rows = [Row(f"rows:{number}", "default", str(number), {}) for number in range(200)]
+    result = tried(f"{tmp_path / 'hangs.py'}:compute_score", rows, timeout_s=0.3)
+    assert result.hangs and sum(len(kind.timeouts) for kind in result.kinds.values()) == result.num_hangs <= 5
+
+
 def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
     (tmp_path / "bad.py").write_text(
         "import time\n"

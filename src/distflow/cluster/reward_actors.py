@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from distflow.cluster.actor_calls import FIRST_REWARD_ACTOR, name_of, reply, shortened
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S
 from distflow.errors import UserError
-from distflow.rewards.pool.pool import OnRepeat, Pool, PoolSettings, RewardPool
+from distflow.rewards.pool.pool import Calls, OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult
 from distflow.runtime.rank_info import Home
 from distflow.runtime.spec import Spec
@@ -39,13 +39,13 @@ class RewardActor:
         return self._born, pool.takes_groups, pool.takes_batches
 
     async def call(
-        self, settings: PoolSettings, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None
+        self, settings: PoolSettings, name: str, asked: Calls, timeout_s: float | None, give_up_after: int
     ) -> tuple[str, list[RewardResult], int]:
         """That id, the results of the pool of these settings, and the number of calls retried because a process died.
         An actor that Ray has started again has no pool yet."""
         pool = await self._pool(settings)
         again: list[int] = []
-        reward_results = await pool.score_group(name, asked, timeout_s, again.append)
+        reward_results = await pool.score_group(name, asked, timeout_s, again.append, give_up_after)
         return self._born, reward_results, sum(again)
 
     @ray.method(concurrency_group=_PULSE)
@@ -80,10 +80,10 @@ class RewardActorPool(Pool):
         _, self.takes_groups, self.takes_batches = started[0]
 
     async def _score_group(
-        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None, on_repeat: OnRepeat
+        self, name: str, asked: Calls, timeout_s: float | None, on_repeat: OnRepeat, give_up_after: int
     ) -> list[RewardResult]:
         if len(asked) > 1 and name not in self.takes_groups:
-            one_by_one = (self._score_group(name, [arguments], timeout_s, on_repeat) for arguments in asked)
+            one_by_one = (self._score_group(name, [each], timeout_s, on_repeat, give_up_after) for each in asked)
             return [reward_result for (reward_result,) in await asyncio.gather(*one_by_one)]
         number = min(range(len(self._reward_actors)), key=self._under_way.__getitem__)
         self._under_way[number] += 1
@@ -91,7 +91,7 @@ class RewardActorPool(Pool):
         reward_results: list[RewardResult]
         try:
             born, reward_results, again = await self._reward_actors[number].call.remote(
-                self._settings, name, [dict(arguments) for arguments in asked], timeout_s
+                self._settings, name, [dict(arguments) for arguments in asked], timeout_s, give_up_after
             )
             if again := again + len(asked) * (born != known):
                 on_repeat(again)
@@ -99,6 +99,8 @@ class RewardActorPool(Pool):
         except RayActorError:
             reward_results = [Error("the reward actor has died, twice")] * len(asked)  # see `start_reward_actors`
         except RayTaskError as err:
+            if isinstance(err.cause, UserError):
+                raise err.cause from None
             reward_results = [Error(f"the reward actor failed: {type(err.cause).__name__}: {err.cause}")] * len(asked)
         finally:
             self._under_way[number] -= 1

@@ -76,7 +76,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
             lines, fault = _agreement_lines(agreement), bool(agreement.failed)
         else:
             result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
-            if arguments.reward not in ASK_MODELS:
+            if arguments.reward not in ASK_MODELS and not result.hangs:
                 result.cheap = asyncio.run(find_cheap(pool, rows[:NUM_ROWS]))
             lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:
@@ -173,7 +173,9 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     found = ", ".join(f"{form} {count}" for form, count in result.read.items())
     if result.read:
         yield f"  answers found, of {result.answers}: {found}"
-    if result.read and not result.forms():
+    if result.hangs:
+        yield f"  stopped after {result.num_hangs} calls that did not return in time (--timeout)"
+    elif result.read and not result.forms():
         yield "  it supports none of these forms: see --answer-key, or name correct responses with --response-key"
     if not result.read:
         yield "  the answers are not strings or numbers: only responses wrong for all are tried; see --response-key"
@@ -183,7 +185,8 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
-    yield "  responses that do no work but score:" if result.cheap else "  no response that does no work scores"
+    if not result.hangs:
+        yield "  responses that do no work but score:" if result.cheap else "  no response that does no work scores"
     yield from (f"      {line}" for line in result.cheap)
     seconds = sorted(result.seconds)
     yield (

@@ -125,6 +125,7 @@ def are_same(answer: str, other: str) -> bool:
 
 HOSTILE_KIND = "hostile text"
 _NEIGHBOURS = 5
+_MOST_HANGS = 4
 
 
 class Row(NamedTuple):
@@ -167,6 +168,7 @@ class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
     kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`adversary`).
+    num_hangs: calls that timed out; `_MOST_HANGS` of them end the check.
     """
 
     answers: int = 0
@@ -174,6 +176,11 @@ class CheckResult:
     kinds: dict[str, Kind] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     cheap: list[str] = field(default_factory=list)
+    num_hangs: int = 0
+
+    @property
+    def hangs(self) -> bool:
+        return self.num_hangs >= _MOST_HANGS
 
     def forms(self) -> list[str]:
         """The forms that the reward function reads."""
@@ -193,11 +200,14 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
     result.answers = len(known) or sum(row.response is not None for row in rows)
 
-    async def ask(row: Row, response: Response) -> tuple[Row, Response, RewardResult]:
+    async def ask(row: Row, response: Response) -> tuple[Row, Response, RewardResult] | None:
         async with free:
+            if result.hangs:
+                return None
             started = time.perf_counter()
             reward_result = await pool.call(name, arguments_of(row, response.text))
             result.seconds.append(time.perf_counter() - started)
+            result.num_hangs += isinstance(reward_result, Timeout)
             return row, response, reward_result
 
     right = [
@@ -205,10 +215,10 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
         for row, answer in zip(rows, answers, strict=True)
         for response in right_responses(answer, row.response)
     ]
-    answered = await asyncio.gather(*(ask(*asked) for asked in right))
+    answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
     result.read.update({response.form: 0 for _, response in right})
     result.read.update(response.form for _, response, reward_result in answered if scored_right(reward_result))
-    forms = result.forms() or list(result.read)[:1]
+    forms = list(result.read) if result.hangs else result.forms() or list(result.read)[:1]
     _count(result, [entry for entry in answered if entry[1].form in forms])
 
     texts = [answer for _, answer in known]
@@ -221,7 +231,7 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
     ]
     wrong += [(row, Response("empty response", "", "")) for row in rows]
     wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
-    _count(result, await asyncio.gather(*(ask(*asked) for asked in wrong)))
+    _count(result, filter(None, await asyncio.gather(*(ask(*asked) for asked in wrong))))
     return result
 
 

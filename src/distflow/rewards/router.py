@@ -158,6 +158,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             pool.score_group,
             name,
             timeout_s=patience.timeout_s,
+            give_up_after=patience.give_up_after,
             on_repeat=lambda number: self._add({"reward/retried_calls": number}),
         )
         reward_results = await score(asked)

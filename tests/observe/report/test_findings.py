@@ -129,7 +129,7 @@ def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float
 
 def test_an_accuracy_that_cannot_count_is_not_called_0() -> None:
     found = accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.0, 0.0), "reward__max": (0.5, 0.86)}))
-    assert found is not None and "the highest reward was 0.86" in found.text
+    assert found is not None and "the highest was 0.86" in found.text
     assert accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.0,), "reward__max": (1.0,)})) is None
     assert accuracy_counts_nothing(steps(**{"val_correct__all__mean": (0.1,), "reward__max": (0.5,)})) is None
 

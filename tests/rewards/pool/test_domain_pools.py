@@ -68,6 +68,24 @@ def test_a_domain_has_its_own_deadline() -> None:
         assert [judgement.reward_result for judgement in reward_results] == [Score(1.0), Timeout(0.3)]
 
 
+def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> None:
+    """After a number of scores, not a whole group: here in time for a group that would take ten minutes. One that has
+    returned before is not given up."""
+    settings = {"timeout_s": 0.3, "give_up_after": 4}
+    with router_of("a", **settings) as router:
+        many = [sample("a", "sleep", seconds=60) for _ in range(2000)]
+        with pytest.raises(UserError) as raised:
+            judge(router, many)
+        assert "'custom'" in str(raised.value) and f"{FAULTY}:compute_score" in str(raised.value)
+        assert "none of its first 4 calls returned within 0.3 s (reward.timeout_s)" in str(raised.value)
+        assert "the response 'sleep'" in str(raised.value)
+        with pytest.raises(UserError, match="none of its first"):
+            judge(router, many[:1])
+    with router_of("a", **settings) as router:
+        judged = judge(router, [sample("a", "echo", value=2), *many[:5]])
+        assert [each.reward_result for each in judged] == [Score(2.0), *[Timeout(0.3)] * 5]
+
+
 def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path) -> None:
     patience = Patience(20.0, 1, retries=2, backoff_s=0.2)
     with router_of("a", "b", domains={"a": patience}) as router:

@@ -245,9 +245,12 @@ def scoring_models(config: RewardModelConfig) -> dict[str, ScoringModelConfig]:
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
-    """Timeout, workers and retries of the domain's reward functions, by key."""
+    """Timeout, workers and retries of the domain's reward functions, by key, and after how many timeouts a function
+    that never returned is given up."""
     own = reward.domains.get(domain, {})
-    return {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
+    patience = {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
+    calls = max(4, 2 * patience["num_workers"]) * (1 + patience["retries"])
+    return {**patience, "give_up_after": calls if reward.max_error_rate < 1 else 0}
 
 
 def on_error_of(reward: RewardConfig, domain: str) -> OnError:

@@ -113,9 +113,9 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
         return None
     return Finding(
         "flat",
-        "The accuracy is not meaningful: it counts responses with a reward of 1, but the highest reward was "
-        f"{max(highest):.3g}.",
-        'A reward function that returns {"score": ..., "acc": 0 or 1} says which responses are correct.',
+        "The accuracy was always 0: it counts responses with a reward of 1 (the highest was "
+        f'{max(highest):.3g}), or those of which the reward function itself returns "acc": 1.',
+        'If it misses correct responses, return {"score": ..., "acc": 0 or 1}.',
     )
 
 

@@ -31,13 +31,14 @@ class Patience(NamedTuple):
     """Time, workers and retries of a domain's reward functions.
 
     timeout_s: of one call. num_workers: processes. retries: of a failed call; backoff_s: the wait before the first
-    retry, doubled before each further one.
+    retry, doubled before each further one. give_up_after: see `Pool.score_group`.
     """
 
     timeout_s: float
     num_workers: int
     retries: int = 0
     backoff_s: float = 1.0
+    give_up_after: int = 0
 
 
 def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:

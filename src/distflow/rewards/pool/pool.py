@@ -3,18 +3,22 @@
 import asyncio
 import queue
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from distflow.errors import UserError
+from distflow.rewards.load_functions import PROMPT
 from distflow.rewards.pool.process import PeerGone, Request, RewardProcess, StartFailed, encode, take
 from distflow.rewards.score import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
+Calls = Sequence[Mapping[str, object]]
+"""The arguments of each call, by name."""
 OnResult = Callable[[str, Mapping[str, object], RewardResult], None]
 """(name of the function, arguments, result)."""
 OnRepeat = Callable[[int], None]
@@ -48,14 +52,16 @@ class Pool(ABC):
     async def score_group(
         self,
         name: str,
-        asked: Sequence[Mapping[str, object]],
+        asked: Calls,
         timeout_s: float | None = None,
         on_repeat: OnRepeat = lambda number: None,
+        give_up_after: int = 0,
     ) -> list[RewardResult]:
         """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
-        values). timeout_s: of each."""
+        values). timeout_s: of each. give_up_after: raises UserError once that many scores timed out and no call with
+        such a limit has returned; 0 is never."""
         on_result = None if self.closed else self.on_result
-        reward_results = await self._score_group(name, asked, timeout_s, on_repeat)
+        reward_results = await self._score_group(name, asked, timeout_s, on_repeat, give_up_after)
         if on_result is not None:
             for arguments, reward_result in zip(asked, reward_results, strict=True):
                 on_result(name, arguments, reward_result)
@@ -63,7 +69,7 @@ class Pool(ABC):
 
     @abstractmethod
     async def _score_group(
-        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None, on_repeat: OnRepeat
+        self, name: str, asked: Calls, timeout_s: float | None, on_repeat: OnRepeat, give_up_after: int
     ) -> list[RewardResult]: ...
 
     async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> RewardResult:
@@ -99,6 +105,9 @@ class RewardPool(Pool):
         self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[RewardProcess] = set()
+        # Of the functions that may be given up: those of which a call has returned, and the scores that timed out.
+        self._returned, self._num_hung = set[str](), Counter[str]()
+        self._hung: dict[str, Mapping[str, object]] = {}  # the arguments of the first
         for _ in range(settings.num_workers - 1):
             self._idle.put(None)  # a slot; its process is started when it is first needed
         with ExitStack() as on_failure:
@@ -107,13 +116,16 @@ class RewardPool(Pool):
             on_failure.pop_all()
 
     async def _score_group(
-        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None, on_repeat: OnRepeat
+        self, name: str, asked: Calls, timeout_s: float | None, on_repeat: OnRepeat, give_up_after: int
     ) -> list[RewardResult]:
         if self.closed:
             return [Error(_CLOSING)] * len(asked)
         timeout_s = timeout_s or self.timeout_s
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
         requests = [_request(name, part, timeout_s) for part in parts]
+        if give_up_after:
+            for request, part in zip(requests, parts, strict=True):
+                request.on_results = partial(self._count_hangs, name, part[0])
         pending = deque(request for request in requests if not request.reward_results)
         serving = set[asyncio.Future[None]]()
         try:
@@ -123,6 +135,8 @@ class RewardPool(Pool):
                     done, serving = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
                     for ended in done:
                         ended.result()
+                if give_up_after and self._num_hung[name] >= give_up_after and name not in self._returned:
+                    raise UserError(self._why_given_up(name, timeout_s))
         finally:
             pending.clear()  # the caller may have been cancelled
         repeated = sum(request.num_asked for request in requests if request.crashes)
@@ -193,7 +207,25 @@ class RewardPool(Pool):
         if failure is None:
             pending.appendleft(request)
         else:
-            request.reward_results = [failure] * request.num_asked
+            request.end([failure] * request.num_asked)
+
+    def _count_hangs(self, name: str, arguments: Mapping[str, object], reward_results: Sequence[RewardResult]) -> None:
+        num_hung = sum(isinstance(each, Timeout) for each in reward_results)
+        if num_hung < len(reward_results):
+            self._returned.add(name)
+        else:
+            self._hung.setdefault(name, arguments)
+            self._num_hung[name] += num_hung
+
+    def _why_given_up(self, name: str, timeout_s: float) -> str:
+        first, target = self._hung[name], self._settings.functions[name]
+        return (
+            f"the reward function '{name}' ({target}) hangs, or is slow: none of its first {self._num_hung[name]} "
+            f"calls returned within {timeout_s:g} s (reward.timeout_s), e.g. for the response "
+            f"{first['solution_str']!r:.200} to the prompt {first.get(PROMPT)!r:.200} (ground truth "
+            f"{first['ground_truth']!r:.80}). Correct it, and test it with `distflow reward check`; if it is slow, "
+            "raise reward.timeout_s; reward.max_error_rate=1 never stops"
+        )
 
     def _start_first(self) -> None:
         try:
@@ -230,7 +262,7 @@ class RewardPool(Pool):
         self._living.discard(process)
 
 
-def _request(name: str, asked: Sequence[Mapping[str, object]], timeout_s: float) -> Request:
+def _request(name: str, asked: Calls, timeout_s: float) -> Request:
     """A request that cannot be sent has its result already."""
     try:
         frame = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
@@ -104,12 +104,17 @@ class StartFailed(Exception):
 @dataclass(eq=False)
 class Request:
     """Calls that one process gets at once, and their results as soon as there are any. crashes: how many processes
-    crashed while they served it."""
+    crashed while they served it. on_results: called with the results."""
 
     frame: bytes
     num_asked: int
     reward_results: list[RewardResult] = field(default_factory=list)
     crashes: int = 0
+    on_results: Callable[[list[RewardResult]], None] = lambda reward_results: None
+
+    def end(self, reward_results: list[RewardResult]) -> None:
+        self.reward_results = reward_results
+        self.on_results(reward_results)
 
 
 def take(pending: deque[Request], active: deque[Request]) -> bool:
@@ -175,7 +180,7 @@ class RewardProcess:
             answers = self._channel.receive(_left_s(due)).get("answers")
             if not isinstance(answers, list) or len(answers) != request.num_asked:
                 raise ValueError("not an answer to each")
-            request.reward_results = [_read_answer(answer, timeout_s) for answer in answers]
+            request.end([_read_answer(answer, timeout_s) for answer in answers])
             self._is_quick = time.monotonic() - began < _QUICK_S
             active.popleft()
             if not active and take(pending, active):
