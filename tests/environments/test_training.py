@@ -322,10 +322,9 @@ def half(samples: list[Sample]) -> list[Sample]:
     return [replace(sample, outcome=sample.outcome.discounted(0.5)) for sample in samples]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("game", ["echo", "multi_turn"])
 @pytest.mark.parametrize(
-    ("change", "seen"),
-    [(rotated, "rewards|reward_results"), (first_turns, "responses"), (half, "rewards")],
+    ("game", "change", "seen"),
+    [("echo", rotated, "rewards"), ("echo", first_turns, "responses"), ("multi_turn", half, "rewards")],
 )
 def test_an_episode_with_another_score_or_text_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: str, change: Any, seen: str

@@ -400,7 +400,8 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
     if rollout.workflow == "multi_turn":
         of_policy = torch.cat([torch.zeros(1), sample["response_mask"]]) > 0
         num_turns = len(recorded.turns(sample)) or int((of_policy[1:] & ~of_policy[:-1]).sum())
-        total *= float(rollout.workflow_kwargs.get("turn_discount", 1.0)) ** (num_turns - 1)
+        discount: Any = rollout.workflow_kwargs.get("turn_discount", 1.0)
+        total *= discount ** (num_turns - 1)
     if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # elsewhere none is added
         models = scoring_models(recorded.config.reward_model).items()
         total += sum(parts.get(name, math.nan) * model.weight for name, model in models)
