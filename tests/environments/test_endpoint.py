@@ -2,20 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from distflow.environments.chat import Chat
-from distflow.environments.conversations import Conversations
-from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint, Session
+from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
-from distflow.runtime.loop_thread import LoopThread
-from tests.environments.test_chat import FAMILIES, Engine, Family, chat_of, ids
+from tests.environments.test_chat import ids
 
 anthropic = pytest.importorskip("anthropic", reason="the endpoint is tested with the official clients (extra dev)")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the official clients (extra dev)")
@@ -25,64 +20,6 @@ CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_cal
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
-
-
-@dataclass
-class Episode:
-    """One whose chat has an endpoint. replies: of the policy, without the token that ends them."""
-
-    family: Family
-    engine: Engine
-    chat: Chat
-    session: Session
-
-    @property
-    def openai(self) -> Any:
-        return openai.OpenAI(base_url=f"{self.session.base_url}/v1", api_key=self.session.key, max_retries=0)
-
-    @property
-    def anthropic(self) -> Any:
-        return anthropic.Anthropic(base_url=self.session.base_url, api_key=self.session.key, max_retries=0)
-
-    def check_exact(self) -> None:
-        """Every prompt is all tokens before it, and what was drawn is in the chat as it was drawn."""
-        before: tuple[int, ...] = ()
-        for (prompt, *_), drawn in zip(self.engine.asked, self.engine.replies, strict=False):
-            assert prompt[: len(before)] == before and len(prompt) > len(before)
-            before = (*prompt, *drawn)
-        assert self.chat.token_ids == before
-
-
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    endpoint = Endpoint()
-    yield endpoint
-    endpoint.close()
-
-
-@pytest.fixture
-def begin(endpoint: Endpoint) -> Iterator[Any]:
-    """Starts an episode with these replies."""
-    opened = []
-
-    def start(*replies: str | Sequence[int], family: str = "qwen2.5") -> Episode:
-        found = FAMILIES[family]()
-        end = ids(found, found.end)
-        engine = Engine([ids(found, text) + end if isinstance(text, str) else text for text in replies])
-        chat = chat_of(found, engine)
-        conversations = Conversations(chat, None)
-
-        def submit(call: Call) -> "Future[Answer]":
-            return loop.start(conversations.answer(call))
-
-        context = endpoint.session(submit)
-        opened.append(context)
-        return Episode(found, engine, chat, context.__enter__())
-
-    with LoopThread("episodes") as loop:
-        yield start
-        for context in opened:
-            context.__exit__(None, None, None)
 
 
 def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin: Any) -> None:

@@ -68,6 +68,12 @@ def test_two_turns(tmp_path: Path) -> None:
         assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, "two turns, given tokens between"
 
 
+@pytest.mark.slow
+def test_any_agent(tmp_path: Path) -> None:
+    batch = train("any_agent", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    assert {*batch["scores"].tolist()} <= {0.0, 1.0} and not any(batch["reward_errors"])
+
+
 def test_guess_number(tmp_path: Path) -> None:
     batch = train("guess_number", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
     for answer, text, score in zip(batch["ground_truth"], batch["responses"], batch["scores"].tolist(), strict=True):

@@ -143,6 +143,7 @@ class LiveChecks:
     ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
     movement: by role of the engine. keeps_kv: after a weight sync the engine continues with keys and values of the old
     weights. samples: a node writes the log-probs of sampling; recorded responses have none to compare with.
+    same_prompts: all episodes of a group begin with the row's prompt; a workflow may write its own.
     """
 
     note: Note
@@ -155,6 +156,7 @@ class LiveChecks:
     stops_on_mismatch: bool = False
     keeps_kv: bool = True
     samples: bool = True
+    same_prompts: bool = True
     _warned_at: float = 0.0
     _num_empty: Counter[str] = field(default_factory=Counter)
 
@@ -174,10 +176,11 @@ class LiveChecks:
             options.on_mismatch == "stop",
             spec.config.actor_rollout_ref.rollout.kv_on_update == "keep",
             any("rollout_log_probs" in node.contract.writes for node in spec.pipeline().nodes),
+            spec.config.actor_rollout_ref.rollout.workflow is None,
         )
 
     def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
-        check_alignment(batch)
+        check_alignment(batch, self.same_prompts)
         if synced_version is not None:
             check_versions(batch, step, synced_version, self.max_staleness)
 
@@ -209,7 +212,7 @@ class LiveChecks:
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
         """A mismatch is reported when it appears, and each time it has doubled."""
-        check_alignment(batch)
+        check_alignment(batch, self.same_prompts)
         found, warning = dict[str, float](), None
         if self.samples:
             weighs, stops = bool(metrics.get("rollout_corr/on")), self.stops_on_mismatch
@@ -269,7 +272,7 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
         raise TrustError(f"the versions of sample {uid} go backwards: the engine went back to older weights")
 
 
-def check_alignment(batch: Batch) -> None:
+def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
     """Compare columns written by different parts of the system.
 
     Raises TrustError if response_mask is not exactly on the tokens that carry a version, loss_mask reaches beyond it, a
@@ -293,7 +296,7 @@ def check_alignment(batch: Batch) -> None:
                 f"rollout_log_probs of sample {found[0]} is {float(values[wrong][0]):g} at token {found[1]}, which "
                 "is not a log-probability"
             )
-    _check_groups(batch)
+    _check_groups(batch, same_prompts)
 
 
 @dataclass
@@ -357,7 +360,7 @@ def _had_gradient(state: TrainState, name: str) -> bool:
     return not moments or any(bool(t.any()) for t in moments)
 
 
-def _check_groups(batch: Batch) -> None:
+def _check_groups(batch: Batch, same_prompts: bool) -> None:
     prompts: dict[int, tuple[str, Tensor]] = {}
     episodes_seen: set[tuple[int, int]] = set()
     ids = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
@@ -369,7 +372,7 @@ def _check_groups(batch: Batch) -> None:
             continue
         episodes_seen.add((group, episode))
         first_uid, first = prompts.setdefault(group, (uid, prompt))
-        if not torch.equal(prompt, first):
+        if same_prompts and not torch.equal(prompt, first):
             raise TrustError(f"the episodes of samples {first_uid} and {uid} are one group but differ in their prompts")
 
 

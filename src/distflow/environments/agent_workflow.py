@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -62,32 +62,22 @@ class AgentWorkflow:
             weakref.finalize(self, self._endpoint.close)
         conversations = Conversations(chat, self._format)
         calls, process = _Calls(conversations), await self._server.fork(random.getrandbits(64))
-        answering = asyncio.ensure_future(calls.answer_all())
         try:
             with self._endpoint.session(calls.submit) as session:
                 given = _given(row, session)
-                running = asyncio.ensure_future(
+                returned = await calls.answer_while(
                     process.call("run", None, environment=_environment(session), given=given)
                 )
-                await asyncio.wait((running, answering), return_when=asyncio.FIRST_COMPLETED)
-                if answering.done():
-                    running.cancel()
-                    await answering  # it ends by an error alone
-                returned = running.result()
-            if not chat.num_drawn:
-                raise UserError(
-                    "the agent has ended without a call to its endpoint (its base URL and key are in the environment)"
-                )
+            talks = conversations.messages
+            if not talks:
+                raise UserError("the agent has ended without a call to its endpoint: OPENAI_BASE_URL has the address")
             if reward_fn is not None:
                 return await reward_fn(returned if isinstance(returned, str) and returned else conversations.last)
             if self._reward is None:
                 return _score(returned)
-            talks = conversations.messages
             given |= {"result": returned, "conversations": talks, "messages": talks[-1]}
             return await process.call("reward", None, given=given)
         finally:
-            calls.close()
-            answering.cancel()
             process.close()
 
 
@@ -105,8 +95,20 @@ class _Calls:
         self._loop.call_soon_threadsafe(self._take, call, future)
         return future
 
-    async def answer_all(self) -> None:
-        """Ends only by an error of the engine."""
+    async def answer_while(self, running: Coroutine[Any, Any, Any]) -> Any:
+        """What the agent returned; later calls are refused. Raises what it raises; asyncio.CancelledError if the engine
+        fails."""
+        tasks = agent, answering = asyncio.ensure_future(running), asyncio.ensure_future(self._answer_all())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return await (answering if answering.done() else agent)
+        finally:
+            self._close()
+            for task in tasks:
+                task.cancel()  # no effect on one that is done
+
+    async def _answer_all(self) -> None:
+        """Ends only by an error."""
         while True:
             call, future = await self._waiting.get()
             if future.cancelled():  # the client has gone
@@ -116,13 +118,12 @@ class _Calls:
             try:
                 await asyncio.wait((task,))
             finally:
-                task.cancel()  # no effect if it is done
+                task.cancel()
                 self._settle(future, task)
             if task.cancelled() and not future.cancelled():
                 raise asyncio.CancelledError
 
-    def close(self) -> None:
-        """The episode has ended: calls that wait and later ones are refused."""
+    def _close(self) -> None:
         self._has_ended = True
         while not self._waiting.empty():
             self._take(*self._waiting.get_nowait())

@@ -74,9 +74,11 @@ class Conversations:
         return max(fitting, key=lambda each: len(each.so_far), default=None)
 
     def _begun(self, call: Call) -> _Conversation:
-        chat = self._chat.fork(()) if self._chat.segments else self._chat
-        chat.templated = not isinstance(call.messages, str)
-        return _Conversation(chat, _tools(call), call.messages[:0] if isinstance(call.messages, str) else [], [])
+        chat, is_text = self._chat, isinstance(call.messages, str)
+        if chat.segments:
+            chat = chat.fork([{"role": "user", "content": ""}])
+        chat.messages, chat.tools, chat.templated = [], (), not is_text  # the call says all of its history
+        return _Conversation(chat, _tools(call), "" if is_text else [], [])
 
 
 def _tools(call: Call) -> str:

@@ -1,0 +1,53 @@
+"""`distflow serve`: a real server with a real client, until a signal ends it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from tests.commands.test_chat import greedy
+from tests.tiny_models import write_tiny_model
+
+openai = pytest.importorskip("openai", reason="the server is tested with the official client (extra dev)")
+
+
+@pytest.mark.slow
+def test_a_model_is_served_until_ctrl_c(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-m", "distflow", "serve", str(model), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        told: dict[str, str] = {}
+        while "OPENAI_API_KEY" not in told:
+            line = server.stdout.readline()
+            assert line, "it has ended"
+            name, _, value = line.strip().partition("=")
+            told[name] = value
+        client = openai.OpenAI(base_url=told["OPENAI_BASE_URL"], api_key=told["OPENAI_API_KEY"], max_retries=0)
+        create = client.chat.completions.create
+        said = [{"role": "user", "content": "12+3="}]
+        reply = create(model=str(model), messages=said, max_tokens=6, temperature=0)
+        assert reply.choices[0].message.content == greedy(model, said, 6)
+        drawn = [
+            create(model=str(model), messages=said, max_tokens=12, temperature=1, seed=seed).choices[0].message.content
+            for seed in (1, 1, 2)
+        ]
+        assert drawn[0] == drawn[1] != drawn[2]
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):
+            create(model="gpt-4o", messages=said)
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=told["OPENAI_BASE_URL"], api_key="other").models.list()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err

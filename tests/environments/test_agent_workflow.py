@@ -1,0 +1,224 @@
+"""Whole runs of the workflow `agent`: agents with the official clients train; bad ones are errors of their episode."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.config.derived_settings import code_of_workflow
+from distflow.errors import UserError
+from distflow.launch.code_named_by_config import pipeline_code
+from distflow.observe.reading.run_reader import read_events
+from tests.environments.test_tools import is_running
+from tests.environments.test_training import WORKFLOW, Games, saved
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("anthropic", reason="agents are tested with the official clients (extra dev)")
+
+AGENTS = '''
+import asyncio, json, os, random, subprocess, sys, time
+import httpx
+from anthropic import Anthropic
+from openai import AsyncOpenAI, OpenAI
+
+
+async def several(prompt, base_url, api_key, ground_truth):
+    """Each of the formats in one conversation, and a branch with a summary."""
+    said = [{"role": "user", "content": prompt}]
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        chat = client.chat.completions
+        reply = (await chat.create(model="gpt-4o", messages=said, max_tokens=3)).choices[0].message
+        said += [reply.model_dump(), {"role": "user", "content": "b"}]
+        chunks = await chat.create(model="gpt-4o", messages=said, max_tokens=3, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        said = [{"role": each["role"], "content": each["content"]} for each in said]
+        said += [{"role": "assistant", "content": text}, {"role": "user", "content": "c"}]
+        summary = [{"role": "user", "content": "all: " + text}]
+        other = await client.responses.create(model="o", input=summary, max_output_tokens=3)
+    last = Anthropic().messages.create(model="claude", messages=said, max_tokens=3)
+    assert ground_truth == "7"
+    return {"length": len(text) / 4, "letters": sum(map(ord, other.output_text + last.content[0].text)) % 7 / 6}
+
+
+def noisy(prompt):
+    """Takes a time that is drawn anew."""
+    said, client = [{"role": "user", "content": prompt}], OpenAI()
+    for turn in range(random.choice((1, 2, 3))):
+        time.sleep(os.urandom(1)[0] / 2_000)
+        text = client.chat.completions.create(model="x", messages=said, max_tokens=5).choices[0].message.content
+        said += [{"role": "assistant", "content": text}, {"role": "user", "content": str(turn)}]
+    return sum(map(ord, text)) % 7 / 6
+
+
+def faulty(prompt, row, base_url):
+    kinds = ("silent", "other key", "image", "large", "hangs", "text", "exits")
+    kind = random.choice((*kinds, *["good"] * len(kinds)))
+    said = [{"role": "user", "content": prompt}]
+    ask = OpenAI(max_retries=0).chat.completions.create
+    if kind == "silent":
+        return 1.0
+    if kind == "other key":
+        ask = OpenAI(max_retries=0, api_key="other").chat.completions.create
+    if kind == "image":
+        said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    if kind == "large":
+        said = [{"role": "user", "content": "a" * 10_000_000}]
+    text = ask(model="x", messages=said, max_tokens=3).choices[0].message.content
+    if kind == "hangs":
+        script = "import os, time; os.setsid(); open(%r, 'w').write(str(os.getpid())); time.sleep(600)"
+        subprocess.run([sys.executable, "-c", script % row["file"]])
+    if kind == "text":
+        return text
+    if kind == "exits":
+        os._exit(3)
+    return len(text) / 4
+
+
+def judged(conversations, messages, result, prompt):
+    assert messages == conversations[-1] and messages[0] == {"role": "user", "content": prompt}
+    assert messages[1]["content"] == json.loads(result)["text"]
+    return json.loads(result)["length"] / 5
+'''
+COMMAND = """
+import json, sys
+from openai import OpenAI
+row = json.load(sys.stdin)
+said = [{"role": "user", "content": row["prompt"]}]
+text = OpenAI().chat.completions.create(model="x", messages=said, max_tokens=5).choices[0].message.content
+print(json.dumps({"text": text, "length": len(text)}))
+"""
+KEYS = (f"{WORKFLOW}=agent", "data.max_prompt_length=60", "data.max_response_length=80")
+
+
+@pytest.fixture
+def games(tmp_path: Path) -> Games:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "command.py").write_text(COMMAND)
+    return Games(tmp_path)
+
+
+def options(games: Games, **values: str) -> str:
+    return f"{WORKFLOW}_kwargs={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_agent_with_all_clients_trains_and_every_audit_passes(games: Games, max_staleness: int) -> None:
+    run = games.run(
+        "grpo",
+        *KEYS,
+        options(games, function=f"{games.folder}/agents.py:several"),
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        f"async.max_staleness={max_staleness}",
+    )
+    assert not run.notes("warning")
+    for audit in [event.fields for event in read_events(run.folder) if event.kind == "audit"]:
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
+    batch = saved(run)
+    assert all(len(forks) == 1 for forks in batch["forks"])
+    for mask in batch["response_mask"]:
+        edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+        assert len(edges) == 8, "three turns of one conversation, and one of its branch"
+        assert all(1 <= end - begin <= 3 for begin, end in zip(edges[::2], edges[1::2], strict=True))
+    parts = batch["reward_parts"]
+    assert {*parts[0]} == {"length", "letters"}
+
+
+def test_a_run_that_stops_and_resumes_ends_bit_equal(games: Games) -> None:
+    common = (
+        *("grpo", *KEYS, options(games, function=f"{games.folder}/agents.py:noisy")),
+        *("trainer.save_freq=1", "actor_rollout_ref.actor.optim.scheduler=constant"),
+    )
+    whole = games.run(*common, "trainer.total_training_steps=2", name="whole")
+    games.run(*common, "trainer.total_training_steps=1", name="parts")
+    parts = games.run(*common, "trainer.total_training_steps=2", name="parts")
+    assert max(row["episodes/turns"] for row in whole.metrics()) > 1.2
+    for name, weight in whole.weights(2).items():
+        assert torch.equal(weight, parts.weights(2)[name]), name
+
+
+SAID = (
+    "the agent has ended without a call to its endpoint",
+    "the API key is not that of this base URL",
+    "content of type 'image_url' is not supported",
+    "a request may have at most 4,194,304 bytes",
+    "an episode did not end within 30 s",
+    "which is no score",
+    "its process exited with status 3",
+)
+
+
+def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(games: Games) -> None:
+    games.write_rows([{"prompt": f"{i}=", "answer": "7", "file": f"{games.folder}/pid"} for i in range(4)])
+    run = games.run(
+        "grpo",
+        *KEYS,
+        options(games, function=f"{games.folder}/agents.py:faulty"),
+        "trainer.total_training_steps=1",
+        "trainer.save_groups=all",
+        "actor_rollout_ref.rollout.n=16",
+        "reward.max_error_rate=1",
+        "reward.timeout_s=30",
+    )
+    batch = saved(run)
+    assert len(batch) == 64
+    errors = [error for error in batch["reward_errors"] if error is not None]
+    for said in SAID:
+        assert any(said in error for error in errors), said
+    assert all("workflow AgentWorkflow" in error and any(said in error for said in SAID) for error in errors)
+    assert batch["valid"].sum() == 64 - len(errors) > 16
+    pid, deadline = int((games.folder / "pid").read_text()), time.monotonic() + 60
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(pid), "a process in a session of its own ends with its episode"
+
+
+@pytest.mark.parametrize("reward", ["agents.py:judged", "reward_fn"])
+def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(games: Games, reward: str) -> None:
+    keys = options(
+        games,
+        command=f"[{sys.executable}, {games.folder}/command.py]",
+        reward=reward.replace("agents.py", f"{games.folder}/agents.py"),
+    )
+    own = [f"custom_reward_function.path={games.folder}/reward.py", "reward.functions={default: [custom]}"]
+    run = games.run(
+        *("grpo", *KEYS, keys, "trainer.total_training_steps=1", "trainer.save_groups=all"),
+        *(own if reward == "reward_fn" else []),
+    )
+    batch = saved(run)
+    for text, score in zip(batch["responses"], batch["scores"].tolist(), strict=True):
+        expected = len(text) / 5
+        if reward == "reward_fn":
+            printed = json.dumps({"text": text, "length": len(text)})
+            expected = sum(map(ord, printed)) % 7 / 6
+        assert score == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "needs either function or command"),
+        ({"function": "{}/agents.py:nobody"}, "has no 'nobody'"),
+        ({"function": "{}/agents.py:several", "command": "ls", "reward": "reward_fn"}, "either function or command"),
+        ({"command": "ls"}, "a command returns no score"),
+        ({"command": "[no-such-program]", "reward": "reward_fn"}, "there is no program 'no-such-program'"),
+        ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
+        ({"function": "{}/agents.py:several", "rewards": "x"}, "no such option; did you mean 'reward'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_the_start(games: Games, values: dict[str, str], said: str) -> None:
+    told = {name: value.replace("{}", str(games.folder)) for name, value in values.items()}
+    with pytest.raises(UserError, match=said):
+        games.spec("grpo", *KEYS, options(games, **told))
+
+
+def test_the_code_of_an_agent_is_named(games: Games) -> None:
+    agents = f"{games.folder}/agents.py"
+    config, _ = games.spec("grpo", *KEYS, options(games, function=f"{agents}:several", reward=f"{agents}:judged"))
+    assert [target for _, target in code_of_workflow(config)] == [f"{agents}:several", f"{agents}:judged"]
+    config, _ = games.spec("grpo", *KEYS, options(games, command="ls /", reward=f"{agents}:judged"))
+    assert any(line.endswith("workflow_kwargs.command: ls /") for line in pipeline_code(config))

@@ -1,0 +1,148 @@
+"""Whole histories become conversations: what extends one continues its tokens, anything else is a branch."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from distflow.environments.conversations import Conversations
+from distflow.environments.endpoint_calls import Answer, Call, Wire
+from distflow.environments.openai_formats import CHAT, TEXT
+from tests.environments.test_chat import FAMILIES, Engine, chat_of, ids
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+CALLS = {
+    "qwen2.5": 'So: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "qwen3": '<think>\n[ ]\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+    "llama3": '{"name": "add", "parameters": {"a": 1}}',
+}
+
+
+class Agent:
+    """Sends histories as a client of OpenAI does, to a policy that gives these replies."""
+
+    def __init__(self, family: str, *replies: str) -> None:
+        self.family = FAMILIES[family]()
+        end = ids(self.family, self.family.end)
+        self.engine = Engine([ids(self.family, text) + end for text in replies])
+        self.chat = chat_of(self.family, self.engine)
+        self.conversations = Conversations(self.chat, None)
+
+    def send(self, messages: Any, wire: Wire = CHAT, **options: Any) -> Answer:
+        body = {"prompt" if wire is TEXT else "messages": messages, **options}
+        call: Call = wire.read(json.loads(json.dumps(body)))
+        return asyncio.run(self.conversations.answer(call))
+
+    def says(self, *messages: Any, **options: Any) -> dict[str, Any]:
+        """The message of the policy, as the client gets it."""
+        answer = self.send(list(messages), **options)
+        message: dict[str, Any] = CHAT.write({}, answer, {"id": ""})["choices"][0]["message"]
+        return message
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [prompt for prompt, *_ in self.engine.asked]
+
+    @property
+    def owners(self) -> list[list[str]]:
+        return [[segment.owner for segment in chat.segments] for chat in self.chat.conversations]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+LINEAR = ["prompt", "policy", "environment", "policy"]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {"role": "assistant", "content": "one \n", "refusal": None, "tool_calls": None, "audio": None},
+        {"role": "assistant", "content": "one", "tool_calls": [], "reasoning_content": "lost"},
+        {"role": "assistant", "content": [{"type": "text", "text": "on"}, {"type": "output_text", "text": "e"}]},
+    ],
+)
+def test_a_reply_is_known_again_however_a_client_returns_it(returned: dict[str, Any]) -> None:
+    agent = Agent("qwen2.5", "one \n", "two")
+    agent.says(user("1"))
+    agent.says(user("1"), returned, user("2"))
+    assert agent.owners == [LINEAR]
+    assert agent.prompts[1][: len(agent.prompts[0]) + len(agent.engine.replies[0])] == (
+        *agent.prompts[0],
+        *agent.engine.replies[0],
+    )
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
+    agent = Agent(family, CALLS[family], "2")
+    message = agent.says(user("1"), tools=TOOLS)
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+    assert message["content"] == {"qwen2.5": "So:", "qwen3": "<think>\n[ ]\n</think>"}.get(family)
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    assert agent.says(user("1"), message, answer, tools=TOOLS)["content"].strip() == "2"
+    assert agent.owners == [["prompt", "policy", "tool", "policy"]]
+    assert agent.chat.messages[2]["name"] == "add"
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [user("1"), {"role": "assistant", "content": "uno"}, user("2")],
+        [user("one"), {"role": "assistant", "content": "one"}, user("2")],
+        [{"role": "system", "content": "new"}, user("1"), {"role": "assistant", "content": "one"}, user("2")],
+        [user("a summary")],
+        [user("1")],
+    ],
+)
+def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(history: list[Any]) -> None:
+    agent = Agent("qwen2.5", "one", "two", "three", "four")
+    agent.says(user("1"))
+    reply = agent.says(*history)
+    agent.says(*history, reply, user("3"))
+    agent.says(user("1"), {"role": "assistant", "content": "one"}, user("4"))
+    assert sorted(agent.owners) == [LINEAR, LINEAR]
+    text = agent.family.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+    assert agent.prompts[1] == tuple(ids(agent.family, text))
+    assert agent.prompts[2][: len(agent.prompts[1])] == agent.prompts[1]
+    assert agent.prompts[3][: len(agent.prompts[0])] == agent.prompts[0]
+    assert [talk[-1]["content"] for talk in agent.conversations.messages] == ["three", "four"]
+
+
+def test_other_tools_are_a_branch_and_unused_ones_are_none() -> None:
+    agent = Agent("qwen2.5", "one", "two", CALLS["qwen2.5"])
+    reply = agent.says(user("1"), tools=TOOLS)
+    agent.says(user("1"), reply, user("2"))
+    assert sorted(agent.owners) == [["prompt", "policy"]] * 2
+    assert "add" not in agent.family.tokenizer.decode(list(agent.prompts[1]))
+    text = agent.says(user("1"), reply, user("3"), tools=TOOLS, tool_choice="none")
+    assert "tool_calls" not in text and "<tool_call>" in text["content"]
+    assert sorted(agent.owners) == [["prompt", "policy"], LINEAR]
+
+
+def test_the_longest_conversation_is_extended_and_texts_have_their_own() -> None:
+    agent = Agent("qwen2.5", "a", "b", "c", "d", "e")
+    first = [user("1"), agent.says(user("1")), user("2")]
+    longer = [*first, agent.says(*first), user("3")]
+    agent.says(*longer)
+    assert agent.owners == [[*LINEAR, "environment", "policy"]]
+    assert agent.send("say ", TEXT).text == "d"
+    assert agent.send("say d, and then ", TEXT).text == "e"
+    assert agent.owners[-1] == LINEAR
+    assert agent.prompts[3] == tuple(ids(agent.family, "say "))
+
+
+def test_a_reply_without_room_leaves_the_conversation_as_it_was() -> None:
+    agent = Agent("qwen2.5", "one", "two")
+    reply = agent.says(user("1"))
+    full = agent.send([user("1"), reply, user("x" * 3000)])
+    assert (full.text, full.finish_reason, full.tokens) == ("", "length", [])
+    returned = CHAT.write({}, full, {"id": ""})["choices"][0]["message"]
+    assert returned["content"] == ""
+    assert agent.says(user("1"), reply, user("2"))["content"] == "two"
+    assert agent.owners == [LINEAR]
