@@ -1,10 +1,13 @@
 """Functions that were passed from Python run in workers, which cannot import them."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 import distflow
+from distflow.environments.chat import Chat
+from distflow.environments.workflows import Row
 from distflow.observe.reading.run_reader import read_events
 from tests.api.passed_functions import CELLS, REGISTERED, cells
 from tests.api.reward_results import lengths
@@ -49,3 +52,25 @@ def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None
     scored(folder)
     audits = [event.fields for event in read_events(folder) if event.kind == "audit"]
     assert {"turns", "masks", "versions", "loss"} <= {name for audit in audits for name in audit["proven"]}
+
+
+def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:
+    settings = unscored(
+        tmp_path / "run",
+        data={"train_batch_size": 2, "max_response_length": 8},
+        trainer__launcher="ray",
+        trainer__n_gpus_per_node=2,
+        trainer__total_training_steps=2,
+        trust__audit_freq=1,
+    )
+    run = distflow.train(TINY, settings, data=ROWS, workflow=branching)
+    assert run.status == "finished" and [row["episodes/branches"] for row in run.metrics("train")] == [2.0] * 2
+    audits = [event.fields for event in read_events(tmp_path / "run") if event.kind == "audit"]
+    assert {"turns", "masks", "log_probs", "loss", "draws"} <= {name for audit in audits for name in audit["proven"]}
+
+
+async def branching(chat: Chat, row: Row) -> float:
+    await chat.ask(row.prompt, max_tokens=2)
+    sides = [chat.fork(), chat.fork([{"role": "user", "content": "a="}])]
+    replies = await asyncio.gather(*(side.ask("=", max_tokens=2) for side in sides))
+    return sum(sum(map(ord, reply.text)) for reply in replies) % 5 / 4

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from distflow.cli import main
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_events
+from distflow.environments.chat import Chat
+from distflow.errors import TrustError
+from distflow.observe.reading.run_reader import read_events, read_samples
 from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
 
@@ -15,13 +19,14 @@ pytestmark = pytest.mark.slow
 
 WORKFLOW = "actor_rollout_ref.rollout.workflow"
 BRANCHES = """
-import asyncio
+import asyncio, os
 
 async def branches(chat, row):
     first = await chat.ask(row.prompt, max_tokens=3)
     if sum(first.token_ids) % 3 == 0:
         return len(first.text) / 4
     left, right = chat.fork(), chat.fork()
+    await asyncio.sleep(os.urandom(1)[0] / 10_000)
     one, two = await asyncio.gather(left.ask("L", max_tokens=2), right.ask("RR", max_tokens=3))
     await asyncio.gather(left.fork().ask("LL", max_tokens=2), left.ask("?", max_tokens=1), idle(chat.fork()))
     summary = chat.fork([{"role": "user", "content": one.text + two.text}])
@@ -52,7 +57,7 @@ def conversations(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool
 
 @pytest.mark.parametrize(("pipeline", "max_staleness"), [("grpo", 0), ("ppo", 1)])
 def test_episodes_that_branch_train_and_every_audit_passes(
-    playground: Playground, pipeline: str, max_staleness: int
+    playground: Playground, pipeline: str, max_staleness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = playground.run(
         pipeline,
@@ -78,6 +83,10 @@ def test_episodes_that_branch_train_and_every_audit_passes(
         assert sum(root[1]) == 3 or root[1][-1]
         assert sum(left[1]) <= 3 and sum(under[1]) <= 2 and sum(right[1]) <= 3 and sum(summary[1]) <= 4
         assert under[0][: len(under[0]) - sum(under[1])][: len(root[0])] == root[0]
+    rows = [row for step in (1, 2, 3) for row in read_samples(run.folder, step)]
+    (said,) = {len(row["conversation"]) for row in rows if any("fork" in turn for turn in row["conversation"])}
+    assert said == 2 + 5 + 3 + 3 + 2, "prompt and reply; left asks twice, its fork and right once, the summary"
+    assert main(["why", str(run.folder), "1"]) == 0 and "an episode of each group" in capsys.readouterr().out
     told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
     assert told == pytest.approx(4 * len(branched) / len(batch))
 
@@ -95,3 +104,19 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> 
     assert max(row["episodes/branches"] for row in whole.metrics()) > 1
     for name, weight in whole.weights(2).items():
         assert torch.equal(weight, parts.weights(2)[name]), name
+
+
+def test_a_drawn_token_that_would_be_trained_in_two_conversations_is_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Chat.fork
+
+    def wrong(self: Chat, messages: Any = None) -> Chat:
+        fork = right(self, messages)
+        if fork.segments:
+            fork.segments = list(self.segments)
+        return fork
+
+    monkeypatch.setattr(Chat, "fork", wrong)
+    with pytest.raises(TrustError, match=r"\(turns\): .*no request for this sample drew it"):
+        playground.run("grpo", f"{WORKFLOW}={playground.folder}/branches.py:branches", "trust.audit_freq=1")
