@@ -236,8 +236,13 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
         if actor.use_kl_loss:
             values = kl((batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[batch.counted], actor.kl_loss_type)
             expected["kl_loss"] = float(aggregate(values, batch, actor.loss_agg_mode, _scale(recorded.config)))
-    if update.is_whole and recorded.run.ranks.size == 1 and bool(batch.counted.any()):
-        expected |= _of_tokens(update, batch)
+    if update.is_whole and recorded.run.ranks.size == 1 and bool((counted := batch.counted).any()):
+        loss = getattr(update.loss, "policy_loss", None)
+        if update.role == "critic":
+            is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
+            expected["vf_clipfrac"] = float(is_clipped[counted].double().mean())
+        elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
+            expected["ppo_kl"] = float((batch.columns["old_log_probs"] - batch.outputs["log_probs"])[counted].mean())
     for name, value in expected.items():
         found = float(update.metrics.get(name, value))
         if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
@@ -245,17 +250,6 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
                 f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but its micro-batches on "
                 f"all ranks give {value:.6g}: it includes padding, or uses another mean than the config's"
             )
-
-
-def _of_tokens(update: UpdateRecord, batch: MiniBatch) -> dict[str, float]:
-    """The share of tokens that the critic's clip leaves without a gradient, or the mean difference to old log-probs."""
-    loss = update.loss.policy_loss.name if isinstance(update.loss, PolicyObjective) else ""
-    if update.role == "critic":
-        is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
-        return {"vf_clipfrac": float(is_clipped[batch.counted].double().mean())}
-    if "old_log_probs" not in batch.columns or loss not in ("vanilla", "gspo", "cispo"):
-        return {}
-    return {"ppo_kl": float((batch.columns["old_log_probs"] - batch.outputs["log_probs"])[batch.counted].mean())}
 
 
 def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
