@@ -146,3 +146,12 @@ def test_a_reply_without_room_leaves_the_conversation_as_it_was() -> None:
     assert returned["content"] == ""
     assert agent.says(user("1"), reply, user("2"))["content"] == "two"
     assert agent.owners == [LINEAR]
+
+
+def test_of_two_that_fit_the_longer_is_extended() -> None:
+    agent = Agent("qwen2.5", "a", "a", "b", "c")
+    history = [user("1"), agent.says(user("1"))]
+    agent.says(user("1"))  # the same again
+    history += [user("2"), agent.says(*history, user("2"))]
+    assert agent.says(*history, user("3"))["content"] == "c"
+    assert sorted(agent.owners) == [["prompt", "policy"], [*LINEAR, "environment", "policy"]]
