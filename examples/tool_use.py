@@ -25,7 +25,8 @@ def conversation(a: int, b: int) -> dict:
     return {"messages": [asked, *turns, {"role": "assistant", "content": answer}], "tools": [TOOL]}
 
 
-tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}))
+vocabulary = {token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}
+tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
 tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
 tokenizer.add_tokens([AddedToken(text, special=text in MARKS, normalized=False) for text in (*MARKS, *CALL)])
 wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")
