@@ -18,10 +18,8 @@ from distflow.config.migration import tables
 from distflow.errors import ConfigError
 
 _PRESETS = {
-    ("verl", "grpo"): "verl_grpo",
-    ("verl", "ppo"): "verl_ppo",
-    ("ROLL", "grpo"): "rlvr",
-    ("TRL", "rloo"): "grpo",
+    **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
+    **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
 }
 _IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
 _REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
@@ -72,13 +70,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
 
 def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any]:
     """The entries of a table for what is trained, in the order in which they hold."""
-    parts = (
-        "all",
-        "tuning" if method in ("sft", "rm") else "rl",
-        "grpo" if method == "rloo" else method,
-        method,
-        "end",
-    )
+    kind = "tuning" if method in ("sft", "rm") else "rl"
+    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end")
     return {key: value for part in parts for key, value in entries.get(part, {}).items()}
 
 
