@@ -39,6 +39,7 @@ _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
 _METHODS = {
     "all": "all",
     "grpo": "GRPO",
+    "rloo": "RLOO, where it differs from GRPO",
     "ppo": "PPO",
     "tuning": "SFT, reward models",
     "sft": "SFT",

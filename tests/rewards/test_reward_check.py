@@ -145,6 +145,16 @@ def test_a_first_call_without_a_score_is_reported(tmp_path: Path, line: str) -> 
         call_once(settings, [Row("rows.jsonl:1", "algebra", "7", {})])
     said = str(caught.value)
     assert FIRST_CALLS[line] in said and f"judged ({tmp_path}/own.py, line 3)" in said and "rows.jsonl:1" in said
+    assert "data.answer_key" not in said
+
+
+def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def judged(solution_str, ground_truth):\n    return len(ground_truth)\n")
+    settings = RewardSettings(
+        {"default": (RewardPart("custom"),)}, Patience(60.0, 1), custom=(f"{tmp_path}/own.py", "judged")
+    )
+    with pytest.raises(UserError, match=r"ground truth \(it is null: see data.answer_key\)"):
+        call_once(settings, [Row("rows.jsonl:1", "default", None, {})])
 
 
 def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp_path: Path) -> None:

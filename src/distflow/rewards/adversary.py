@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it loads torch
     from distflow.rewards.router import RewardRouter
 
 NUM_ROWS = 20
-PROBE = "probe"
+PROBE = "(probe)"
 ASK_MODELS = ("judge", "model", "verifiers")
 _CHANCE = 0.1  # share of the rows
 

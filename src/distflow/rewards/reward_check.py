@@ -273,7 +273,8 @@ def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str
     what = f"{result} (reward.timeout_s): it hangs, or is slow" if isinstance(result, Timeout) else str(result)
     return (
         f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) with the row's ground "
-        f"truth as the response ({response!r:.80}): {what}. Correct it, and test it with `distflow reward check`; "
+        f"truth {'(it is null: see data.answer_key) ' * (row.ground_truth is None)}as the response ({response!r:.80}): "
+        f"{what}. Correct it, and test it with `distflow reward check`; "
         "trust.check_rewards=false skips this call"
     )
 

@@ -103,6 +103,37 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "trainer.n_gpus_per_node": 2,
         },
     ),
+    # 16 × 2 completions, 4 of each prompt, are generated at once and trained on in one step. RLOO of TRL has its KL
+    # in the reward, and sums the tokens of a response.
+    "trl_rloo.py": (
+        1,
+        "grpo",
+        OF_TRL
+        | {
+            "algorithm.adv_estimator": "rloo",
+            "algorithm.adv_epsilon": 1e-4,
+            "algorithm.scale_rewards": "group",
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.kl_coef": 0.05,
+            "algorithm.kl_penalty": "kl",
+            "data.train_files": ("trl-lib/ultrafeedback-prompt::train",),
+            "data.train_batch_size": 8,
+            "data.max_response_length": 64,
+            f"{MODEL}.path": "Qwen/Qwen2-0.5B-Instruct",
+            f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum",
+            f"{ACTOR}.clip_ratio": 0.1,
+            f"{ACTOR}.clip_ratio_c": None,
+            f"{ACTOR}.use_kl_loss": False,
+            f"{ACTOR}.ppo_mini_batch_size": 8,
+            f"{ACTOR}.optim.lr": 1e-6,
+            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
+            f"{ROLLOUT}.n": 4,
+            "reward.functions": {"default": ["my_rewards.py:reward"]},
+            "trainer.default_local_dir": "rloo",
+            "trainer.total_epochs": 1,
+            "trainer.save_freq": 500,
+        },
+    ),
     "verl_grpo.sh": (
         None,
         "verl_grpo",
@@ -266,7 +297,8 @@ MISSING = {
         "lora_rank=16",
         "no adapters",
     ),
-    "trl_arguments.sh": (),
+    "trl_arguments.sh": ("max_length: prompts and responses have limits of their own",),
+    "trl_rloo.py": ("the ratio is clipped for each token here", "put reward into my_rewards.py"),
     "verl_grpo.sh": (
         "gpus=16; 4 is used",
         "trainer.experiment_name: it is the output of a command",

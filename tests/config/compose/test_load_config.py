@@ -283,7 +283,17 @@ def test_a_folder_in_place_of_a_file(tmp_path):
     assert "is a folder" in str(problem) and "no such file" not in str(problem)
     (tmp_path / "config.yaml").write_text(BASE)
     (problem,) = problems_of(str(tmp_path))
-    assert f"name its config: {tmp_path / 'config.yaml'}" in str(problem)
+    assert "is a folder with a config" in str(problem) and f"name its config: {tmp_path / 'config.yaml'}" in str(
+        problem
+    )
+
+
+def test_a_guess_at_another_systems_key_starts_as_the_key_does():
+    """`version` is as close to TRL's `epsilon` as a typo would be."""
+    problem = problems_of("grpo", ["version=99"])[0]
+    assert "did you mean" not in str(problem) and "docs/config.md" in str(problem)
+    problem = problems_of("grpo", ["num_generatoins=99"])[0]
+    assert "did you mean num_generations? Then write actor_rollout_ref.rollout.n=99" in str(problem)
 
 
 def test_a_file_that_is_no_yaml_file(write):

@@ -17,7 +17,10 @@ from distflow.config.keys.schema import schema_keys
 from distflow.config.migration import tables
 from distflow.errors import ConfigError
 
-_PRESETS = {("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo", ("ROLL", "grpo"): "rlvr"}
+_PRESETS = {
+    **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
+    **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
+}
 _IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
 _REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
 _SHARES = "actor_train.data_args.domain_interleave_probs"
@@ -52,6 +55,9 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     defaults = _for(table.defaults, theirs.method)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
     computed, used = _compute(table, theirs, values, devices, draft.missing)
+    if "_limit" in _for(table.computed, theirs.method):
+        advice = "`distflow data check` shows which lengths your data have"
+        draft.missing.append(f"max_length: prompts and responses have limits of their own, here half of it; {advice}")
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
     for key, value in values.items():
@@ -64,7 +70,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
 
 def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any]:
     """The entries of a table for what is trained, in the order in which they hold."""
-    parts = ("all", "tuning" if method in ("sft", "rm") else "rl", method, "end")
+    kind = "tuning" if method in ("sft", "rm") else "rl"
+    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end")
     return {key: value for part in parts for key, value in entries.get(part, {}).items()}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from distflow.commands.migration.foreign_settings import ForeignSettings, Unread, calculate
 from distflow.errors import UserError
 
-METHODS = {"GRPO": "grpo", "RLOO": "grpo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
+METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
 """What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
 _CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
@@ -60,7 +60,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
         raise UserError(f"line {line}: {kind}Trainer uses an unsupported method; {known} are supported")
     found = ForeignSettings("TRL", METHODS[kind], remarks=script.remarks)
     if kind == "RLOO":
-        found.add("algorithm.adv_estimator", "rloo", line)
+        found.remarks.append("epsilon: the ratio is clipped for each token here, in TRL's RLOO for the whole response")
     if len(script.trainers) > 1:
         found.remarks.append(f"the script calls several trainers; {kind}Trainer in line {line} is read")
     for owner, key, value, at in script.given:

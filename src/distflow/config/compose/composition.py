@@ -72,7 +72,7 @@ def find_source(preset_or_file: str) -> Path:
         advice = f"name one, or a preset ({names}); set data by data.train_files={preset_or_file}"
         what = "is no .yaml file"
     elif (path / _CONFIG_OF_A_RUN).is_file():
-        what, advice = "is the folder of a run", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
+        what, advice = "is a folder with a config", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
     elif path.is_dir() and "/" in preset_or_file:
         what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:

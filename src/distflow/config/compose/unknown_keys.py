@@ -99,7 +99,8 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
         return f"{joined(list(found))} {_has_it(found)} it elsewhere: {_answer(found, value)}"
     if guesses := _elsewhere(key, known):
         return f"did you mean {' or '.join(guesses)}?"
-    if guesses := most_similar(key, {name: name for table in all_tables().values() for name in table.names}):
+    theirs = {name: name for table in all_tables().values() for name in table.names if name[:1] == key[:1]}
+    if guesses := most_similar(key, theirs):
         return f"did you mean {guesses[0]}? Then {_answer(find_names(guesses[0]), value)}"
     return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
 
