@@ -7,7 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from distflow import register_adv_est, register_policy_loss
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.builtin_names import TRACKERS
 from distflow.config import load_config
 from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
@@ -458,11 +457,3 @@ def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_
         assert (by_epochs.total_groups, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
         by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, {"": 12})
         assert (by_steps.total_groups, by_steps.total_steps) == (None, 9)
-
-
-def test_a_tracker_whose_package_is_missing_is_told_before_a_model_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(TRACKERS, "mlflow", replace(TRACKERS["mlflow"], package="no_such_package"))
-    with pytest.raises(UserError, match="the package no_such_package is not installed: pip install 'distflow.mlflow.'"):
-        Playground(tmp_path).spec("grpo", "trainer.logger=[console,mlflow]")

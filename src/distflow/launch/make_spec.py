@@ -19,7 +19,6 @@ from distflow.launch.spec_settings import sampling_params, spec_settings, valida
 from distflow.launch.startup_messages import startup_lines
 from distflow.observe.writing.folder_lock import claimed
 from distflow.observe.writing.timing import lasting
-from distflow.observe.writing.trackers import check_trackers
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
 from distflow.runtime.run_errors_and_limits import writing_to
@@ -36,7 +35,6 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         raise UserError(f"dag.policies: set dag.policy to one of {names}; only `distflow train` trains all of them")
     for code in named_code(loaded.config):
         say(f"your code: {code}")
-    check_trackers(loaded.config.trainer.logger)
     loaded = follow_pipeline(follow_machines(follow_allocation(loaded)))
     reading = read_config(loaded)
     # First, as rows from Python code are stored in the folder, which another run may use.

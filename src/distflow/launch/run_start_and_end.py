@@ -71,7 +71,7 @@ class Start:
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
-    another config or other data, and an engine that cannot train."""
+    another config or other data, an engine that cannot train, and a tracker that is not installed."""
     spec.check_can_train()
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
         yield find_start(spec, spec.options.resume, allow_change, owner)

@@ -14,6 +14,7 @@ from distflow.config.keys.run_and_pipeline import SlurmConfig
 from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
+from distflow.observe.writing.trackers import check_trackers
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -192,7 +193,8 @@ class Spec:
         return self.options.run_dir
 
     def check_can_train(self) -> None:
-        """Raises UserError where what generates takes no weights."""
+        """Raises UserError where what generates takes no weights, and for a tracker that is not installed."""
+        check_trackers(self.options.logger)
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
             can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]
