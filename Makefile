@@ -16,7 +16,7 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-gpu bench-gpu test-device test-lowest \
+.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-agents test-gpu bench-gpu test-device test-lowest \
 	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
@@ -59,13 +59,20 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler; nor
-# are frameworks of agents, which bring many packages. CI leaves out those that are marked `by_hand`.
+# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. CI
+# leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
-	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym,agent-frameworks]"
+	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym]"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
+
+# Frameworks of agents bring many packages, so they are in no other environment.
+test-agents: $(INSTALLED)
+	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python $(PIP_INSTALL) $(TORCH)
+	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks]"
+	.venv-agents/bin/python -m pytest -m slow -n 0 tests/environments/test_agent_frameworks.py
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)

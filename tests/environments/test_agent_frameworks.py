@@ -7,8 +7,8 @@ import pytest
 
 from tests.environments.test_endpoint import CALLS
 
-pytestmark = pytest.mark.slow
-WHY = "the frameworks of agents are tested where they are installed: make test-slow installs"
+pytestmark = [pytest.mark.slow, pytest.mark.by_hand]
+WHY = "the frameworks of agents are tested where they are installed: make test-agents installs"
 
 
 def add(a: int, b: int) -> int:
