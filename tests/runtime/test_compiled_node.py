@@ -188,7 +188,10 @@ def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) ->
     def too_wide(response_mask):  # type: ignore[no-untyped-def]
         return torch.zeros(len(response_mask), response_mask.shape[1] + 1)
 
-    for function, words in ((one_of_two, "1 values for the fields advantages, returns"), (too_wide, "advantages")):
+    for function, words in (
+        (one_of_two, "1 values for the fields advantages, returns; return one"),
+        (too_wide, "advantages"),
+    ):
         with pytest.raises(UserNodeError, match=f"node 'x' returned something that does not fit.*{words}"):
             either(step(function), plane)
 

@@ -311,7 +311,8 @@ class Step:
             return dict.fromkeys(writes, output)
         values: Sequence[object] = output if isinstance(output, tuple) else (output,)
         if len(values) != len(writes):
-            raise ValueError(f"{len(values)} values for the fields {', '.join(writes) or '(none)'}")
+            names = ", ".join(writes) or "(none)"
+            raise ValueError(f"{len(values)} values for the fields {names}; return one for each, as a tuple")
         return dict(zip(writes, values, strict=True))
 
     @contextmanager
