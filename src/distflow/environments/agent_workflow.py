@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
@@ -48,7 +48,7 @@ class AgentWorkflow:
         options = {"function": function, "command": _command(command), "reward": self._reward}
         self._server = ProcessServer(f"{agent_process.__name__}:Agent", options)
         weakref.finalize(self, self._server.close)
-        self._format, self._endpoint = format, None
+        self._format, self._endpoint = format, cast(Endpoint | None, None)
         self._options: dict[str, Any] = {"function": function, "command": command, "reward": reward, "format": format}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -64,7 +64,7 @@ class AgentWorkflow:
         calls, process = _Calls(conversations), await self._server.fork(random.getrandbits(64))
         try:
             with self._endpoint.session(calls.submit) as session:
-                given = _given(row, session)
+                given = _arguments(row, session)
                 returned = await calls.answer_while(
                     process.call("run", None, environment=_environment(session), given=given)
                 )
@@ -157,11 +157,11 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
     if not all(isinstance(word, str) for word in words) or (command is not None and not words):
         raise UserError(f"{KEY}.command={words}: write a text, or a list of texts")
     if words and shutil.which(words[0]) is None:
-        raise UserError(f"{KEY}.command: there is no program '{words[0]}'")
+        raise UserError(f"{KEY}.command: there is no executable '{words[0]}'")
     return words
 
 
-def _given(row: Row, session: Session) -> dict[str, Any]:
+def _arguments(row: Row, session: Session) -> dict[str, Any]:
     """What functions may take by name; the key `row` is all of the row."""
     messages = [dict(message) for message in row.prompt.messages] or [{"role": "user", "content": str(row.prompt)}]
     own = {"prompt": str(row.prompt), "messages": messages, "ground_truth": row.ground_truth}

@@ -1,6 +1,7 @@
 """The wire format of Anthropic: messages. Pure functions."""
 
 import json
+from typing import Any
 
 from distflow.environments.endpoint_calls import (
     Answer,
@@ -37,7 +38,7 @@ def read_messages(body: Json) -> Call:
 
 
 def _read(role: str, content: object) -> list[Json]:
-    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    blocks: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role == "assistant":
         text = text_of([block for block in blocks if block["type"] not in ("tool_use", *_THOUGHTS)])
         calls = [block for block in blocks if block["type"] == "tool_use"]
@@ -70,7 +71,7 @@ def write_messages(body: Json, answer: Answer, head: Json) -> Json:
 
 def stream_messages(body: Json, answer: Answer, head: Json) -> Events:
     whole = write_messages(body, answer, head)
-    begun = {"content": [], "stop_reason": None, "stop_sequence": None}
+    begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield "message_start", {"type": "message_start", "message": {**whole, **begun}}
     for index, block in enumerate(whole["content"]):
         if block["type"] == "text":

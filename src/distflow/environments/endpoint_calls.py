@@ -96,7 +96,7 @@ def text_of(content: object) -> str:
     """Of a message, which may come in parts. Raises RequestError for parts that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -148,11 +148,10 @@ def _arguments(found: object) -> object:
 
 
 def _number(body: Json, name: str, kind: type, least: int | None) -> Any:
-    value = body.get(name)
+    value: Any = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | kind) or (least is not None and value < least):
-        raise RequestError(
-            400, f"'{name}' is {value!r:.40}: it must be a number{f', at least {least}' * (least is not None)}"
-        )
+    if type(value) not in (int, kind) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise RequestError(400, f"'{name}' is {value!r:.40}: it must be a number{bound}")
     return value

@@ -45,10 +45,10 @@ def _message(message: Json) -> list[Json]:
         return assistant(text, [(id, function["name"], function.get("arguments")) for id, function in calls])
     if role == "tool":
         return [{"role": role, "content": text, "tool_call_id": str(message["tool_call_id"])}]
-    return [_told(role, text)]
+    return [_given_message(role, text)]
 
 
-def _told(role: object, text: str) -> Json:
+def _given_message(role: object, text: str) -> Json:
     if role not in ("system", "developer", "user"):
         raise RequestError(400, f"a message has the role {role!r:.40}: it must be system, user, assistant or tool")
     return {"role": "system" if role == "developer" else role, "content": text}
@@ -62,12 +62,9 @@ def _tool(tool: Json, function: Json) -> Json:
 
 def write_chat(body: Json, answer: Answer, head: Json) -> Json:
     choice = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": _chat_log_probs(body, answer)}
-    message = {"role": "assistant", "content": answer.text or None, "refusal": None}
-    if answer.calls:
-        message["tool_calls"] = _calls(answer)
-    elif not answer.text:
-        message["content"] = ""
-    choice["message"] = message
+    content = answer.text or (None if answer.calls else "")
+    calls = {"tool_calls": _calls(answer)} if answer.calls else {}
+    choice["message"] = {"role": "assistant", "content": content, "refusal": None, **calls}
     return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
 
 
@@ -160,7 +157,7 @@ def read_responses(body: Json) -> Call:
             output = {"content": text_of(item["output"]), "tool_call_id": str(item["call_id"])}
             messages.append({"role": "tool", **output})
         elif item.get("type", "message") == "message":
-            messages.append(_told(item["role"], text_of(item.get("content"))))
+            messages.append(_given_message(item["role"], text_of(item.get("content"))))
         else:
             raise RequestError(400, f"an item of type '{item['type']}' is not supported")
     tools = [_tool(tool, tool) for tool in body.get("tools") or ()]
@@ -203,7 +200,7 @@ def stream_responses(body: Json, answer: Answer, head: Json) -> Events:
     events += [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
     for index, item in enumerate(whole["output"]):
         place: Json = {"output_index": index, "item_id": item["id"]}
-        empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        empty: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
         added = {**item, **empty, "status": "in_progress"}
         events.append({"type": "response.output_item.added", "output_index": index, "item": added})
         if item["type"] == "message":
