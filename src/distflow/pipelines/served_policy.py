@@ -59,7 +59,8 @@ class ServedPolicy:
             (made,) = (await generate_whole(self._engine.generate, request)).generations
             return policy_segment(made), made.finish_reason
 
-        return await Conversations(Chat(self._tokens, generate, self._limits, templated=True), None).answer(call)
+        chat = Chat(self._tokens, generate, self._limits, templated=True)
+        return await Conversations(chat, None, max_calls=1).answer(call)
 
 
 @contextmanager
