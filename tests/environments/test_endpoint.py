@@ -185,6 +185,7 @@ def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
         assert httpx.post(url, content=content, headers=headers).status_code == 400
     large = {"model": "x", "messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}
     found = httpx.post(url, json=large, headers=headers)
+    assert [error.status for error in episode.session.refused] == [400] * 4 + [413]
     assert found.status_code == 413 and f"{MAX_BODY_BYTES:,}" in found.json()["error"]["message"]
 
 

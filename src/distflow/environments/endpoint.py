@@ -123,7 +123,8 @@ class Endpoint:
         refused: list[RequestError] = []
         try:
             session = self._found(request)
-            refused, body = session.refused, await _body(request)
+            refused = session.refused
+            body = await _body(request)
             if session.model is not None and body.get("model") != session.model:
                 raise RequestError(
                     404, f"there is no model {body.get('model')!r:.80}: it is {session.model!r}", "model_not_found"
