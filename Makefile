@@ -59,11 +59,11 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. CI
-# leaves out those that are marked `by_hand`.
+# reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler; nor
+# are frameworks of agents, which bring many packages. CI leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
-	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym]"
+	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym,agent-frameworks]"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
 

@@ -8,7 +8,7 @@ import pytest
 from tests.environments.test_endpoint import CALLS
 
 pytestmark = pytest.mark.slow
-WHY = "the frameworks of agents are tested where they are installed: pip install"
+WHY = "the frameworks of agents are tested where they are installed: make test-slow installs"
 
 
 def add(a: int, b: int) -> int:

@@ -173,3 +173,12 @@ def test_arguments_that_no_response_can_hold_stay_text(value: str) -> None:
     agent = Agent("qwen2.5", CALLS["qwen2.5"].replace(": 1}", f": {value}}}"))
     message = agent.says(user("1"), tools=TOOLS)
     assert "tool_calls" not in message and value in message["content"]
+
+
+def test_of_two_that_fit_the_longer_is_extended() -> None:
+    agent = Agent("qwen2.5", "a", "a", "b", "c")
+    history = [user("1"), agent.says(user("1"))]
+    agent.says(user("1"))  # the same again
+    history += [user("2"), agent.says(*history, user("2"))]
+    assert agent.says(*history, user("3"))["content"] == "c"
+    assert sorted(agent.owners) == [["prompt", "policy"], [*LINEAR, "environment", "policy"]]
