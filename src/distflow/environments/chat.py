@@ -186,7 +186,7 @@ class Chat:
         such as a summary, which begins its first prompt as the chat template renders it. Raises ChatError for what is
         no message.
         """
-        history = list(self.messages) if messages is None else _messages(messages, "fork") if messages else []
+        history = list(self.messages) if messages is None else _messages(messages, "fork")
         begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")

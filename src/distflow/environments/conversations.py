@@ -80,7 +80,7 @@ class Conversations:
     def _begun(self, call: Call) -> _Conversation:
         chat, is_text = self._chat, isinstance(call.messages, str)
         if chat.segments:
-            chat = chat.fork(())
+            chat = chat.fork([{"role": "user", "content": ""}])
         chat.messages, chat.tools, chat.templated = [], (), not is_text  # the call says all of its history
         return _Conversation(chat, _tools(call), "" if is_text else [], [])
 
