@@ -1,5 +1,6 @@
 """`distflow serve`: a real server with a real client, until a signal ends it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -46,6 +47,26 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path) -> None:
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.mark.slow
+def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "distflow", "serve", str(write_tiny_model(tmp_path / "model")), "--port", "0"]
+    environment = {**os.environ, "DISTFLOW_API_KEY": "of-mine"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None
+        try:
+            lines = []
+            while not lines or not lines[-1].startswith("model: "):
+                lines.append(server.stdout.readline())
+                assert lines[-1], "it has ended"
+            (url,) = [line.strip().partition("=")[2] for line in lines if line.startswith("OPENAI_BASE_URL")]
+            assert len(list(openai.OpenAI(base_url=url, api_key="of-mine", max_retries=0).models.list())) == 1
+            server.send_signal(signal.SIGINT)
+            said = "".join([*lines, server.stdout.read()])
+            assert "of-mine" not in said and "API_KEY" not in said
+        finally:
+            server.kill()
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def begin(endpoint: Endpoint, loop: LoopThread) -> Iterator[Any]:
         end = ids(found, found.end)
         engine = Engine([ids(found, text) + end if isinstance(text, str) else text for text in replies])
         chat = chat_of(found, engine, Limits(4000, 16_000))
-        conversations = Conversations(chat, None)
+        conversations = Conversations(chat, None, 64)
 
         def submit(call: Call) -> "Future[Answer]":
             return loop.start(conversations.answer(call))

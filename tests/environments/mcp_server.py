@@ -1,6 +1,7 @@
 """A server of the package mcp, over stdio or, with a port, over HTTP. Some of its tools are hostile."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,8 +22,9 @@ def add(amount: int) -> int:
 
 @server.tool()
 def hangs(file: str) -> str:
-    """Writes its process id, and hangs."""
-    Path(file).write_text(str(os.getpid()))
+    """Writes its process id and that of a process in a session of its own, and hangs."""
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path(file).write_text(f"{os.getpid()} {other.pid}")
     time.sleep(600)
     return "never"
 

@@ -1,17 +1,23 @@
 """Whole runs of the workflow `agent`: agents with the official clients train; bad ones are errors of their episode."""
 
+import asyncio
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from distflow.config.derived_settings import code_of_workflow
+from distflow.environments.agent_workflow import AgentWorkflow
+from distflow.environments.chat import Prompt
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.launch.code_named_by_config import pipeline_code
 from distflow.observe.reading.run_reader import read_events
+from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_tools import is_running
 from tests.environments.test_training import WORKFLOW, Games, saved
 
@@ -54,7 +60,7 @@ def noisy(prompt):
 
 
 def faulty(prompt, row, base_url):
-    kinds = ("silent", "other key", "image", "large", "hangs", "text", "exits")
+    kinds = ("silent", "other key", "image", "caught", "large", "hangs", "text", "exits")
     kind = random.choice((*kinds, *["good"] * len(kinds)))
     said = [{"role": "user", "content": prompt}]
     ask = OpenAI(max_retries=0).chat.completions.create
@@ -62,11 +68,16 @@ def faulty(prompt, row, base_url):
         return 1.0
     if kind == "other key":
         ask = OpenAI(max_retries=0, api_key="other").chat.completions.create
-    if kind == "image":
+    if kind in ("image", "caught"):
         said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     if kind == "large":
         said = [{"role": "user", "content": "a" * 10_000_000}]
-    text = ask(model="x", messages=said, max_tokens=3).choices[0].message.content
+    try:
+        text = ask(model="x", messages=said, max_tokens=3).choices[0].message.content
+    except Exception:
+        if kind == "caught":
+            return 1.0
+        raise
     if kind == "hangs":
         script = "import os, time; os.setsid(); open(%r, 'w').write(str(os.getpid())); time.sleep(600)"
         subprocess.run([sys.executable, "-c", script % row["file"]])
@@ -75,6 +86,12 @@ def faulty(prompt, row, base_url):
     if kind == "exits":
         os._exit(3)
     return len(text) / 4
+
+
+def careless(prompt, base_url, api_key):
+    reply = httpx.post(f"{base_url}/completions", json={"prompt": prompt}, headers={"x-api-key": api_key}, timeout=None)
+    assert reply.status_code == 500
+    return 1.0
 
 
 def judged(conversations, messages, result, prompt):
@@ -142,6 +159,7 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(games: Games) -> None:
 
 
 SAID = (
+    "every call of the agent was refused; the last: content of type 'image_url' is not supported",
     "the agent has ended without a call to its endpoint",
     "the API key is not that of this base URL",
     "content of type 'image_url' is not supported",
@@ -171,10 +189,25 @@ def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(game
         assert any(said in error for error in errors), said
     assert all("workflow AgentWorkflow" in error and any(said in error for said in SAID) for error in errors)
     assert batch["valid"].sum() == 64 - len(errors) > 16
+    (row,) = run.metrics()
+    assert row["agent/refused_calls"] == sum("content of type" in error or "bytes" in error for error in errors)
     pid, deadline = int((games.folder / "pid").read_text()), time.monotonic() + 60
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(pid), "a process in a session of its own ends with its episode"
+
+
+def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(games: Games) -> None:
+    async def breaks(*_: object) -> Any:
+        raise KeyError("broken")
+
+    async def run() -> None:
+        chat = chat_of(FAMILIES["qwen2.5"](), Engine([]))
+        chat.generate = breaks
+        await AgentWorkflow(function=f"{games.folder}/agents.py:careless")(chat, Row(Prompt("1=", [1])))
+
+    with pytest.raises(KeyError, match="broken"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("reward", ["agents.py:judged", "reward_fn"])
@@ -208,6 +241,8 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
         ({"command": "[no-such-program]", "reward": "reward_fn"}, "there is no executable 'no-such-program'"),
         ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
         ({"function": "{}/agents.py:several", "rewards": "x"}, "no such option; did you mean 'reward'"),
+        ({"function": "{}/agents.py:several", "format": "xlm"}, "no such format of tool calls; did you mean 'xml'"),
+        ({"function": "{}/agents.py:several", "max_calls": "0"}, "max_calls=0: set at least 1"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_the_start(games: Games, values: dict[str, str], said: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distflow.environments.conversations import Conversations
-from distflow.environments.endpoint_calls import Answer, Call, Wire
+from distflow.environments.endpoint_calls import Answer, Call, RequestError, Wire
 from distflow.environments.openai_formats import CHAT, TEXT
 from tests.environments.test_chat import FAMILIES, Engine, chat_of, ids
 
@@ -28,7 +28,7 @@ class Agent:
         end = ids(self.family, self.family.end)
         self.engine = Engine([ids(self.family, text) + end for text in replies])
         self.chat = chat_of(self.family, self.engine)
-        self.conversations = Conversations(self.chat, None)
+        self.conversations = Conversations(self.chat, None, 5)
 
     def send(self, messages: Any, wire: Wire = CHAT, **options: Any) -> Answer:
         body = {"prompt" if wire is TEXT else "messages": messages, **options}
@@ -146,6 +146,33 @@ def test_a_reply_without_room_leaves_the_conversation_as_it_was() -> None:
     assert returned["content"] == ""
     assert agent.says(user("1"), reply, user("2"))["content"] == "two"
     assert agent.owners == [LINEAR]
+
+
+def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branch() -> None:
+    agent = Agent("qwen2.5", "act\nObservation:", "two", "three")
+    assert agent.send("Q: ", TEXT, stop=["\nObservation:"]).text == "act"
+    agent.send("Q: act\nObservation: 42", TEXT)
+    assert agent.owners == [LINEAR]
+    assert agent.family.tokenizer.decode(agent.prompts[1], skip_special_tokens=True) == "Q: act\nObservation: 42"
+    agent.send("Q: act otherwise", TEXT)
+    assert agent.prompts[2] == tuple(ids(agent.family, "Q: act otherwise"))
+
+
+def test_calls_beyond_the_last_are_refused_and_the_episode_says_so() -> None:
+    agent = Agent("qwen2.5", *"abcde")
+    for number in range(5):
+        agent.says(user(str(number)))
+    with pytest.raises(RequestError, match="its 5 replies") as refused:
+        agent.says(user("5"))
+    assert refused.value.status == 410
+    assert [chat.finish_reason for chat in agent.chat.conversations] == [*["stop"] * 4, "max_turns"]
+
+
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
+def test_arguments_that_no_response_can_hold_stay_text(value: str) -> None:
+    agent = Agent("qwen2.5", CALLS["qwen2.5"].replace(": 1}", f": {value}}}"))
+    message = agent.says(user("1"), tools=TOOLS)
+    assert "tool_calls" not in message and value in message["content"]
 
 
 def test_of_two_that_fit_the_longer_is_extended() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
+from distflow.errors import UserError
 from tests.environments.test_chat import ids
 
 anthropic = pytest.importorskip("anthropic", reason="the endpoint is tested with the official clients (extra dev)")
@@ -20,6 +21,7 @@ CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_cal
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
+LISTED = {"type": "object", "properties": ["a", "b"]}
 
 
 def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin: Any) -> None:
@@ -103,10 +105,12 @@ def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
     text, call = first.content
     assert (text.text, call.name, call.input) == ("Let me see.", "add", {"a": 1, "b": 1})
     assert first.stop_reason == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "2"}]}
+    content = [{"type": "text", "text": "no"}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True, "content": content}
     returned = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
     last = ask([ASKED, returned, {"role": "user", "content": [result]}])
     assert (last.content[0].text, last.stop_reason, last.stop_sequence) == ("2 ", "stop_sequence", "END")
+    assert episode.chat.messages[-2]["content"] == "error: no"
     episode.check_exact()
 
 
@@ -151,6 +155,7 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
         ("chat/completions", {"max_tokens": 0}, 400, "'max_tokens' is 0"),
         ("chat/completions", {"max_tokens": True}, 400, "'max_tokens' is True"),
         ("chat/completions", {"tools": [{"type": "web_search"}]}, 400, "'web_search' is not supported"),
+        ("chat/completions", {"tools": [{**TOOL, "function": {**FUNCTION, "parameters": LISTED}}]}, 400, "'add'"),
         ("chat/completions", {"messages": None}, 400, "the request is invalid"),
         ("completions", {"prompt": ["a", "b"]}, 400, "one text"),
         ("completions", {}, 400, "'prompt' is missing"),
@@ -168,6 +173,7 @@ def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
     body = json.dumps({"model": "x", "messages": [ASKED], **changes})
     found = httpx.post(f"{url}/{path}", content=body, headers=headers)
     assert found.status_code == status and said in found.text
+    assert [error.status for error in episode.session.refused] == [400] * (status == 400)
     assert not episode.engine.asked
     assert episode.openai.chat.completions.create(model="x", messages=[ASKED]).choices[0].message.content == "two"
 
@@ -179,6 +185,7 @@ def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
         assert httpx.post(url, content=content, headers=headers).status_code == 400
     large = {"model": "x", "messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}
     found = httpx.post(url, json=large, headers=headers)
+    assert [error.status for error in episode.session.refused] == [400] * 4 + [413]
     assert found.status_code == 413 and f"{MAX_BODY_BYTES:,}" in found.json()["error"]["message"]
 
 
@@ -201,3 +208,27 @@ def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: A
         client.chat.completions.create(model="x", messages=[ASKED])
     assert ended.value.status_code == 410
     assert not (one.engine.asked or other.engine.asked)
+
+
+def test_errors_have_the_types_of_their_api(begin: Any) -> None:
+    episode = begin("two")
+
+    async def breaks(*_: Any) -> Any:
+        raise KeyError("broken")
+
+    episode.chat.generate = breaks
+    for client, messages, known in (
+        (episode.anthropic, episode.anthropic.messages, ("authentication_error", "api_error")),
+        (episode.openai, episode.openai.chat.completions, ("invalid_request_error", "server_error")),
+    ):
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as unknown:
+            client.with_options(api_key="other").models.list()
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as broken:
+            messages.create(model="x", max_tokens=5, messages=[ASKED])
+        kinds = [failed.value.response.json()["error"]["type"] for failed in (unknown, broken)]
+        assert kinds == [*known]
+
+
+def test_an_address_that_cannot_be_listened_on_is_named() -> None:
+    with pytest.raises(UserError, match="127.0.0.1:70000 cannot be listened on"):
+        Endpoint(port=70_000)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.environments.mcp_tools import mcp_schemas
 from distflow.environments.tool_calls import ToolCall
 from distflow.environments.tool_workflow import ToolWorkflow
 from distflow.environments.tools import Tools
@@ -28,6 +29,24 @@ COMMAND = [
     f"{Path(__file__).with_name('mcp_server.py')}",
 ]
 SERVER = shlex.join(COMMAND)
+PAGED = """
+import json, sys
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    answer = {"error": {"code": -32601, "message": "no such method"}}
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        info = {"name": "paged", "version": "1"}
+        answer = {"result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}}
+    if asked["method"] == "tools/list":
+        page = int((asked.get("params") or {}).get("cursor") or 0)
+        tools = [{"name": f"tool{page}", "inputSchema": {"type": "object"}}]
+        answer = {"result": {"tools": tools, **({"nextCursor": str(page + 1)} if page < 2 else {})}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
 NAMES = ["add", "hangs", "dies", "shouts", "fails"]
 
 
@@ -58,10 +77,25 @@ def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path
             died, hung, added = asyncio.run(run(tools))
             assert died.startswith("error: dies raised MCPError: Connection closed")
             assert f"no answer within {deadline_s:g} s" in hung and added == "3"
-            pid = int((tmp_path / "pid").read_text())
-            wait_until(lambda: not is_running(pid), "the server has ended")
+            pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
+            wait_until(lambda: not any(map(is_running, pids)), "the server has ended, with what it has started")
 
     at_some_deadline(check, 8.0, 60.0)
+
+
+def test_a_server_that_did_not_start_is_started_by_the_next_call(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    script = f'echo >> {starts}; test $(wc -l < {starts}) -ne 2 && exec "$@"'  # the first one names the tools
+    with closing(Tools([], 60.0, 300, [shlex.join(["sh", "-c", script, "sh", *COMMAND])])) as tools:
+        adds = ToolCall("add", {"amount": 2})
+        (failed, added), _ = answers(tools, adds, adds)
+    assert failed.startswith("error: add raised ") and added == "2"
+
+
+def test_tools_on_all_pages_are_found(tmp_path: Path) -> None:
+    (tmp_path / "paged.py").write_text(PAGED)
+    schemas = mcp_schemas(shlex.join([sys.executable, str(tmp_path / "paged.py")]))
+    assert [schema["function"]["name"] for schema in schemas] == ["tool0", "tool1", "tool2"]
 
 
 def test_a_url_is_a_server_that_episodes_share() -> None:

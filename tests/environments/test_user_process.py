@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from distflow.environments.user_process import UserProcess
+from distflow.environments.user_process import ProcessServer, UserProcess
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from tests.environments.test_tools import is_running
+from tests.patience import wait_until
 
 RUN = """
 import asyncio, sys
@@ -67,3 +68,36 @@ def test_an_answer_that_came_in_time_counts_although_the_workflow_waits_for_its_
                 process.close()
 
     assert asyncio.run(run()) == 42
+
+
+HELPED = """
+import subprocess, sys
+helper = subprocess.Popen(["sleep", "600"])
+
+class Helped:
+    def __init__(self, word):
+        self.length = len(word)
+
+    def report(self):
+        return [helper.pid, self.length, sys.stdin.read()]
+"""
+
+
+def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episodes(tmp_path: Path) -> None:
+    (tmp_path / "helped.py").write_text(HELPED)
+    server = ProcessServer(f"{tmp_path}/helped.py:Helped", {"word": "secret" * 50_000})
+    assert b"secret" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+
+    async def episode() -> list[object]:
+        process = await server.fork("a seed")
+        try:
+            return list(await process.call("report", None))
+        finally:
+            process.close()
+
+    for _ in range(2):  # the server has ended the first when it forks the second
+        pid, *others = asyncio.run(episode())
+        assert others == [300_000, ""]
+        assert is_running(int(str(pid)))
+    server.close()
+    wait_until(lambda: not is_running(int(str(pid))), "it ends with the server")

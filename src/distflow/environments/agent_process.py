@@ -21,6 +21,14 @@ GIVEN = ("base_url", "api_key", "model", "prompt", "messages", "ground_truth", "
 """What a function of the user's may take by name. messages: of the row's prompt."""
 JUDGED = ("conversations", "result")
 """What a reward function may take besides. messages are those of the conversation that was asked last."""
+_NO_EPISODE = {
+    "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+    "ANTHROPIC_BASE_URL": "http://127.0.0.1:9",
+    "OPENAI_API_KEY": "of-the-episode",
+    "ANTHROPIC_API_KEY": "of-the-episode",
+}
+"""For clients that a module makes when it is imported: without it they would use the user's own keys. Nothing listens
+there."""
 
 
 class Agent:
@@ -28,6 +36,8 @@ class Agent:
 
     def __init__(self, function: str | None, command: Sequence[str], reward: str | None) -> None:
         """reward: a function of the trace. Raises UserError for functions that cannot be called."""
+        os.environ.update(_NO_EPISODE)
+        os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
         self._function = _loaded("function", function, GIVEN) if function is not None else None
         self._command = command
         self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None

@@ -16,9 +16,10 @@ from distflow.environments.chat import Chat
 from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint, Session, check_installed
 from distflow.environments.endpoint_calls import Answer, Call, RequestError
+from distflow.environments.tool_calls import FORMATS
 from distflow.environments.user_process import ProcessServer
 from distflow.environments.workflows import REWARD, RewardFn, Row
-from distflow.errors import UserError
+from distflow.errors import UserError, hint
 
 KEY = "workflow_kwargs"
 _LOOPBACK = "127.0.0.1,localhost"
@@ -35,21 +36,28 @@ class AgentWorkflow:
         command: str | Sequence[str] | None = None,
         reward: str | None = None,
         format: str | None = None,
+        max_calls: int = 64,
     ) -> None:
         """function, reward: file.py:name or module:name. reward: a function of the messages, or `reward_fn` for the
-        run's reward functions. format: of tool calls; None for what the chat template shows. Raises UserError."""
+        run's reward functions. format: of tool calls; None for what the chat template shows. max_calls: that are
+        answered in an episode. Raises UserError."""
         if (function is None) == (command is None):
             raise UserError(f"{KEY}: the workflow agent needs either function or command")
         if command is not None and reward is None:
             raise UserError(f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}")
+        if format is not None and format not in FORMATS:
+            raise UserError(f"{KEY}.format={format}: no such format of tool calls{hint(format, FORMATS)}")
+        if type(max_calls) is not int or max_calls < 1:
+            raise UserError(f"{KEY}.max_calls={max_calls!r}: set at least 1")
         check_installed()
         self.uses_reward_fn = reward == REWARD
         self._reward = None if self.uses_reward_fn else reward
         options = {"function": function, "command": _command(command), "reward": self._reward}
         self._server = ProcessServer(f"{agent_process.__name__}:Agent", options)
         weakref.finalize(self, self._server.close)
-        self._format, self._endpoint = format, cast(Endpoint | None, None)
+        self._format, self._max_calls, self._endpoint = format, max_calls, cast(Endpoint | None, None)
         self._options: dict[str, Any] = {"function": function, "command": command, "reward": reward, "format": format}
+        self._options["max_calls"] = max_calls
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process it has a server and an endpoint of its own."""
@@ -60,17 +68,24 @@ class AgentWorkflow:
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
-        conversations = Conversations(chat, self._format)
+        conversations = Conversations(chat, self._format, self._max_calls)
         calls, process = _Calls(conversations), await self._server.fork(random.getrandbits(64))
         try:
             with self._endpoint.session(calls.submit) as session:
                 given = _arguments(row, session)
-                returned = await calls.answer_while(
-                    process.call("run", None, environment=_environment(session), given=given)
-                )
+                running = process.call("run", None, environment=_environment(session), given=given)
+                try:
+                    returned = await calls.answer_while(running)
+                finally:
+                    chat.counts["agent/refused_calls"] += len(session.refused)
             talks = conversations.messages
+            if not talks and session.refused:
+                raise UserError(f"every call of the agent was refused; the last: {session.refused[-1]}")
             if not talks:
-                raise UserError("the agent has ended without a call to its endpoint: OPENAI_BASE_URL has the address")
+                raise UserError(
+                    "the agent has ended without a call to its endpoint: OPENAI_BASE_URL has the address, for clients "
+                    "that are made within the function"
+                )
             if reward_fn is not None:
                 return await reward_fn(returned if isinstance(returned, str) and returned else conversations.last)
             if self._reward is None:
@@ -108,7 +123,7 @@ class _Calls:
                 task.cancel()  # no effect on one that is done
 
     async def _answer_all(self) -> None:
-        """Ends only by an error."""
+        """Ends only by an error, which is not one of a call."""
         while True:
             call, future = await self._waiting.get()
             if future.cancelled():  # the client has gone
@@ -122,6 +137,9 @@ class _Calls:
                 self._settle(future, task)
             if task.cancelled() and not future.cancelled():
                 raise asyncio.CancelledError
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, UserError | RequestError):
+                raise error
 
     def _close(self) -> None:
         self._has_ended = True

@@ -47,12 +47,16 @@ def _read(role: str, content: object) -> list[Json]:
         raise RequestError(400, f"a message has the role {role!r:.40}: it must be user or assistant")
     results = [block for block in blocks if block["type"] == "tool_result"]
     found: list[Json] = [
-        {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block["tool_use_id"])}
-        for block in results
+        {"role": "tool", "content": _result(block), "tool_call_id": str(block["tool_use_id"])} for block in results
     ]
     if texts := [block for block in blocks if block["type"] != "tool_result"]:
         found.append({"role": "user", "content": text_of(texts)})
     return found
+
+
+def _result(block: Json) -> str:
+    """Templates have no mark for an error."""
+    return "error: " * bool(block.get("is_error")) + text_of(block.get("content"))
 
 
 def write_messages(body: Json, answer: Answer, head: Json) -> Json:

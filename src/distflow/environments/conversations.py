@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.environments.chat import Chat, Reply
-from distflow.environments.endpoint_calls import Answer, AnsweredCall, Call, Json
+from distflow.environments.endpoint_calls import Answer, AnsweredCall, Call, Json, RequestError
 from distflow.environments.tool_calls import find_tool_calls, format_of, text_before_calls
 from distflow.environments.tools import typed_argument
 
@@ -29,9 +29,9 @@ class Conversations:
     the same tools; the longest such conversation counts. One that extends none is a branch.
     """
 
-    def __init__(self, chat: Chat, format: str | None) -> None:
-        """format: of tool calls; None for what the chat template shows."""
-        self._chat, self._format = chat, format
+    def __init__(self, chat: Chat, format: str | None, max_calls: int) -> None:
+        """format: of tool calls; None for what the chat template shows. max_calls: that are answered."""
+        self._chat, self._format, self._max_calls = chat, format, max_calls
         self._conversations: list[_Conversation] = []
         self.last: Reply | None = None
 
@@ -41,7 +41,11 @@ class Conversations:
         return [conversation.messages for conversation in self._conversations]
 
     async def answer(self, call: Call) -> Answer:
-        """Raises UserError for what cannot be said; asyncio.CancelledError if the engine fails."""
+        """Raises UserError for what cannot be said; RequestError beyond max_calls, when the finish reason becomes
+        max_turns; asyncio.CancelledError if the engine fails."""
+        if sum(chat.turns for chat in self._chat.conversations) >= self._max_calls:
+            self._chat.conversations[-1].finish_reason = "max_turns"
+            raise RequestError(410, f"this episode has had its {self._max_calls} replies (max_calls)", "max_calls")
         found = self._extended(call)
         begun = found or self._begun(call)
         num_known, chat = len(begun.so_far), begun.chat
@@ -57,7 +61,7 @@ class Conversations:
         answer = _answer(call, chat, reply, format if call.parses_tools else None)
         self.last = reply
         if reply.token_ids:
-            begun.so_far = _so_far(call.messages, answer)
+            begun.so_far = _so_far(call.messages, answer, reply)
             begun.messages = _messages(call.messages) + [answer.message]
             if found is not None:
                 self._conversations.remove(found)
@@ -89,10 +93,11 @@ def _messages(messages: Sequence[Json] | str) -> list[Json]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
-def _so_far(messages: Sequence[Json] | str, answer: Answer | None = None) -> Any:
-    """Equal for what means the same. answer: what was said last."""
+def _so_far(messages: Sequence[Json] | str, answer: Answer | None = None, reply: Reply | None = None) -> Any:
+    """Equal for what means the same. answer: what was said last. reply: all that was drawn of it: a text whose stop
+    string was drawn is continued where that follows in the text, or it would be there twice."""
     if isinstance(messages, str):
-        return messages + (answer.text if answer is not None else "")
+        return messages + (reply.text if reply is not None else "")
     said = answer is not None and (answer.text or answer.calls)
     return [_key(message) for message in (*messages, *([answer.message] if answer is not None and said else ()))]
 
@@ -144,5 +149,9 @@ def _calls(call: Call, written: str, format: str) -> tuple[AnsweredCall, ...]:
         arguments = dict(each.arguments)
         if not each.typed:
             arguments = {name: typed_argument(str(text), schemas.get(name, {})) for name, text in arguments.items()}
+        try:
+            json.dumps([each.name, arguments], allow_nan=False, ensure_ascii=False).encode()
+        except ValueError:  # 1e999, or half of a surrogate pair: no JSON of a response
+            return ()
         made.append(AnsweredCall(id, each.name, arguments))
     return tuple(made)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -26,17 +26,22 @@ MAX_BODY_BYTES = 4 * 2**20
 ROUTES = {"chat/completions": CHAT, "completions": TEXT, "responses": RESPONSES, "messages": MESSAGES}
 _ENDED_KEPT = 10_000
 _STOPS_WITHIN_S = 5
+_NOT_REFUSED = (410, 499, 503)
+"""Of calls whose episode or client has gone."""
+_ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 Submit = Callable[[Call], "Future[Answer]"]
 
 
 @dataclass(frozen=True)
 class Session:
-    """What has a key and a base URL of its own. model: the only name that is answered; None for any."""
+    """What has a key and a base URL of its own. model: the only name that is answered; None for any. refused: why, for
+    each call that was."""
 
     key: str
     base_url: str
     submit: Submit
     model: str | None = None
+    refused: list[RequestError] = field(default_factory=list)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -54,8 +59,9 @@ class Endpoint:
         uvicorn = import_module("uvicorn")
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        except OSError as error:
-            raise UserError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"{host}:{port} cannot be listened on: {why}") from None
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
         self._sessions: dict[str, Session] = {}
@@ -108,14 +114,16 @@ class Endpoint:
         try:
             name = self._found(request).model or "policy"
         except RequestError as error:
-            return _failed(error)
+            return _failed(request, error)
         model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "distflow"}
         listed = {"object": "list", "data": [{**model, "type": "model", "display_name": name}], "has_more": False}
         return _response(200, {**listed, "first_id": name, "last_id": name})
 
     async def _answer(self, wire: Wire, request: Any) -> Any:
+        refused: list[RequestError] = []
         try:
             session = self._found(request)
+            refused = session.refused
             body = await _body(request)
             if session.model is not None and body.get("model") != session.model:
                 raise RequestError(
@@ -123,7 +131,9 @@ class Endpoint:
                 )
             answer = await _awaited(request, session.submit(_read(wire, body)))
         except RequestError as error:
-            return _failed(error)
+            if error.status not in _NOT_REFUSED:
+                refused.append(error)
+            return _failed(request, error)
         head = {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
         if not body.get("stream"):
             return _response(200, wire.write(body, answer, head))
@@ -189,9 +199,14 @@ async def _awaited(request: Any, future: "Future[Answer]") -> Answer:
     )
 
 
-def _failed(error: RequestError) -> Any:
+def _failed(request: Any, error: RequestError) -> Any:
     """What the clients of both take for an error."""
-    shown = {"message": str(error), "type": error.code, "code": error.code, "param": None}
+    is_ours, kind = error.status >= 500, "invalid_request_error"
+    if "anthropic-version" in request.headers:
+        kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)
+    elif is_ours:
+        kind = "server_error"
+    shown = {"message": str(error), "type": kind, "code": error.code, "param": None}
     return _response(error.status, {"type": "error", "error": shown})
 
 

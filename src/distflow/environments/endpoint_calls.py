@@ -128,7 +128,11 @@ def tool_schema(name: str, description: object, parameters: object) -> Json:
     """As chat templates take it."""
     if not isinstance(name, str) or not isinstance(parameters := parameters or {"type": "object"}, dict):
         raise RequestError(400, "a tool needs a name, and a JSON schema of its parameters")
-    function = {"name": name, "description": str(description or ""), "parameters": {"properties": {}, **parameters}}
+    parameters = {"properties": {}, **parameters}
+    known = parameters["properties"]
+    if not isinstance(known, dict) or not all(isinstance(each, dict) for each in known.values()):
+        raise RequestError(400, f"the tool '{name:.80}': 'properties' must be an object of schemas")
+    function = {"name": name, "description": str(description or ""), "parameters": parameters}
     return {"type": "function", "function": function}
 
 

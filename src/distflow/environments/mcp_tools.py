@@ -35,13 +35,14 @@ class McpTool:
             self._connections[self._server] = connected, asyncio.create_task(_hold(self._server, connected))
         connected, holding = self._connections[self._server]
         await asyncio.wait((connected, holding), return_when=asyncio.FIRST_COMPLETED)
+        if holding.done():
+            del self._connections[self._server]  # the next call starts the server again
+            holding.result()  # raises why it has not connected
         try:
-            if holding.done():
-                holding.result()  # raises why it has not connected
             result = await connected.result().call_tool(self._tool, arguments)
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:  # the next call starts the server again
-                del self._connections[self._server]
+            if error.code == CONNECTION_CLOSED:
+                self._connections.pop(self._server, None)
             raise
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
@@ -61,7 +62,12 @@ def mcp_schemas(server: str) -> list[dict[str, Any]]:
 
     async def ask() -> list[Any]:
         async with _client(server) as client:
-            return list((await client.list_tools()).tools)
+            page = await client.list_tools()
+            tools = list(page.tools)
+            while page.next_cursor is not None:
+                page = await client.list_tools(cursor=page.next_cursor)
+                tools += page.tools
+            return tools
 
     what = f"workflow_kwargs.mcp: '{server}' does not name its tools:"
     with users_code(what, passes=UserError), ThreadPoolExecutor(1) as thread:  # the caller may have an event loop

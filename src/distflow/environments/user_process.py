@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
 from distflow.data import global_generators
@@ -52,11 +53,12 @@ class ProcessServer:
         """options: plain values. Raises UserError if the object cannot be made."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with theirs:
-            arguments = (str(theirs.fileno()), str(os.getpid()), target, json.dumps(dict(options)))
+        with theirs, TemporaryFile() as given:  # unlike an argument, it may be long, and no other user reads it
+            given.write(json.dumps([target, dict(options)]).encode())
+            given.seek(0)
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                stdin=given,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -143,8 +145,9 @@ def main() -> None:
     _die_with(signal.SIGKILL)  # while it imports; afterwards `_serve` watches, as the starting thread may end earlier
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
+    target, options = json.load(sys.stdin)
     try:
-        hosted = cast(Callable[..., Any], load(sys.argv[3]))(**json.loads(sys.argv[4]))
+        hosted = cast(Callable[..., Any], load(target))(**options)
     except UserError as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return
@@ -160,6 +163,7 @@ def main() -> None:
 def _serve(control: socket.socket, parent: int, hosted: object) -> None:
     """Fork, and end processes whose other end is closed or which have ended. Returns when the run has ended."""
     running: dict[int, tuple[socket.socket, int]] = {}  # by process id: its end of the socket, and a pidfd
+    own = _children()  # which the user's modules have started: all episodes use them
     while True:
         poll = select.poll()
         for watched in (control.fileno(), parent, *(handle for _, handle in running.values())):
@@ -169,7 +173,7 @@ def _serve(control: socket.socket, parent: int, hosted: object) -> None:
         ready = {descriptor for descriptor, _ in poll.poll()}
         for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
             _end(pid, *running.pop(pid))
-            _end_orphans(running)
+            _end_orphans({*running, *own})
         seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
         if parent in ready or (control.fileno() in ready and not descriptors):
             for pid, (channel, handle) in running.items():
@@ -200,10 +204,13 @@ def _end(pid: int, channel: socket.socket, handle: int) -> None:
         channel.send(b"\n" + json.dumps({"died": f"its process {how}"}).encode() + b"\n")
 
 
-def _end_orphans(running: Collection[int]) -> None:
+def _children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def _end_orphans(kept: Collection[int]) -> None:
     """Kill what an episode has started in sessions of its own: it has become ours when the episode's process died."""
-    children = f"/proc/self/task/{os.getpid()}/children"
-    while left := [pid for pid in map(int, Path(children).read_text().split()) if pid not in running]:
+    while left := _children().difference(kept):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

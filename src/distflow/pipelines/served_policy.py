@@ -52,14 +52,16 @@ class ServedPolicy:
         stream = Stream(self._seed, "serve", 0, next(self._numbers)) if seed is None else Stream(seed, "seed", 0, 0)
 
         async def generate(
-            prompt: tuple[int, ...], most: int, stop: tuple[str, ...], num_drawn: int
+            prompt: tuple[int, ...], most: int, stop: tuple[str | int, ...], num_drawn: int
         ) -> tuple[Segment, str]:
-            own = replace(params, max_tokens=most, stop=(*params.stop, *stop))
+            texts = (text for text in stop if isinstance(text, str))
+            own = replace(params, max_tokens=most, stop=(*params.stop, *texts))
             request = GenerateRequest(prompt, (0,), own, stream, num_drawn)
             (made,) = (await generate_whole(self._engine.generate, request)).generations
             return policy_segment(made), made.finish_reason
 
-        return await Conversations(Chat(self._tokens, generate, self._limits, templated=True), None).answer(call)
+        chat = Chat(self._tokens, generate, self._limits, templated=True)
+        return await Conversations(chat, None, max_calls=1).answer(call)
 
 
 @contextmanager
