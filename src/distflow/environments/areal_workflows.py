@@ -152,9 +152,9 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
             if not abs(found - value) <= limit * max(abs(value), 1.0):
                 raise ValueError(f"arun_episode returned {found:g} in {name} for token {place}, drawn with {value:g}")
     begins = min((len(calls[owner].prompt) for owner in owners if owner >= 0), default=len(ids))
-    for place, (number, at) in places.items():
+    for place, (number, own) in places.items():
         size = len(calls[number].drawn.token_ids)
-        is_whole = places.get(place - at + size - 1) == (number, size - 1)
+        is_whole = places.get(place - own + size - 1) == (number, size - 1)
         if place >= begins and owners[place] < 0 and (is_whole or number in owners):
             raise ValueError(
                 f"arun_episode returned a loss_mask that is off for token {place} ({ids[place]}), which the engine "
