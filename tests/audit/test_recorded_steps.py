@@ -21,6 +21,7 @@ from distflow.audit.optimizer_steps import (
 )
 from distflow.audit.record_calls_and_updates import GroupRecords, UpdateRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
+from distflow.audit.rewards import audit_rewards
 from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups
 from distflow.config import load_config
@@ -83,6 +84,33 @@ def test_the_filter_of_groups_is_found_under_any_id(node_id: str) -> None:
     assert audit_groups.run(recorded(batch, filters)) is None, "without the node nothing is filtered"
     node.fn = lambda: None
     assert audit_groups.run(recorded(batch, filters, pipeline=(node,))) is None, "a user's filter has its own criterion"
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        (None, ""),
+        ((0, 1, 0.25), "token_level_scores of sample 0-0 is 0.25 at token 1 of 5, but should be 0"),
+        ((0, 2, 0.25), "token_level_scores of sample 0-0 .* at token 4"),
+        ((3, 5, 9.0), "token_level_scores of sample 1-1 .* at token 5"),
+    ],
+)
+def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
+    changed: tuple[int, int, float] | None, wrong: str
+) -> None:
+    """The second turn follows the first without a token between them."""
+    batch = sampled_batch()
+    batch["turn_index"] = torch.tensor([[0, 0, 0, 1, 1, -1], [0] + [-1] * 5, [0] * 4 + [-1] * 2, [0] * 6])
+    placed = torch.zeros(4, 6)
+    placed[0, 2], placed[0, 4], placed[3, 5] = 0.5, 0.25, -1.0
+    batch["scores"], batch["reward_errors"], batch["reward_parts"] = placed.sum(-1), [None] * 4, [{}] * 4
+    if changed is not None:
+        placed[changed[:2]] = changed[2]
+    batch["token_level_scores"] = batch["token_level_rewards"] = placed
+    keys = "actor_rollout_ref.rollout.workflow=theirs.py:theirs"
+    step = recorded(batch, keys, pipeline=(writer("scores"), writer("token_level_rewards")))
+    with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        assert audit_rewards.run(step) is None
 
 
 def test_an_engine_that_hides_its_parts_is_named_in_the_checks_of_updates() -> None:

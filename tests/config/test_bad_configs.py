@@ -480,6 +480,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.reward_scale",
         ("rewards of their own", "workflow"),
     ),
+    "normalised, for all turns": (
+        "ppo",
+        ["algorithm.adv_estimator_kwargs={over_turns: true}", "algorithm.reward_norm.std_level=batch"],
+        "algorithm.reward_norm.std_level",
+        ("rewards of their own", "workflow"),
+    ),
+    "groups dropped that teach by their turns": (
+        "dapo",
+        ["algorithm.adv_estimator=grpo_turns"],
+        "algorithm.filter_groups.enable",
+        ("rewards of its turns", "algorithm.filter_groups.enable=false"),
+    ),
     "parts of one": ("grpo", ["algorithm.adv_estimator=gdpo"], "algorithm.adv_estimator", ("only one", "grpo")),
     "a KL in no part": (
         "grpo",

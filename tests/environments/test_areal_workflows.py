@@ -92,6 +92,20 @@ def test_a_response_may_be_left_out_of_the_mask() -> None:
     assert [(segment.owner, len(segment.token_ids)) for segment in chat.segments] == [("prompt", 7), ("policy", 2)]
 
 
+def test_messages_are_the_episodes_own() -> None:
+    """Also where the rows have a column of that name."""
+    shared = [{"role": "user", "content": "ab"}]
+
+    async def run(engine: Any, data: dict[str, Any]) -> None:
+        data["messages"].append({"role": "assistant", "content": "x"})
+        data["messages"][0]["content"] = "changed"
+
+    chat = Chat(TurnTokens(tiny_tokenizer(), (), {}), Drawn(), Limits(20, 30), True)
+    row = Row(Prompt("ab", PROMPT, shared), "7", columns={"messages": shared})
+    assert asyncio.run(ArealWorkflow(Theirs(run))(chat, row)) is None
+    assert shared == [{"role": "user", "content": "ab"}]
+
+
 def put(name: str, place: int, value: float) -> Callable[[Trajectory], object]:
     def change(row: Trajectory) -> None:
         row[name][0, place] = value
@@ -109,6 +123,8 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
         (put("loss_mask", 5, 1), r"loss_mask that is on for token 5 \(8\)"),
         (put("input_ids", 3, 99), r"loss_mask that is on for token 3 \(99\)"),
         (put("input_ids", 0, 99), r"loss_mask that is on for token 3 \(10\)"),
+        (put("loss_mask", 3, 0), r"loss_mask that is off for token 3 \(10\), which the engine drew behind the first"),
+        (lambda row: row["loss_mask"][0, 7:].zero_(), r"loss_mask that is off for token 7 \(20\)"),
         (put("logprobs", 4, -1.0), "-1 in logprobs for token 4, drawn with -1.1"),
         (put("logprobs", 4, float("nan")), "nan in logprobs for token 4"),
         (put("versions", 8, 1), "1 in versions for token 8, drawn with 2"),

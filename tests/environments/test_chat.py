@@ -302,6 +302,25 @@ def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: 
     assert [len(each.messages) for each in (chat, one, two)] == [4, 4, 4]
 
 
+def test_a_fork_that_never_asks_does_not_come_last() -> None:
+    family = FAMILIES["qwen2.5"]()
+    chat = chat_of(family, Engine([[5], [6]]))
+
+    async def talk() -> list[str]:
+        first = chat.fork()
+        assert chat.conversations[-1] is chat
+        await first.ask("side")
+        chat.fork()
+        first.fork()
+        assert chat.conversations[-1] is first
+        await chat.ask("main")
+        chat.fork().fork()
+        return [each.name for each in chat.conversations]
+
+    names = asyncio.run(talk())
+    assert names[-1] == "" and sorted(names) == ["", "1", "1.1", "2", "3", "3.1"]
+
+
 def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -> None:
     """Here the user takes the template's choice: thinking is stripped from the history."""
     family = FAMILIES["qwen3"]()

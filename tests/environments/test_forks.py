@@ -35,6 +35,15 @@ async def branches(chat, row):
 
 async def idle(chat):
     pass
+
+async def back(chat, row):
+    await chat.ask(row.prompt, max_tokens=2)
+    side = chat.fork()
+    await side.ask("x", max_tokens=2)
+    side.reward(0.5)
+    last = await chat.ask("so?", max_tokens=10 if sum(chat.token_ids) % 2 else 3)
+    chat.fork()
+    return sum(last.token_ids) % 5 / 4
 """
 
 
@@ -89,6 +98,39 @@ def test_episodes_that_branch_train_and_every_audit_passes(
     assert main(["why", str(run.folder), "1"]) == 0 and "an episode of each group" in capsys.readouterr().out
     told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
     assert told == pytest.approx(4 * len(branched) / len(batch))
+
+
+def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) -> None:
+    """Whatever the names of the conversations; by default the first step is audited, and so is every validation."""
+    run = playground.run(
+        "grpo",
+        f"{WORKFLOW}={playground.folder}/branches.py:back",
+        "trainer.total_training_steps=1",
+        "trainer.save_groups=all",
+        "data.val_files=${data.train_files}",
+        "trainer.val_before_train=true",
+    )
+    audits = [event for event in read_events(run.folder) if event.kind == "audit"]
+    assert any("validation" in event.message for event in audits)
+    (audit,) = [event.fields for event in audits if "audit of step 1" in event.message]
+    assert {"turns", "responses", "rewards", "metrics"} <= {*audit["proven"]}
+    batch, lengths, reasons = saved(run), list[int](), set[str]()
+    for row in range(len(batch)):
+        root, side = conversations(batch, row)
+        drawn = [token for token, is_drawn in zip(*root, strict=True) if is_drawn]
+        prompt = int(batch.lengths("prompt")[row])
+        lengths.append(len(root[0]) - prompt)
+        assert sum(side[1]) <= 2 and lengths[-1] >= sum(side[1])
+        placed = batch["token_level_scores"][row].tolist()
+        assert placed[lengths[-1] - 1] == pytest.approx(float(batch["scores"][row]) - 0.5)
+        assert placed[int(batch.lengths("response")[row]) - 1] == 0.5 and sum(map(bool, placed)) <= 2
+        assert len(batch["responses"][row]) <= len(drawn)
+        reasons.add(batch["finish_reason"][row])
+    assert reasons == {"stop", "length"}, "an idle fork hides no truncation"
+    (metrics,) = run.metrics()
+    assert metrics["rollout/avg_response_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert metrics["rollout/max_response_length"] == max(lengths)
+    assert metrics["rollout/truncated"] == pytest.approx(float(batch["truncated"].double().mean()))
 
 
 def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:

@@ -103,7 +103,7 @@ from transformers import AutoTokenizer
 from tests.environments.areal_user import GenerationHyperparameters, MultiTurnWorkflow, reward
 
 tokenizer = AutoTokenizer.from_pretrained({model!r})
-gconfig = GenerationHyperparameters(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
+gconfig = GenerationHyperparameters(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id, 9])
 workflow = MultiTurnWorkflow(reward, gconfig, tokenizer, max_turns=3, turn_discount=0.5, feedback=[5, 6])
 """
 
@@ -118,9 +118,14 @@ def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(playgrou
         "trainer.save_groups=all",
         "trust.audit_freq=1",
         "async.max_staleness=2",
+        "data.val_files=${data.train_files}",
+        "data.allow_overlap=true",
+        "trainer.val_before_train=true",
     )
     assert not run.notes("warning")
     audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    (validation,) = [audit for audit in audits if "validation" in audit["proven"]]
+    audits.remove(validation)
     assert len(audits) == 4 and all("turns" in audit["proven"] for audit in audits)
     batch, seen = saved(run), set[float]()
     for mask, ids, score in zip(batch["response_mask"], batch["response_ids"], batch["scores"].tolist(), strict=True):

@@ -1,7 +1,8 @@
 """Episodes of a group by themselves, against an engine that fails: whatever happens, the group ends, and says why."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from distflow.config import load_config
 from distflow.environments.chat import Chat
 from distflow.environments.workflows import Row, Workflow
 from distflow.pipelines.nodes.episodes import run_episodes
+from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.group_columns import Group
@@ -39,10 +41,11 @@ class Engine:
         return GenerateResult(tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples))
 
 
-async def run_group(run: Run, engine: Engine, staleness: int) -> Group:
+async def run_group(run: Run, engine: Engine, staleness: int, extra_info: Mapping[str, object] | None = None) -> Group:
     """A group of two, as the rollout loop runs it. Raises NodeError."""
     keys = [f"async.max_staleness={staleness}"]
     group = waiting_group(prompt_group())
+    group.row = replace(group.row, extra_info=extra_info)
     node = partial(run_episodes, workflow=Workflow("own", run, scores=False), timeout_s=60.0)
     resources = {"rollout": engine, "tokenizer": tiny_tokenizer()}
     (step,) = compile_steps([bound(node)], resources)
@@ -238,3 +241,93 @@ def test_an_episode_that_has_ended_asks_no_more() -> None:
     assert [prompt for prompt, _ in engine.asked] == [(7,)]
     assert [task.cancelled() for task in late] == [True, False, True, False]
     assert all("has ended" in str(task.exception()) for task in late[1::2])
+
+
+@STALENESS
+def test_what_nobody_waits_for_is_aborted_before_the_next_round(staleness: int) -> None:
+    """A reply that a workflow stops waiting for, and one of a fork that an episode leaves behind."""
+
+    class Slow(Engine):
+        """Takes some time to abort."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.open, self.num_aborted, self.beside, self.began = 0, 0, list[int](), asyncio.Event()
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            self.beside.append(self.open)
+            never = request.prompt_ids[-1] == NEVER
+            self.open += never
+            if never:
+                self.began.set()
+            try:
+                return await super().generate(request)
+            except asyncio.CancelledError:
+                self.num_aborted += 1
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                self.open -= never
+                raise
+
+    async def group(leaves: bool) -> Slow:
+        engine, numbers = Slow(), iter(range(2))
+
+        async def run(chat: Chat, row: Row) -> float:
+            is_other = next(numbers)
+            await chat.ask((7,))
+            if not is_other:
+                fork = chat.fork()
+                asking = asyncio.ensure_future(fork.ask((NEVER,)))
+                await engine.began.wait()
+                if leaves:
+                    return 1.0
+                asking.cancel()
+                await asyncio.wait((asking,))
+            else:
+                await chat.fork().ask((6,))
+            await chat.ask((5,))
+            return 1.0
+
+        await asyncio.wait_for(run_group(run, engine, staleness), 60)
+        return engine
+
+    for leaves in (False, True):
+        engine = asyncio.run(group(leaves))
+        assert engine.num_aborted == 1 and engine.asked[-1][0][-1] == 5
+        assert staleness or engine.beside[-1] == engine.open == 0, "the last round begins when the engine has stopped"
+
+
+def test_the_rest_of_the_score_is_the_last_reply_s_in_time() -> None:
+    """Of the first conversation, which the sample holds before its fork; the fork has what it earned."""
+
+    async def run(chat: Chat, row: Row) -> float:
+        await chat.ask((7,))
+        side = chat.fork()
+        await side.ask((6,))
+        side.reward(0.25)
+        await chat.ask((4,))
+        chat.fork()
+        return 1.0
+
+    group = asyncio.run(run_group(run, Engine(), 0))
+    context = NodeContext(load_config("grpo", complete=False).config, 0, tiny_tokenizer(), group=group)
+    written = asyncio.run(reward_episodes(group.samples, context, min_valid=2))
+    assert isinstance(written, dict)
+    response = [5, 4, 5, 7, 5, 6, 5]
+    assert group.batch()["response_ids"][0].tolist() == response
+    assert written["token_level_scores"].tolist() == [0, 0, 0.75, 0, 0, 0, 0.25] * 2
+    assert written["turn_index"].tolist() == [0, -1, 1, -1, -1, -1, 2] * 2
+
+
+def test_what_an_episode_changes_in_its_row_no_other_sees() -> None:
+    seen = list[list[int]]()
+
+    async def run(chat: Chat, row: Row) -> float:
+        row.columns["tokens"].append(8)
+        seen.append(list(row.extra_info["tokens"]))
+        await chat.ask((7,))
+        return 1.0
+
+    shared = [1, 2]
+    asyncio.run(run_group(run, Engine(), 0, {"tokens": shared}))
+    assert seen == [[1, 2, 8]] * 2 and shared == [1, 2]

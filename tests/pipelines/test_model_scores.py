@@ -57,6 +57,16 @@ def test_rewards_of_turns_stay_where_they_are() -> None:
         torch.testing.assert_close(added[row], wanted)
 
 
+def test_a_score_in_place_of_all_others_leaves_no_reward_of_a_turn() -> None:
+    mask = sampled_batch()["response_mask"]
+    earned = torch.zeros_like(mask)
+    earned[:, 0] = 0.25
+    found = add(0.5, "silent", 1.0, "silent", keys=("reward.on_error={score: -3}",), of_turns=earned)
+    sums = found["token_level_scores"].sum(-1).tolist()
+    assert sums[1] == sums[3] == -3.0 and found["token_level_scores"][3, 0] == 0.0
+    assert found["token_level_scores"][0, 0] == 0.25
+
+
 def test_a_group_with_too_few_scores_has_none() -> None:
     found = add(0.5, "silent", 1.0, 0.0)
     assert found["valid"].tolist() == [False, False, True, True]

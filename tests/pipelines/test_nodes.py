@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms.registry import find_adv_est
 from distflow.config import Config, load_config
 from distflow.config.keys.reward import OnError
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
-from distflow.data.sample import Sample
+from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
@@ -153,6 +154,27 @@ def test_rejected_and_failed_episodes_together_leave_too_few() -> None:
         (episodes(None, wrong, wrong, one, min_valid=0), [False, False, False, True]),
     ):
         assert isinstance(kept, dict) and kept["valid"] == valid
+
+
+@pytest.mark.parametrize("score", [100.0, 0.1, -7.3])
+def test_equal_scores_stay_equal_however_turns_split_them(score: float) -> None:
+    """GRPO's advantage of a group with equal scores is exactly 0, also where rewards cancel each other."""
+    splits: list[tuple[float, ...]] = [(33.3,), (10.1, 20.2), (), (66.7, -99.9, 0.3)]
+    made = []
+    for number, earned in enumerate(splits):
+        turns = [Segment("policy", (5,), (0.0,), (0.0,), (0,), reward) for reward in (*earned, 0.0)]
+        outcome = RewardOutcome(Score(score))
+        made.append(Sample(f"0-{number}", 0, [Segment("prompt", (1,)), *turns], episode=number, outcome=outcome))
+    written = asyncio.run(reward_episodes(made, context(answered()), min_valid=2))
+    assert isinstance(written, dict)
+    batch = Batch.from_samples(made)
+    batch["token_level_scores"] = written["token_level_scores"]
+    rewards, mask = batch["token_level_scores"], batch["response_mask"]
+    advantages, _ = find_adv_est("grpo").fn(rewards, mask, batch["group_index"])
+    assert advantages.shape == (4, 4) and not advantages.any()
+    for row, earned in zip(rewards.tolist(), splits, strict=True):
+        wanted = [*earned, score - sum(earned)]
+        assert row[: len(wanted)] == pytest.approx(wanted, abs=1e-4) and not any(row[len(wanted) :])
 
 
 def rewarded_as(

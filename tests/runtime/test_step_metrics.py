@@ -48,6 +48,16 @@ def test_parts_are_means_over_the_samples_that_have_them() -> None:
     assert part_means([{"math": 1.0, "format": 0.5}, {"math": 0.0}]) == {"format": 0.5, "math": 0.5}
 
 
+def test_an_episode_with_branches_is_as_long_as_its_longest_conversation() -> None:
+    """From its first drawn token on: before that a fork has the tokens of another conversation."""
+    batch = group(lengths=(9, 4))
+    batch["forks"] = [[["1", 2], ["2", 5]], []]
+    batch["response_mask"] = torch.tensor([[1.0, 1, 0, 0, 1, 0, 1, 0, 1], [1.0] * 4 + [0] * 5])
+    metrics = batch_metrics(Figures.of(batch))
+    assert metrics["rollout/avg_response_length"] == 3.5 and metrics["rollout/max_response_length"] == 4
+    assert batch.lengths("response").tolist() == [9, 4]
+
+
 def test_a_batch() -> None:
     batch = group(lengths=(2, 4), valid=(True, False))
     batch["token_level_scores"] = torch.tensor([[0.0, 1.0, 0, 0], [0, 0, 0, 9.0]])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distflow.audit.recorded_step import RecordedStep, Wrong, check, doubles
+from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
 from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
 
@@ -87,7 +87,8 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     is_truncated = torch.tensor(
         [reason in ("length", "context") for reason in batch["finish_reason"]], dtype=torch.bool
     )
-    columns = (lengths, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
+    longest = torch.tensor([*map(_longest, recorded.samples)])
+    columns = (longest, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
     own = torch.stack([column.double() for column in columns])
     parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict
     every = recorded.run.ranks.gather((own, batch["domain"], parts))
@@ -111,6 +112,16 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     yield from ((name, math.fsum(values) / len(values)) for name, values in found.items())
     of_domain = Counter(domain for domain, _ in {*zip(domains, numbers[5].tolist(), strict=True)})
     yield from ((f"domains/{name}/groups", count) for name, count in of_domain.items())
+
+
+def _longest(sample: Sample) -> int:
+    """Response tokens of its longest conversation; with branches, from the first one that was drawn there on."""
+    talks, drawn = conversations_of(sample), (sample["versions"] >= 0).nonzero()[:, 0].tolist()
+    if len(talks) == 1:
+        return len(sample["response_ids"])
+    ends = [talk.first + len(talk.ids) for talk in talks]
+    firsts = [[place for place in drawn if talk.first <= place < end] for talk, end in zip(talks, ends, strict=True)]
+    return max(end - min(first, default=end) for first, end in zip(firsts, ends, strict=True))
 
 
 def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float]]:

@@ -17,7 +17,7 @@ from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
 from distflow.audit.samples import ROUNDING, filtered_values, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
-from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
 from distflow.rewards.score import RewardResult, Score
@@ -236,7 +236,7 @@ def _shown(results: Sequence[RewardResult]) -> str:
 @check(
     "rewards",
     "a sample's score is the weighted sum of its own scores and the overlong penalty, or what a workflow returned, on "
-    "its last token; its rewards are the score minus the KL penalty",
+    "its last token, or split over the last tokens of its turns; its rewards are the score minus the KL penalty",
     needs="scores of the built-in reward nodes",
     limit=f"{LIMIT:g} relative",
 )
@@ -248,10 +248,10 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
         if not bool(sample["valid"]):
             continue
         total = _total(recorded, sample)
-        expected = torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
+        expected = _of_turns(sample)
         policy = (sample["response_mask"] > 0).nonzero()
         if len(policy):
-            expected[int(policy[-1])] = total
+            expected[int(policy[-1])] += total - expected.sum()
         reason = f", by its scores {dict(sample['reward_parts'])}"
         check_close(sample, "token_level_scores", expected, LIMIT, reason)
         _same_baseline(recorded, sample)
@@ -259,6 +259,16 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
         return "a user's node writes the rewards"
     why_not = [_check_processed(recorded, *each) for each in recorded.by_algorithm() if each[2]]
     return next(filter(None, why_not), None)
+
+
+def _of_turns(sample: Sample) -> Tensor:
+    """The rewards of an episode's turns, which only its workflow knows: nothing but the last token of a turn has one.
+    0 on all tokens of other samples."""
+    if "turn_index" not in sample:
+        return torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
+    turn = sample["turn_index"]
+    after = torch.cat([turn[1:], turn.new_full((1,), -1)])[: len(turn)]
+    return torch.where((turn >= 0) & (turn != after), doubles(sample["token_level_scores"]), 0.0)
 
 
 def _check_processed(
@@ -272,12 +282,15 @@ def _check_processed(
     if "running" in levels and moments is None:
         return "rewards before this process, or on other ranks, were not recorded"
     samples = in_baselines(recorded, algorithm, samples)
+    makes_one = is_on(algorithm.reward_norm) or algorithm.reward_clip is not None
+    makes_one |= (algorithm.reward_shift, algorithm.reward_scale) != (0, 1)
     counts = [[bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
     rows = []
     for sample, counted, reward in zip(samples, counts, finished_rewards(samples, algorithm, moments), strict=True):
         last = max((token for token, counts_too in enumerate(counted) if counts_too), default=-1)
-        penalty = _kl_penalty(recorded, sample).tolist()
-        rows.append([reward * (token == last) - penalty[token] for token in range(len(counted))])
+        own = [reward * (token == last) for token in range(len(counted))]
+        own = own if makes_one or "turn_index" not in sample else sample["token_level_scores"].tolist()
+        rows.append([each - less for each, less in zip(own, _kl_penalty(recorded, sample).tolist(), strict=True)])
     if algorithm.whiten_rewards:
         rows = whitened(rows, counts)
     for sample, row in zip(samples, rows, strict=True):

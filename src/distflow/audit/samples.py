@@ -64,7 +64,7 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 @check(
     "responses",
     "prompt, tokens, versions and text of a sample equal those of the row and the engine; it is finished only if it "
-    "ends with a stop; of an episode the text is the last turn's",
+    "ends with a stop; of an episode the text is the last turn's, with branches the last one's of some branch",
     needs="the built-in generation, or a workflow; for the engine's response, and with domains: samples that this "
     "process generated",
     limit="equal",
@@ -107,15 +107,18 @@ def audit_responses(recorded: RecordedStep) -> str | None:
 
 
 def _check_episodes(recorded: RecordedStep, most: int) -> str | None:
-    """An episode of a workflow is of its row, and its response is the text of the last turn that the engine drew."""
+    """An episode of a workflow is of its row, and its response is the text of the last turn that the engine drew; with
+    branches, of the last turn of one of them."""
     if recorded.config.actor_rollout_ref.rollout.workflow is None:
         return "a user's node generates the responses"
-    asked = [(sample, turns[-1]) for sample in recorded.some_samples(most) if (turns := recorded.turns(sample))]
-    for sample, last in asked:
+    asked = [(sample, turns) for sample in recorded.some_samples(most) if (turns := recorded.turns(sample))]
+    for sample, turns in asked:
         row = recorded.run.spec.rows[_place_of(recorded, recorded.records[int(sample["group_index"])].prompt_group)]
-        ids = sample["response_ids"].tolist()[last.start : last.end]
-        text = recorded.run.resources.tokenizer.decode(ids, skip_special_tokens=True)
-        _same(sample, "responses", sample["responses"], text, "the tokens of its last turn")
+        ids, tokenizer = sample["response_ids"].tolist(), recorded.run.resources.tokenizer
+        last = {turn.conversation.name: ids[turn.start : turn.end] for turn in turns}.values()
+        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in last]
+        if sample["responses"] not in texts:
+            _same(sample, "responses", sample["responses"], texts[-1], "the tokens of its last turn")
         _same(sample, "prompts", sample["prompts"], row.prompt_text, "the row of its group")
     return None if asked else "no sample's requests are known: other processes generated them"
 

@@ -36,6 +36,7 @@ class Sample:
     uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
     belongs to. agent: the one with these turns. forks: where the episode's conversation branched, the name of each
     further conversation and the position of its first token in the response: they follow the first one, end to end.
+    last_turn: which of the policy's segments was the last in time, for these may be in several conversations.
     conversation: what was said, for people. valid: False once it has a reward error. outcome: how a workflow scored its
     episode, if there is one. rejected: that workflow wants it dropped.
     """
@@ -46,6 +47,7 @@ class Sample:
     episode: int = field(default=0, kw_only=True)
     agent: str = field(default="policy", kw_only=True)
     forks: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    last_turn: int = field(default=-1, kw_only=True)
     conversation: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
     prompt: str = ""
     response: str = ""

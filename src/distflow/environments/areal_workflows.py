@@ -104,7 +104,7 @@ class ArealWorkflow:
         engine, prompt = Engine(chat), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # rewards get a text so
-        returned = await self._theirs.arun_episode(engine, {"messages": messages, **columns})
+        returned = await self._theirs.arun_episode(engine, {**columns, "messages": messages})
         if returned is None:
             return None
         if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
@@ -152,6 +152,14 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
             if not abs(found - value) <= limit * max(abs(value), 1.0):
                 raise ValueError(f"arun_episode returned {found:g} in {name} for token {place}, drawn with {value:g}")
     begins = min((len(calls[owner].prompt) for owner in owners if owner >= 0), default=len(ids))
+    for place, (number, own) in places.items():
+        size = len(calls[number].drawn.token_ids)
+        is_whole = places.get(place - own + size - 1) == (number, size - 1)
+        if place >= begins and owners[place] < 0 and (is_whole or number in owners):
+            raise ValueError(
+                f"arun_episode returned a loss_mask that is off for token {place} ({ids[place]}), which the engine "
+                "drew behind the first token that is trained: end the trajectory before it, or train it"
+            )
     if len(ids) - begins > chat.limits.response or len(ids) > chat.limits.context:
         raise ValueError(f"arun_episode returned {len(ids)} tokens, {begins} of them a prompt: more than the limits")
     chat.segments = [Segment("prompt", tuple(ids[:begins]))]

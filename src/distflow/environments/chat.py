@@ -98,7 +98,7 @@ class Chat:
     _num_forks: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.conversations.append(self)
+        self.conversations.insert(-1, self)  # in front of the one that had the last reply
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Figures:
         is_scored, versions = "token_level_scores" in batch, batch.flat("versions")
         return Figures(
             batch.lengths("prompt"),
-            batch.lengths("response"),
+            _longest_responses(batch),
             batch["truncated"],
             batch["group_index"],
             batch["domain"],
@@ -62,6 +62,18 @@ class Figures:
         """Of all ranks, in their order."""
         values = ([getattr(rank, each.name) for rank in ranks] for each in fields(Figures))
         return Figures(*map(_joined_values, values))
+
+
+def _longest_responses(batch: Batch) -> Tensor:
+    """Tokens of each response; with branches, of the longest conversation, from its first drawn token on."""
+    lengths = batch.lengths("response").clone()
+    masks = batch.flat("response_mask").split(lengths.tolist())
+    branches = batch["forks"] if "forks" in batch else ()  # noqa: SIM401  no dict
+    for row, forks in enumerate(branches):
+        if forks:
+            parts = masks[row].tensor_split([start for _, start in forks])
+            lengths[row] = max(len(part) - int((part > 0).int().argmax()) for part in parts if part.any())
+    return lengths
 
 
 def _joined_values(values: list[Any]) -> Any:

@@ -4,9 +4,17 @@ advantages are scaled: one normalisation at a time, and each with an effect."""
 from collections.abc import Iterator
 
 from distflow.builtin_names import FILTER_METRICS, POLICY_LOSSES
-from distflow.config.derived_settings import filters_groups, find_estimator, find_pipeline, is_rl, reward_functions
+from distflow.config.derived_settings import (
+    algorithms,
+    filters_groups,
+    find_estimator,
+    find_pipeline,
+    is_rl,
+    reward_functions,
+    unfiltered_domains,
+)
 from distflow.config.flatten_and_compare import changed_from_default, flatten
-from distflow.config.keys.algorithm import is_on, spread
+from distflow.config.keys.algorithm import AlgorithmConfig, is_on, spread
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 
@@ -113,7 +121,7 @@ def rejection(config: Config) -> Iterator[Finding]:
 
 
 def dynamic_sampling(config: Config) -> Iterator[Finding]:
-    """A filter compares several samples of a group, by an existing score."""
+    """A filter compares several samples of a group, by an existing score; not where those teach by their turns."""
     filters = config.algorithm.filter_groups
     if not filters_groups(config) or not is_rl(config):
         return
@@ -123,6 +131,12 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
             "a group has only one sample, so every group would be dropped",
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
+    for domain, algorithm in algorithms(config) if filters.should_accept is None else ():
+        if _is_over_turns(algorithm) and domain not in unfiltered_domains(config):
+            key = f"data.domains.{domain}.filter_groups" if domain else "algorithm.filter_groups.enable"
+            what = "a group with equal scores may teach by the rewards of its turns, and would be dropped"
+            estimator = f"algorithm.domains.{domain}.adv_estimator" if domain else _ESTIMATOR
+            yield Finding((key, estimator), what, f"set {key}=false, or algorithm.filter_groups.should_accept")
     if filters.metric == "acc" and filters.mean_range and (filters.mean_range[0] >= 1 or filters.mean_range[1] <= 0):
         what = "no share of correct responses other than 0 or 1 is between them"
         yield Finding(("algorithm.filter_groups.mean_range", "algorithm.filter_groups.metric"), what, "set [0.1, 0.9]")
@@ -224,11 +238,18 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
         )
 
 
+def _is_over_turns(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.adv_estimator == "grpo_turns" or bool(algorithm.adv_estimator_kwargs.get("over_turns"))
+
+
 def rewards_of_turns(config: Config) -> Iterator[Finding]:
     """Where advantages are those of turns, no key makes one reward of an episode's."""
     algorithm = config.algorithm
-    if algorithm.adv_estimator == "grpo_turns" or algorithm.adv_estimator_kwargs.get("over_turns"):
-        for key in changed_from_default(flatten(config), _OF_SUMS[:3]):
+    if _is_over_turns(algorithm):
+        keys = [*changed_from_default(flatten(config), _OF_SUMS[:3])]
+        if is_on(algorithm.reward_norm):
+            keys.append(f"{_REWARD_NORM}.{'mean' if algorithm.reward_norm.mean_level else 'std'}_level")
+        for key in keys:
             what = "turns have rewards of their own, and this makes one reward of each episode's"
             yield Finding((key, _ESTIMATOR), what, "remove it, and change the rewards in the workflow")
 

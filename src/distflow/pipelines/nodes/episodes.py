@@ -5,6 +5,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -156,6 +157,7 @@ class _Requests:
                 made = await future
             finally:
                 waiting.pop(index, None)  # of a workflow that waits no longer
+                self._withdraw()
                 self._look()
         return policy_segment(made), made.finish_reason
 
@@ -173,10 +175,17 @@ class _Requests:
     def ended(self, index: int) -> None:
         """An episode asks no more; what it still asks is withdrawn."""
         self._running.discard(index)
-        for waiting in self._asked.values():
+        for waiting in (*self._asked.values(), *self._sent.values()):
             if index in waiting:
                 waiting.pop(index).cancel()
+        self._withdraw()
         self._look()
+
+    def _withdraw(self) -> None:
+        """Abort what was sent and nobody waits for."""
+        for task, waiting in self._sent.items():
+            if not waiting and not task.cancelling():  # a second time would cut its end short
+                task.cancel()
 
     def close(self) -> None:
         """Withdraw what was sent, and send nothing more."""
@@ -197,8 +206,11 @@ class _Requests:
         asked = {index for waiting in self._asked.values() for index in waiting}
         if not asked >= self._running or not asked:
             return False
+        if not self._in_rounds:
+            return True
         sent = {index for waiting in self._sent.values() for index in waiting}
-        return not self._in_rounds or not any(index in sent or self._scoring[index] for index in self._running)
+        is_aborting = not all(self._sent.values())  # the engine may still decode
+        return not is_aborting and not any(index in sent or self._scoring[index] for index in self._running)
 
     async def _settle(self) -> None:
         """Send once no further conversation is about to ask."""
@@ -220,7 +232,11 @@ class _Requests:
             request = GenerateRequest(prompt, tuple(sorted(waiting)), params, stream, num_drawn)
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
-            task.add_done_callback(self._sent.pop)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        del self._sent[task]
+        self._look()
 
     async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
         try:
@@ -288,7 +304,7 @@ class _Episodes:
 
     async def _episode(self, index: int) -> Sample:
         group, row = self.group, self.group.row
-        extra: dict[str, Any] = dict(row.extra_info or {})
+        extra, truth = deepcopy((dict[str, Any](row.extra_info or {}), row.ground_truth))  # episodes may change them
         messages = extra.pop(PROMPT_CHAT, None)
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
@@ -299,8 +315,8 @@ class _Episodes:
         self.requests.connect(index, chat)
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         data = self.ctx.config.data
-        columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: row.ground_truth, **extra}
-        told = Row(prompt, row.ground_truth, row.domain, extra, columns)
+        columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: truth, **extra}
+        told = Row(prompt, truth, row.domain, extra, columns)
         try:
             outcome = await self._outcome(chat, told, index)
         finally:
@@ -315,7 +331,8 @@ class _Episodes:
         try:
             returned = await self.ctx.call_user(work, self.timeout_s, index)
             if (record := on_return.get()) is not None:
-                record((chat.token_ids, returned))
+                segments = self._sample(index, chat, None).segments
+                record((tuple(token for segment in segments for token in segment.token_ids), returned))
             outcome = read_outcome(returned)
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
@@ -348,7 +365,7 @@ class _Episodes:
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
         """All conversations of the episode that drew a token, end to end, the first one at the beginning."""
         last = chat.conversations[-1]
-        drawn = [s for each in chat.conversations for s in each.segments if s.owner == "policy"]
+        drawn = [s for each in chat.conversations for s in each.segments if s.owner == "policy" and s.token_ids]
         text = self.tokens.decode(drawn[-1].token_ids) if drawn else last.last.text if last.last is not None else ""
         sample = self.group.sample(index, None, text, last.finish_reason)
         segments, forks = [*(chat.segments or sample.segments)], list[tuple[str, int]]()
@@ -358,8 +375,10 @@ class _Episodes:
             segments += fork.segments
             said += self._said(fork)
         has_score = outcome is not None and isinstance(outcome.reward_result, Score)
+        turns = [segment for segment in segments if segment.owner == "policy" and segment.token_ids]
         return replace(
             sample,
+            last_turn=next((i for i, segment in enumerate(turns) if segment is drawn[-1]), -1),
             segments=segments,
             forks=tuple(forks),
             conversation=tuple(said),

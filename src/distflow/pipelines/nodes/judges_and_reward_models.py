@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
@@ -73,7 +74,9 @@ def add_model_scores(config: Config) -> Callable[..., object]:
             found |= _with_errors(batch, scores, failed, config) | {"reward_extra": extra}
         placed = on_last_token(scores, batch["response_mask"])
         if "turn_index" in batch:  # the rewards of turns stay theirs
-            placed = batch["token_level_scores"] + on_last_token(scores - batch["scores"], batch["response_mask"])
+            added = on_last_token(scores - batch["scores"], batch["response_mask"])
+            alone = torch.tensor([row in failed for row in range(len(batch))])  # has the score of `on_error`, or none
+            placed = torch.where(alone[:, None], placed, batch["token_level_scores"] + added)
         found |= dict.fromkeys(SCORE_FIELDS, placed)
         counts = {
             f"reward/{'errors' if model.judge else 'cut'}/{name}": float(sum(map(_has_fault, said[name])))

@@ -157,20 +157,36 @@ async def reward_episodes(
     columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, needed, on_error)
     if not isinstance(columns, Drop):
         columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
-        turns = [_by_turn(s, cast(float, score)) for s, score in zip(samples, columns["scores"], strict=True)]
+        scores = cast(list[float], columns["scores"])
+        step = _step(samples, scores)
+        turns = [_by_turn(sample, score, step) for sample, score in zip(samples, scores, strict=True)]
         tokens = [token for sample in turns for token in sample]
         placed, index = torch.tensor([reward for reward, _ in tokens]), torch.tensor([turn for _, turn in tokens])
         return {**columns, "token_level_scores": placed.float(), "turn_index": index.long()}
     return columns
 
 
-def _by_turn(sample: Sample, score: float) -> list[tuple[float, int]]:
-    """Of each response token: the reward on it, and the number of its turn, -1 if it has none. What a turn has earned
-    is on its last token, and what is left of the score on that of the last turn."""
+def _earned(sample: Sample) -> list[float]:
+    """What each turn has earned, in the order of the sample; 0 if the episode has no score."""
     drawn = [segment for segment in sample.response_segments if segment.owner == "policy" and segment.token_ids]
     has_score = isinstance(sample.outcome, RewardOutcome) and isinstance(sample.outcome.reward_result, Score)
-    earned = [segment.reward * has_score for segment in drawn]
-    earned[-1:] = [score - math.fsum(earned[:-1])] if drawn else []
+    return [segment.reward * has_score for segment in drawn]
+
+
+def _step(samples: Sequence[Sample], scores: Sequence[float]) -> float:
+    """Of which the rewards of a group's turns are multiples, so that float32 has them and their sums exactly: equal
+    scores stay equal. 0 if no turn has earned anything."""
+    sizes = [math.fsum(map(abs, _earned(sample))) for sample in samples]
+    largest = max(size + abs(score) for size, score in zip(sizes, scores, strict=True))
+    return math.ldexp(1.0, math.frexp(largest)[1] - 23) if any(sizes) else 0.0
+
+
+def _by_turn(sample: Sample, score: float, step: float) -> list[tuple[float, int]]:
+    """Of each response token: the reward on it, and the number of its turn, -1 if it has none. What a turn has earned
+    is on its last token, and what is left of the score on that of the last turn in time. step: see `_step`."""
+    score, *earned = (round(value / step) * step if step else value for value in (score, *_earned(sample)))
+    if earned:
+        earned[sample.last_turn] += score - math.fsum(earned)
     tokens, turn = list[tuple[float, int]](), 0
     for segment in sample.response_segments:
         length = len(segment.token_ids)
