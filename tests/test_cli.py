@@ -44,6 +44,23 @@ def test_an_unknown_command_is_answered_with_those_there_are(capsys: pytest.Capt
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("trian", "grpo"), "train"),
+        (("list", "preset"), "presets"),
+        (("reward", "chek", "r.py", "--data", "d"), "check"),
+        (("sandbox", "serv"), "serve"),
+        (("zzzzzz",), ""),
+    ],
+)
+def test_a_wrong_choice_is_answered_with_the_nearest(
+    arguments: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = run(capsys, *arguments)[2]
+    assert err.endswith(f"; did you mean '{meant}'?\n" if meant else ")\n")
+
+
 def test_config_prints_what_loads_as_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, first, _ = run(capsys, "config", "grpo", *NEEDED, "data.train_batch_size=600", "++trainer.seed=3")
     assert status == 0 and "train_batch_size: 600" in first and "seed: 3" in first

@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from distflow import __version__
 from distflow.observe.harmless_output import harmless_output, quiet_libraries
@@ -105,6 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status(number)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest choice in place of a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        from distflow.errors import nearest
+
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
+            near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
+            message += f"; did you mean '{near}'?" if near else ""
+        super().error(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; parsed arguments have the function of the command as `run`."""
     text = argparse.RawDescriptionHelpFormatter
@@ -112,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
         f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names) for title, names in GROUPS.items()
     )
     about = "RL post-training of language models as a dataflow\n\n" + "\n".join(groups)
-    parser = argparse.ArgumentParser(prog="distflow", description=about, formatter_class=text)
+    parser = _Parser(prog="distflow", description=about, formatter_class=text)
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, entry in COMMANDS.items():

@@ -22,6 +22,8 @@ from distflow.errors import UserError, hint, nearest, users_place
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 PICKLED = ".pkl"
+_FILE_MODULE = "distflow_file_"
+"""Begins the module's name of a file that was loaded; its path follows."""
 
 
 class LoadError(UserError):
@@ -117,7 +119,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise LoadError(f"there is no file '{path}'")
     file = str(path.resolve())
-    name = f"distflow_file_{file}"
+    name = f"{_FILE_MODULE}{file}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -153,6 +155,15 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
             "make it a static method, or pass the method of an instance"
         )
     return getattr(owner(), name)
+
+
+def shown_name(fn: Callable[..., object]) -> str:
+    """Where a user finds the function: module.name, or file.py:name."""
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if not (module and name):
+        return repr(fn)
+    is_file = module.startswith(_FILE_MODULE)
+    return f"{Path(module.removeprefix(_FILE_MODULE)).name}:{name}" if is_file else f"{module}.{name}"
 
 
 def innermost(fn: Callable[..., object]) -> Callable[..., object]:

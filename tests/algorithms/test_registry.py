@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,16 @@ def test_a_loss_of_ones_own_may_choose_tokens_and_check_its_options() -> None:
             PolicyObjective("test_first", {"num_frist": 2})
     finally:
         del POLICY_LOSSES["test_first"]
+
+
+def test_an_estimator_in_a_file_is_shown_as_the_file_and_its_function(tmp_path: Path) -> None:
+    file = tmp_path / "my_adv.py"
+    file.write_text("def batch_mean(token_level_rewards, response_mask, *, scale=2):\n    ...\n")
+    name = f"{file}:batch_mean"
+    try:
+        assert describe_estimator(name) == "my_adv.py:batch_mean(scale=2)"
+    finally:
+        ADV_ESTIMATORS.pop(name, None)
+    file.with_name("my_loss.py").write_text("def wrong(a, /):\n    ...\n")
+    with pytest.raises(ValueError, match=r"\(my_loss\.py:wrong\) cannot be called"):
+        find_policy_loss(f"{tmp_path}/my_loss.py:wrong")

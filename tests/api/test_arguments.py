@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from distflow.api.arguments import to_lines
+from distflow.api.arguments import PythonInputs, to_lines
+from distflow.api.train import read
 from distflow.config import flatten, load_config
 
 OPEN = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_files": "builtin:arithmetic-rl"}
@@ -52,6 +54,27 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
     dotted = {"trainer.seed": 3, "actor_rollout_ref.actor.optim.lr": 0.1, "trainer.logger": ["jsonl"]}
     nested = {"trainer": {"seed": 3, "logger": ["jsonl"]}, "actor_rollout_ref": {"actor.optim": {"lr": 0.1}}}
     assert sorted(to_lines(dotted)) == sorted(to_lines(nested))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"trainer.seed": 5},
+        {"dag.pipeline": "dapo"},
+        {"algorithm.adv_estimator": "gae"},
+        {"algorithm.workflow_type": "DAPO"},
+        {"algorithm.adv_estimator": "gae", "dag.pipeline": None},
+    ],
+)
+def test_a_dict_without_defaults_is_the_config_of_the_same_file(keys: dict[str, object], tmp_path: Path) -> None:
+    nested: dict[str, dict[str, object]] = {"data": {"train_files": OPEN["data.train_files"]}}
+    nested["actor_rollout_ref"] = {"model": {"path": OPEN["actor_rollout_ref.model.path"], "init": "random"}}
+    for key, value in keys.items():
+        group, name = key.split(".")
+        nested.setdefault(group, {})[name] = value
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(nested))
+    of_dict, of_file = (read(given, (), PythonInputs(), None).config for given in (nested, tmp_path / "run.yaml"))
+    assert of_dict == of_file
 
 
 def test_a_mapping_of_the_users_own_names_is_one_value() -> None:

@@ -39,8 +39,15 @@ def rubric_of_group(completions, answers):
 
 def wants_more(completions, no_such_column, **kwargs):
     return [0.0]
+
+def too_few(completions, **kwargs):
+    return [0.0]
+
+async def one_number(completions, **kwargs):
+    return 0.5
 """
-NAMES = ("columns", "chat", "some", "rubric", "rubric_of_text", "rubric_of_group", "wants_more")
+NAMES = ("columns", "chat", "some", "rubric", "rubric_of_text", "rubric_of_group", "wants_more", "too_few",
+         "one_number")  # fmt: skip
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "abc"}]
 
 
@@ -93,6 +100,14 @@ def test_errors_say_what_is_offered(pool: RewardPool) -> None:
     (missing,), (form,) = ask(pool, "wants_more", "a"), ask(pool, "chat", "a")
     assert isinstance(missing, Error) and "'no_such_column'" in missing.reason and "level" in missing.reason
     assert isinstance(form, Error) and "with data.prompt_format=chat both are messages) (at foreign.py:" in form.reason
+
+
+@pytest.mark.parametrize(("name", "what"), [("too_few", "1 score"), ("one_number", "0.5")])
+def test_a_wrong_number_of_scores_names_the_function(pool: RewardPool, name: str, what: str) -> None:
+    line = next(i for i, text in enumerate(SOURCE.split("\n"), 1) if f"def {name}" in text)
+    first, second = ask(pool, name, "a", "b")
+    assert first == second and isinstance(first, Error)
+    assert f"it returned {what} for 2 responses" in first.reason and f"(at foreign.py:{line})" in first.reason
 
 
 def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:

@@ -206,6 +206,8 @@ def test_of_losses_the_lowest_is_the_best(ground: Playground) -> None:
     run = ground.run("sft", *SFT, *keys, *data)
     losses = {r.step: r.values["sft/val_loss"] for r in read_metrics(run.folder) if r.kind == "val"}
     assert read_manifest(run.folder / "checkpoints" / "step-000003").metric == -losses[3]
+    timed = {name for name in run.metrics()[-1] if name.startswith("timing_s/")}  # nothing is generated, none is sent
+    assert "timing_s/data" in timed and not {"timing_s/rollout", "timing_s/update_weights"} & timed
 
 
 SFT = ("data.response_key=answer", "~reward.functions", "~reward.num_workers", "~custom_reward_function.path",

@@ -16,7 +16,7 @@ from distflow.config.compose.values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
 from distflow.graph.node_spec import NodeRole, Scope, node
-from distflow.import_target import innermost, load, load_module, required_parameters, split_name
+from distflow.import_target import innermost, load, load_module, required_parameters, shown_name, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
@@ -98,7 +98,7 @@ class PolicyLoss:
         if missing:
             raise ValueError(
                 f"policy loss '{self.name}' has no default for its option '{missing[0]}': give it one in "
-                f"{_shown(self.fn)}, or set actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
+                f"{shown_name(self.fn)}, or set actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
             )
         if self.check is not None:
             parameters = inspect.signature(self.check).parameters
@@ -258,7 +258,8 @@ def describe_estimator(name: str, options: Mapping[str, object] | None = None) -
     if estimator.describe is not None:
         return f"{name}: {estimator.describe(**values)}"
     shown = ", ".join(f"{key}={value}" for key, value in values.items())
-    return f"{name}: {estimator.fn.__module__}.{getattr(estimator.fn, '__qualname__', name)}({shown})"
+    call = f"{shown_name(estimator.fn)}({shown})"
+    return call if ":" in name else f"{name}: {call}"
 
 
 def check_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:
@@ -310,16 +311,10 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
 
 def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
     return ValueError(
-        f"policy loss '{name}' ({_shown(fn)}) cannot be called: {why}. Write "
+        f"policy loss '{name}' ({shown_name(fn)}) cannot be called: {why}. Write "
         "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns (loss per token, "
         f"statistics by name), or verl's def loss({', '.join(SCALAR_LOSS_ARGUMENTS)})"
     )
-
-
-def _shown(fn: Callable[..., object]) -> str:
-    """Where a user finds the function."""
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
-    return f"{module}.{name}" if module and name else repr(fn)
 
 
 def _options(fn: Callable[..., object]) -> dict[str, object]:

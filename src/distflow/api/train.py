@@ -68,7 +68,8 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     named = values.pop("defaults", None)
     lines = [*to_lines(values), *to_lines(overrides)]
     if named is None:
-        named = base_preset({key_of(line): line.partition("=")[2] for line in lines})
+        texts = {key_of(line): line.partition("=")[2].strip("'\"") for line in lines}
+        named = base_preset({key: text for key, text in texts.items() if text != "null"})
     presets = [name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"]
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the single preset that the config builds on")

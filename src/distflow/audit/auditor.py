@@ -360,5 +360,7 @@ class Auditor:
             reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
             self._run.inputs.recorder.note("info", f"not audited: {reasons}")
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
-        message = f"audit of {what}: {len(passed)} checks passed: {', '.join(passed)}{left}"
+        message = (
+            f"audit of {what}: {len(passed)} check{'s' if len(passed) > 1 else ''} passed: {', '.join(passed)}{left}"
+        )
         self._run.inputs.recorder.audited(message, passed, not_checked, of)

@@ -40,7 +40,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="treat prompts as chats, as with data.prompt_format=chat")
     parser.add_argument(
-        "--options", type=_options, default={}, metavar="JSON", help="options of the part, as a JSON object"
+        "--options", type=_options, default={}, metavar="JSON", help="options of the reward function, as a JSON object"
     )
     parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="number of first rows to use; 0 is all")
     parser.add_argument(

@@ -21,7 +21,7 @@ from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
 from distflow.config.missing_registrations import EXTENSION_POINTS
 from distflow.errors import UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
-from distflow.import_target import SourceFile, load, split_name
+from distflow.import_target import SourceFile, load, shown_name, split_name
 from distflow.observe.writing.trackers import Tracker
 from distflow.rewards.load_functions import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
@@ -136,7 +136,7 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function = getattr(known.fn, "__qualname__", name)
             return UserError(
-                f"{key}: {kind.name} '{name}' ({known.fn.__module__}.{function}) takes '{error.column}', not a "
+                f"{key}: {kind.name} '{name}' ({shown_name(known.fn)}) takes '{error.column}', not a "
                 f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, put it after a *: "
                 f"def {function}(..., *, {error.column}=...)"
             )

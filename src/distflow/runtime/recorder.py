@@ -241,7 +241,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def looked(self, counts: Mapping[str, int]) -> None:
         """Steps that were looked at, not audited whole, since the last call, and how often each check was made."""
         if self._process.speaks:
-            message = f"{counts['steps']} steps were looked at"
+            message = f"short checks passed, of {counts['steps']} step{'s' if counts['steps'] > 1 else ''}"
             self.folder.event("looks", message, checks={name: n for name, n in counts.items() if name != "steps"})
 
     def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:

@@ -99,7 +99,7 @@ class Worker:
     def take(self, wanted: int | None = None, deadline: float | None = None) -> TrainingStep[Batch] | None:
         """This rank's part of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
         try:
-            with self._recorder.phases("rollout"):
+            with self._recorder.phases("rollout" if self._spec.plan.generates else "data"):
                 self._parts.offload.only(())
                 take = partial(self._ports.queue.take, self.step, self._rank, wanted, deadline)
                 while isinstance(step := self._parts.services.wait_for(take), NewWorkers):
@@ -198,7 +198,7 @@ class Worker:
             self._parts.auditor.step_trained(metrics)
         sent = False
         if (step + 1) % self._spec.options.update_frequency == 0:
-            with self._recorder.phases("update_weights"):
+            with self._recorder.phases("update_weights" if self._spec.plan.generates else "release"):
                 sent, compared = self._parts.weight_sync.send(Version(self._version.restart, step + 1))
             metrics |= compared
         with self._recorder.phases("release"):

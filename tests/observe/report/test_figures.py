@@ -224,10 +224,12 @@ def trained(step: int, end: float, seconds: float, restart: int = 0) -> MetricsR
     return MetricsRecord(step, end, restart, "train", {"timing_s/step": seconds})
 
 
-def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taking", ["rollout", "data"])
+def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path, taking: str) -> None:
+    """A run on given texts, whose steps are taken in a phase "data", has no rollout."""
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
-        run.span("training", Span(now - 12, now - 9, "phase", "rollout"))  # reaches a second into the step
+        run.span("training", Span(now - 12, now - 9, "phase", taking))  # reaches a second into the step
         run.span("training", Span(now - 9, now - 1, "phase", "train_step"))
         run.span("training", Span(now - 8, now - 2, "wait", "step 3", on="rollout"))
         run.span("training", Span(now - 1, now - 1 + 1e-5, "phase", "blink"))
@@ -238,8 +240,8 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     assert found["notes"] == ["1 span is not shown (too short or too many)."]
     lanes = {lane["name"]: [(round(bar[0]), round(bar[1]), bar[2]) for bar in lane["spans"]] for lane in found["lanes"]}
     assert lanes == {
-        "training": [(0, 1, "rollout"), (1, 9, "train_step")],
-        "rollout: groups": [(0, 5, "dropped")],
+        "training": [(0, 1, taking), (1, 9, "train_step")],
+        f"{taking}: groups": [(0, 5, "dropped")],
         "training waits for": [(2, 8, "step 3")],
     }
 

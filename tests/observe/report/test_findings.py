@@ -77,7 +77,8 @@ def test_while_a_run_goes_on_each_obstacle_is_reported_once() -> None:
     assert list(said) == [8, 31] or list(said) == [8, 32], said
     assert said[8][0].startswith("steps 1 to 8: The reward was 0 for every response of all 8 steps")
     (cut,) = said[max(said)]
-    assert "of responses were truncated at 64 tokens" in cut and "Raise data.max_response_length" in cut
+    assert cut.startswith(f"after step {max(said)}: ") and "truncated at 64 tokens, over the last 2 steps" in cut
+    assert "Raise data.max_response_length" in cut
 
 
 def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:

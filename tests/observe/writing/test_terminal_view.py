@@ -273,12 +273,12 @@ def test_supervised_training_has_no_words_of_rl(monkeypatch: pytest.MonkeyPatch)
         "rollout/avg_response_length": 9.0,
         "throughput/train_step": 810.4,
     }
-    values |= {"timing_s/rollout": 0.5, "timing_s/train_step": 1.5, "timing_s/step": 2.0}
+    values |= {"timing_s/data": 0.5, "timing_s/train_step": 1.5, "timing_s/step": 2.0}
     terminal = Terminal(80, 24)
     view, lines = TerminalView("run", 9, file=terminal.file, generates=False), io.StringIO()
     plain = TerminalView("run", 9, file=lines, generates=False)
     for each in (view, plain):
-        each.phase("rollout")
+        each.phase("data")
         each.queue(0, 64, 0)
         each.weight_version(1)
         each.log(1, values)

@@ -100,10 +100,17 @@ class LiveFindings:
         recent = dict(self._steps)
         if len(recent) < MANY_STEPS:
             return []
-        found = constant_reward(recent, self._config) or no_update(recent), truncation(recent, self._config)
-        new = [each for each in found if each and each.tone == "bad" and each.advice not in self._reported]
-        self._reported |= {each.advice for each in new}
-        return [f"steps {min(recent)} to {step}: {each.text} {each.advice}".rstrip() for each in new]
+        found = {
+            f"steps {min(recent)} to {step}": constant_reward(recent, self._config) or no_update(recent),
+            f"after step {step}": truncation(recent, self._config),  # of the last quarter, as it says itself
+        }
+        new = {
+            when: each
+            for when, each in found.items()
+            if each and each.tone == "bad" and each.advice not in self._reported
+        }
+        self._reported |= {each.advice for each in new.values()}
+        return [f"{when}: {each.text} {each.advice}".rstrip() for when, each in new.items()]
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:

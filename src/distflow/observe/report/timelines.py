@@ -186,8 +186,9 @@ def _lanes(activity: RunActivity, start: float, end: float) -> tuple[list[dict[s
     """The lanes, and sentences on spans that are not drawn."""
     lanes = []
     left_out, notes = 0, []
+    is_given = any(span.what == "data" and span.kind == "phase" for span in activity.spans.get("training", ()))
     for actor, spans in activity.spans.items():
-        for (kind, name), own in by_lane(actor, spans).items():
+        for (kind, name), own in by_lane("data" if is_given and actor == "rollout" else actor, spans).items():
             inside = [span for span in own if _until(activity, span) > start and span.start < end]
             if kind == "wait":
                 inside = _idle(inside, spans)

@@ -84,8 +84,6 @@ _TWO_ABREAST = 96
 _REDRAWS_PER_S = 4
 _PLAIN_EVERY_S = 5.0
 _PLAIN_PHASE_AFTER_S = 30.0
-_SUPERVISED = {"rollout": "data"}
-"""What a phase is called where nothing is generated."""
 
 
 class TerminalView:
@@ -138,7 +136,7 @@ class TerminalView:
         """The current phase of the run, and for how long it has been."""
         with self._lock:
             panel, now = self._panel, self._clock()
-            panel.phase = panel.phase_name(escape_control(name, 40, one_line=True))
+            panel.phase = escape_control(name, 40, one_line=True)
             panel.phase_since = now - seconds
             begins = name != "other" and not seconds
             if self._live is None and begins and now - self._written_at >= _PLAIN_PHASE_AFTER_S:
@@ -285,9 +283,6 @@ class Panel:
         for line, value in headlines(values).items():
             self.history.setdefault(line, Curve()).append(value)
 
-    def phase_name(self, name: str) -> str:
-        return name if self.generates else _SUPERVISED.get(name, name)
-
     def eta_s(self) -> float | None:
         """From the pace of the last steps; None before there is one, and after the last step."""
         if len(self.step_ends) < 2 or self.step >= self.total_steps:
@@ -381,7 +376,7 @@ class Panel:
     def _times(self) -> list[RenderableType]:
         step_s = self.values.get("timing_s/step", 0.0)
         phases = {
-            self.phase_name(name.removeprefix("timing_s/")): seconds
+            name.removeprefix("timing_s/"): seconds
             for name, seconds in self.values.items()
             if name.startswith("timing_s/") and name != "timing_s/step"
         }

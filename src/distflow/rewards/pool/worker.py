@@ -95,7 +95,7 @@ def score_all(name: str, function: Callable[..., object], asked: Sequence[Argume
             if is_batched(function):
                 call_all = partial(_call_batched, function, asked)
                 returned = _called(call_all, name, [sorted(each.items()) for each in asked])
-                return [_answer(entry) for entry in split_batch(returned, len(asked))]
+                return _answers(function, returned, len(asked))
             if is_async(function):
                 return _event_loop().run(_score_concurrently(name, function, asked, timeout_s))
             return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
@@ -168,6 +168,15 @@ def _called(function: Callable[[], object], *identity: object) -> object:
         returned = function()
         if global_generators.loaded() == loaded:
             return returned
+
+
+def _answers(function: Callable[..., object], returned: object, length: int) -> list[Answer]:
+    try:
+        return [_answer(entry) for entry in split_batch(returned, length)]
+    except ValueError as error:  # about the returned value: no line of the function raised it
+        code = getattr(inspect.unwrap(innermost(function)), "__code__", None)
+        place = f" (at {os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
+        return [{"error": f"{error}{place}"}] * length
 
 
 def _answer(returned: object) -> Answer:
