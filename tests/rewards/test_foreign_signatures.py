@@ -102,7 +102,7 @@ def test_errors_say_what_is_offered(pool: RewardPool) -> None:
     assert isinstance(form, Error) and "with data.prompt_format=chat both are messages) (at foreign.py:" in form.reason
 
 
-@pytest.mark.parametrize(("name", "what"), [("too_few", "1 score"), ("one_number", "0.5")])
+@pytest.mark.parametrize(("name", "what"), [("too_few", "a list of 1"), ("one_number", "0.5")])
 def test_a_wrong_number_of_scores_names_the_function(pool: RewardPool, name: str, what: str) -> None:
     line = next(i for i, text in enumerate(SOURCE.split("\n"), 1) if f"def {name}" in text)
     first, second = ask(pool, name, "a", "b")

@@ -116,7 +116,7 @@ def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
     assert isinstance(fourth, Error) and "nan" in fourth.reason
     assert ask(pool, "tensor", ["a", "b"]) == [Score(0.0), Score(1.0)]
     for reward_result in ask(pool, "short", ["a", "b"]):
-        assert isinstance(reward_result, Error) and "it returned 1 score for 2 responses" in reward_result.reason
+        assert isinstance(reward_result, Error) and "it returned a list of 1 for 2 responses" in reward_result.reason
 
 
 def test_a_crash_is_an_error_for_the_whole_group(pool: RewardPool) -> None:

@@ -54,14 +54,7 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["presets", "models", "runs"], help="what is listed")
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        default=RUNS,
-        type=Path,
-        metavar="DIR",
-        help="folder of runs, for `list runs`; default: runs",
-    )
+    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="folder of runs (runs)")
 
 
 def run_list(arguments: argparse.Namespace) -> int:

@@ -170,14 +170,9 @@ def split_batch(returned: object, length: int) -> list[object]:
     if callable(tolist := getattr(returned, "tolist", None)):
         returned = tolist()  # tensors and arrays
     if not isinstance(returned, list | tuple) or len(returned) != length:
-        what = (
-            f"{len(returned)} score{'s' * (len(returned) != 1)}"
-            if isinstance(returned, list | tuple)
-            else f"{returned!r:.80}"
-        )
+        what = f"a list of {len(returned)}" if isinstance(returned, list | tuple) else f"{returned!r:.80}"
         raise ValueError(
-            f"it returned {what} for {length} response{'s' * (length != 1)}: "
-            "a batched reward function returns one score per response"
+            f"it returned {what} for {length} responses: a batched reward function returns one score per response"
         )
     return list(returned)
 
