@@ -12,8 +12,7 @@ for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</
 message.content or '' }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 MARKS = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tools>", "<tool_call>", "</tool_call>")
 CALL = ('{"name": "calculator", "arguments": {"expression": "', '"}}')
-TOOL = {"type": "function", "function": {"name": "calculator"}}
-FOLDER, DRAW = Path("runs/tool_use"), Random(0)
+TOOL, FOLDER, DRAW = {"type": "function", "function": {"name": "calculator"}}, Path("runs/tool_use"), Random(0)
 
 
 def conversation(a: int, b: int) -> dict:
@@ -25,8 +24,8 @@ def conversation(a: int, b: int) -> dict:
     return {"messages": [asked, *turns, {"role": "assistant", "content": answer}], "tools": [TOOL]}
 
 
-vocabulary = {token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}
-tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+words = {token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}
+tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
 tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
 tokenizer.add_tokens([AddedToken(text, special=text in MARKS, normalized=False) for text in (*MARKS, *CALL)])
 wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")

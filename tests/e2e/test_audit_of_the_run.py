@@ -413,7 +413,7 @@ def by_another_model(original: Any) -> Any:
 LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
     "end tokens left out": (
         replaced(validation, "Batch", without_ends),
-        r"\(loss\) counts 6 tokens, but 7",
+        r"\(loss\) counts 6 tokens, but the response has 7",
     ),
     "a mean of means": (replaced(validation, "validation_loss", over_all), "sft/val_loss is reported as"),
     "a loss of other weights": (

@@ -40,9 +40,10 @@ def run_ranks(spec: Spec) -> list[Resources]:
     with Recorder(spec, spec.data.total_steps, 0, -1) as recorder, StopRequest(lambda name: None) as stop:
         ports = local_ports(coordinator, recorder.waits)
         version = coordinator.version
+        generating = replace(ports, validate=lambda step: [workers[0].validation.validate_part(step, 0, 1)])
         workers = [
-            build_worker(WorkerInputs(spec, rank, own, ports, recorder, store, stop, {}, version))
-            for rank, own in enumerate(resources)
+            build_worker(WorkerInputs(spec, rank, own, each, recorder, store, stop, {}, version))
+            for rank, (own, each) in enumerate(zip(resources, (ports, generating), strict=False))
         ]
         if len(workers) == 1:
             with workers[0] as worker:

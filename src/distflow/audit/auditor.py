@@ -228,7 +228,8 @@ class Auditor:
             with self._schedule.timed(step, Depth.NONE):
                 self._count(self._check(all_checks.AT_RELEASE, released))
             every = self._run.spec.data.validates.steps if self._run.spec.validation else 0
-            leads = self._run.inputs.ports.everyone.rank == 0
+            knows = self._run.spec.plan.generates or self._run.resources.actor is not None
+            leads = self._run.inputs.ports.everyone.rank == 0 and knows
             if leads and every > 0 and (step + 1) % every == 0 and self._validated != step + 1:
                 raise TrustError(f"the validation after step {step + 1} is due by trainer.test_freq, but was not made")
 

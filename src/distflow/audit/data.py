@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from glob import glob
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +21,7 @@ from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.data_plan import UNKNOWN_ROWS
+from distflow.untrusted_files import matching_files
 
 NUM_ROWS, NUM_PROMPTS, MOST_ROWS, MOST_BYTES = 256, 32, 2**14, 2**28
 _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
@@ -73,11 +73,12 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
     data = spec.config.data
     tagged = [domain for domain in domains if domain and not getattr(data.domains[domain], f"{split}_files")]
     domain_of_tag = {tag: domain for domain in tagged for tag in data.domains[domain].tags}
+    streams = split == "train" and any(source.num_rows == UNKNOWN_ROWS for source in spec.data.sources)
     for domain in domains:
         owner, most = "" if domain in tagged else domain, _setting(spec.config, domain, f"{split}_max_samples")
         files = _files(_setting(spec.config, owner, f"{split}_files"))
         named += files
-        found = [read(_path(file)) for file in files if _is_readable(_path(file))]
+        found = [read(_path(file)) for file in files if not streams and _is_readable(_path(file))]
         num_rows[owner] = num_own = sum(len(numbers) for numbers, _ in found)
         if domain in tagged:
             num_own = sum(domain_of_tag.get(_tag(data, get, n)) == domain for numbers, get in found for n in numbers)
@@ -85,7 +86,6 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
     unread = {file for file in named if not _is_readable(_path(file))}
     names = ["train"] if split == "train" else [f"val {domain}" for domain in domains]
     num, most = len(rows) + sum(spec.num_left_out[name] for name in names), sum(num_rows.values())
-    streams = split == "train" and any(source.num_rows == UNKNOWN_ROWS for source in spec.data.sources)
     if not streams and not unread and not num_wanted <= num <= most:  # more if bad ones are among the first
         raise Wrong(
             f"{num_wanted:,} rows of the {split}_files are wanted, but {len(rows):,} are used and {num - len(rows):,} "
@@ -125,9 +125,12 @@ def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Pat
         paths = list(map(_path, _files(_setting(config, source.name, "train_files"))))
         own, most = range(first, first + source.num_rows), _setting(config, source.name, "train_max_samples")
         first += source.num_rows
-        paths = paths if all(map(_is_readable, paths)) else []
-        order = [f"{path.resolve()} {n}" for path in paths for n in read(path)[0]][: most if most >= 0 else None]
-        for row in (row for row in rows if order and row.index in own):
+        own_rows, order = [row for row in rows if row.index in own], list[str]()
+        for path in paths if all(map(_is_readable, paths)) else []:
+            if own_rows and len(order) <= max(row.index for row in own_rows) - own.start:  # no file that is not due
+                order += [f"{resolved} {n}" for resolved in (path.resolve(),) for n in read(path)[0]]
+        order = order[: most if most >= 0 else None]
+        for row in own_rows if order else []:
             place, wanted = _ORIGIN.fullmatch(row.origin), order[(row.index - own.start) % len(order)]
             if place is not None and f"{Path(place[1]).resolve()} {place[2]}" != wanted:
                 raise Wrong(f"row {row.index} of the data is {row.origin}, but by the order of its files {wanted}")
@@ -267,7 +270,7 @@ def _at(record: Mapping[str, Any], name: str) -> Any:
 
 def _files(named: Sequence[str]) -> list[str]:
     """With the files of patterns, in the order of their names."""
-    return [each for file in named for each in (sorted(glob(file, recursive=True)) or [file])]
+    return [each for file in named for each in (list(map(str, matching_files(file))) or [file])]
 
 
 def _path(file: str) -> Path:

@@ -55,7 +55,8 @@ class AuditedRun:
 
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
     that persist across audits and are in every checkpoint. compare_memory: with what the saved run had, before the
-    first update of a step; see `Check.run`. doubts: why the next step is to be audited whole.
+    first update of a step; see `Check.run`. doubts: why the next step is to be audited whole. positions: the last
+    group's number, and its place in its domain, by stream.
     """
 
     inputs: WorkerInputs
@@ -68,6 +69,7 @@ class AuditedRun:
     state: dict[str, Any]
     compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     doubts: list[str] = field(default_factory=list)
+    positions: dict[str, list[int]] = field(default_factory=dict)
     _warnings: set[str] = field(default_factory=set)
 
     @property

@@ -112,7 +112,8 @@ def _check_calls(recorded: RecordedStep) -> None:
     for sample, record in known:
         row, text = recorded.run.spec.rows[record.prompt_group.row], str(sample["responses"])
         first, last = f" {text}{ECHO}", f"{text[::-1]}\n"
-        for said in (first + last, first + "x" + last, (first + last)[::-1].replace(ECHO[::-1], ECHO)):
+        texts = (first + last, first + "x" + last, (first + last)[::-1].replace(ECHO[::-1], ECHO))
+        for said in texts[:1] if recorded.partial else texts:
             own = (said, row.ground_truth, row.extra_info or {})
             result = recorded.run.call_reward(FAILS, call_arguments(row.domain, *own))
             if isinstance(result, Score) and result.value != echo(*own):

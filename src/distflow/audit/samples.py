@@ -312,7 +312,7 @@ def audit_rows(recorded: RecordedStep) -> str | None:
     """Every group that this worker generated is of the row that its number gives; a domain's positions follow them."""
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
-    last = recorded.run.state.setdefault("positions", {})
+    last = recorded.run.positions
     for number, record in sorted(recorded.records.items()):
         group = record.prompt_group
         _place_of(recorded, group)

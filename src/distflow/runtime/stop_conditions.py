@@ -78,7 +78,10 @@ class MetricStop:
             return ""
         if condition.metric in metrics and condition.holds(metrics[condition.metric]):
             return f"{condition.metric} is {metrics[condition.metric]:g} (trainer.stop_when={condition})"
-        if not self._has_warned and (was_validated or not condition.is_of_validation):
+        from distflow.observe.metrics import find_metric  # not at the start of every command
+
+        may_come = find_metric(condition.metric) is not None and not condition.is_of_validation  # of a later step
+        if not self._has_warned and not may_come and (was_validated or not condition.is_of_validation):
             self._has_warned = True
             self.report_missing(f"no metric of that name so far{', with a validation done' if was_validated else ''}")
         return ""

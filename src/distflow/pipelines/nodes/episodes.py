@@ -23,6 +23,7 @@ from distflow.environments.workflows import Row, Workflow, load_workflow, make_w
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, policy_segment
+from distflow.rewards.pool.pool import GivenUp
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
@@ -342,6 +343,8 @@ class _Episodes:
             if self.requests.failure is not None:
                 raise self.requests.failure from None
             return self._error("it has cancelled itself")
+        except GivenUp:
+            raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
             return self._error(f"{type(error).__name__}: {error}{place}"[:1000])

@@ -26,6 +26,10 @@ OnRepeat = Callable[[int], None]
 _CLOSING = "the run was closing its reward workers"
 
 
+class GivenUp(UserError):
+    """A reward function hangs, which ends the run."""
+
+
 class PoolSettings(NamedTuple):
     """functions: name → "module:function" or "file.py:function". num_workers: processes. memory_bytes: of one process,
     0 for no limit."""
@@ -58,8 +62,8 @@ class Pool(ABC):
         give_up_after: int = 0,
     ) -> list[RewardResult]:
         """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
-        values). timeout_s: of each. give_up_after: raises UserError once that many scores timed out and no call with
-        such a limit has returned; 0 is never."""
+        values). timeout_s: of each. give_up_after: raises GivenUp once that many calls timed out and none with such a
+        limit has returned; 0 is never."""
         on_result = None if self.closed else self.on_result
         reward_results = await self._score_group(name, asked, timeout_s, on_repeat, give_up_after)
         if on_result is not None:
@@ -105,7 +109,7 @@ class RewardPool(Pool):
         self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[RewardProcess] = set()
-        # Of the functions that may be given up: those of which a call has returned, and the scores that timed out.
+        # Of the functions that may be given up: those of which a call has returned, and the calls that timed out.
         self._returned, self._num_hung = set[str](), Counter[str]()
         self._hung: dict[str, Mapping[str, object]] = {}  # the arguments of the first
         for _ in range(settings.num_workers - 1):
@@ -136,7 +140,7 @@ class RewardPool(Pool):
                     for ended in done:
                         ended.result()
                 if give_up_after and self._num_hung[name] >= give_up_after and name not in self._returned:
-                    raise UserError(self._why_given_up(name, timeout_s))
+                    raise GivenUp(self._why_given_up(name, timeout_s))
         finally:
             pending.clear()  # the caller may have been cancelled
         repeated = sum(request.num_asked for request in requests if request.crashes)
@@ -215,7 +219,7 @@ class RewardPool(Pool):
             self._returned.add(name)
         else:
             self._hung.setdefault(name, arguments)
-            self._num_hung[name] += num_hung
+            self._num_hung[name] += 1
 
     def _why_given_up(self, name: str, timeout_s: float) -> str:
         first, target = self._hung[name], self._settings.functions[name]
