@@ -229,7 +229,7 @@ def test_a_reward_that_is_a_node_counts_too(
 @pytest.mark.slow
 def test_a_reward_that_never_answers_is_reported_after_the_first_group(ground: Playground) -> None:
     ground.write_reward("import time\ndef compute_score(*arguments, **more):\n    time.sleep(60)\n")
-    assert train(ground, "reward.timeout_s=0.2") == 2
+    assert train(ground, "reward.timeout_s=0.2", "reward.max_error_rate=1") == 2
     (warning,) = notes(ground.folder / "run", "warning")
     assert warning.startswith("the first prompt group has too few scores: no score within 0.2 s from custom")
 

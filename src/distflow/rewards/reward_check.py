@@ -168,7 +168,7 @@ class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
     kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`adversary`).
-    num_hangs: calls that timed out; the check ends if the first `_MOST_HANGS` do.
+    num_hangs: calls that timed out; `_MOST_HANGS` of them end the check if they are half of all.
     """
 
     answers: int = 0
@@ -180,7 +180,7 @@ class CheckResult:
 
     @property
     def hangs(self) -> bool:
-        return _MOST_HANGS <= self.num_hangs == len(self.seconds)
+        return self.num_hangs >= max(_MOST_HANGS, len(self.seconds) / 2)
 
     def forms(self) -> list[str]:
         """The forms that the reward function reads."""

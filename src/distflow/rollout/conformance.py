@@ -129,11 +129,12 @@ class Bench:
         return float((found - truth[:, 0]).abs().max())
 
     def compare(self, prompt: tuple[int, ...], generations: Iterable[Generation], **params: Any) -> str:
-        return self.within(self.gap(prompt, each, self.logits(prompt, each), **params) for each in generations)
+        begun = [each for each in generations if each.token_ids]  # one may be aborted before its first token
+        return self.within(self.gap(prompt, each, self.logits(prompt, each), **params) for each in begun)
 
     def within(self, gaps: Iterable[float]) -> str:
         """The largest, as a text. Raises Fails beyond the limit."""
-        largest = max(gaps)
+        largest = max(gaps, default=0.0)
         if not largest <= self.limit:
             raise Fails(f"log-probs differ by {largest:.2g}, the limit is {self.limit:g}")
         return f"largest |Δ| {largest:.1e}"
