@@ -121,7 +121,7 @@ def options(games: Games, **values: str) -> str:
     return f"{WORKFLOW}_kwargs={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
 def test_an_agent_with_all_clients_trains_and_every_audit_passes(games: Games, max_staleness: int) -> None:
     run = games.run(
         "grpo",
@@ -145,6 +145,7 @@ def test_an_agent_with_all_clients_trains_and_every_audit_passes(games: Games, m
     assert {*parts[0]} == {"length", "letters"}
 
 
+@pytest.mark.by_hand
 def test_a_run_that_stops_and_resumes_ends_bit_equal(games: Games) -> None:
     common = (
         *("grpo", *KEYS, options(games, function=f"{games.folder}/agents.py:noisy")),
