@@ -125,15 +125,17 @@ def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Pat
         paths = list(map(_path, _files(_setting(config, source.name, "train_files"))))
         own, most = range(first, first + source.num_rows), _setting(config, source.name, "train_max_samples")
         first += source.num_rows
-        own_rows, order = [row for row in rows if row.index in own], list[str]()
-        for path in paths if all(map(_is_readable, paths)) else []:
-            if own_rows and len(order) <= max(row.index for row in own_rows) - own.start:  # no file that is not due
-                order += [f"{resolved} {n}" for resolved in (path.resolve(),) for n in read(path)[0]]
+        own_rows, order = [row for row in rows if row.index in own], list[tuple[Path, int]]()
+        last = max((row.index for row in own_rows), default=first) - own.start
+        for path in map(Path.resolve, paths if own_rows and all(map(_is_readable, paths)) else ()):
+            if len(order) <= last:  # no file that is not due
+                order += [(path, n) for n in read(path)[0]]
         order = order[: most if most >= 0 else None]
         for row in own_rows if order else []:
             place, wanted = _ORIGIN.fullmatch(row.origin), order[(row.index - own.start) % len(order)]
-            if place is not None and f"{Path(place[1]).resolve()} {place[2]}" != wanted:
-                raise Wrong(f"row {row.index} of the data is {row.origin}, but by the order of its files {wanted}")
+            if place is not None and (Path(place[1]).resolve(), int(place[2])) != wanted:
+                by_order = f"row {wanted[1]} of {wanted[0]}"
+                raise Wrong(f"row {row.index} of the data is {row.origin}, but by the order of its files {by_order}")
 
 
 def _check_left_out(run: AuditedRun, domain: str, used: Collection[object], read: Callable[[Path], Any]) -> None:

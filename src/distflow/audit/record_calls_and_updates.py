@@ -343,13 +343,19 @@ def striped(model: nn.Module, turn: int, one: bool = False) -> Iterator[tuple[st
 
 def _places(tensor: Tensor) -> Tensor:
     """At most `STRIPE` places, evenly spaced over the whole tensor."""
-    return torch.arange(0, tensor.numel(), -(-tensor.numel() // STRIPE) | 1)
+    return torch.arange(0, tensor.numel(), _spacing(tensor))
+
+
+def _spacing(tensor: Tensor) -> int:
+    return -(-tensor.numel() // STRIPE) | 1
 
 
 def _stripe(tensor: Tensor) -> Tensor:
     """The elements at `_places` that this rank has."""
-    every = -(-tensor.numel() // STRIPE) | 1
-    own = at_places(tensor, _places(tensor))[1] if isinstance(tensor, DTensor) else tensor.detach().reshape(-1)[::every]
+    if isinstance(tensor, DTensor):
+        own = at_places(tensor, _places(tensor))[1]
+    else:
+        own = tensor.detach().reshape(-1)[:: _spacing(tensor)]
     return own.to("cpu", torch.float64, copy=True)
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from tempfile import TemporaryFile
 from typing import Any, cast
 
-from distflow.environments.tools_in_process import without_control
+from distflow.environments.tools_in_process import awaited, without_control
 from distflow.errors import UserError
 from distflow.import_target import load
 
@@ -88,14 +88,7 @@ def _loaded(option: str, target: str, known: Sequence[str]) -> Callable[..., obj
 def _called(function: Callable[..., object], given: Mapping[str, object]) -> object:
     parameters = inspect.signature(function).parameters
     returned = function(**{name: value for name, value in given.items() if name in parameters})
-    if inspect.isawaitable(returned):
-        awaitable = returned
-
-        async def awaited() -> object:
-            return await awaitable
-
-        return asyncio.run(awaited())
-    return returned
+    return asyncio.run(awaited(returned)) if inspect.isawaitable(returned) else returned
 
 
 def _end(file: Any, most: int) -> str:

@@ -40,7 +40,7 @@ class Toolbox:
         function = self._functions[name]
         returned = function(**arguments)
         if inspect.isawaitable(returned):
-            returned = self._loop.run(_awaited(returned))
+            returned = self._loop.run(awaited(returned))
         if isinstance(returned, str):
             return list(bounded(returned, max_characters))
         try:
@@ -70,5 +70,5 @@ def without_control(text: str) -> str:
     return _CONTROL.sub("", text.replace("\r\n", "\n"))
 
 
-async def _awaited(work: Awaitable[object]) -> object:
+async def awaited(work: Awaitable[object]) -> object:
     return await work
