@@ -99,6 +99,10 @@ class Run:
     def notes(self, kind: str) -> list[str]:
         return notes(self.folder, kind)
 
+    def audits(self) -> list[dict[str, Any]]:
+        """What each audit of the run has recorded, in order."""
+        return [event.fields for event in read_events(self.folder) if event.kind == "audit"]
+
 
 NO_WORK = "responses that do no work"
 OF_TOYS = (NO_WORK, "of responses were truncated at")

@@ -13,7 +13,6 @@ import torch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import read_events
 from distflow.pipelines.nodes import generate
 from distflow.rollout.engine import GenerateRequest
 from tests.e2e.runs import Playground
@@ -40,7 +39,7 @@ def test_two_turns_train_and_every_audit_passes(playground: Playground, example:
     steps = ("trainer.total_training_steps=4", f"async.max_staleness={max_staleness}", "trainer.save_groups=all")
     run = playground.run(*GRPO, *steps)
     assert not run.notes("warning")
-    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    audits = run.audits()
     assert len(audits) == 4
     for audit in audits:
         assert set(audit["unproven"]) == {"responses"} and {"turns", "masks", "versions", "draws", "loss"} <= {

@@ -16,7 +16,6 @@ from distflow.environments.chat import Prompt
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.launch.code_named_by_config import pipeline_code
-from distflow.observe.reading.run_reader import read_events
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_tools import is_running
 from tests.environments.test_training import WORKFLOW, Games, saved
@@ -133,7 +132,7 @@ def test_an_agent_with_all_clients_trains_and_every_audit_passes(games: Games, m
         f"async.max_staleness={max_staleness}",
     )
     assert not run.notes("warning")
-    for audit in [event.fields for event in read_events(run.folder) if event.kind == "audit"]:
+    for audit in run.audits():
         assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
     batch = saved(run)
     assert all(len(forks) == 1 for forks in batch["forks"])

@@ -77,7 +77,7 @@ def test_episodes_that_branch_train_and_every_audit_passes(
         f"async.max_staleness={max_staleness}",
     )
     assert not run.notes("warning")
-    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    audits = run.audits()
     assert len(audits) == 3
     for audit in audits:
         assert {"turns", "masks", "versions", "draws", "loss", "advantages", "backward"} <= {*audit["proven"]}

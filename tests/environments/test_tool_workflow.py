@@ -19,7 +19,7 @@ from distflow.environments.tool_workflow import ToolWorkflow
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.observe.reading.run_reader import read_events, read_samples
+from distflow.observe.reading.run_reader import read_samples
 from tests.data.chat_templates import (
     CHATML_TOKENS,
     LLAMA3,
@@ -235,7 +235,7 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
         "trainer.save_groups=all",
         "trust.audit_freq=1",
     )
-    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    audits = run.audits()
     assert len(audits) >= 3 and not run.notes("warning")
     assert all({"turns", "masks", "draws", "loss"} <= {*audit["proven"]} for audit in audits[-3:])
     tokenizer, calls = PreTrainedTokenizerFast.from_pretrained(tmp_path / "caller"), 0

@@ -10,7 +10,6 @@ import torch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError
-from distflow.observe.reading.run_reader import read_events
 from distflow.pipelines.nodes import episodes
 from tests.e2e.runs import Playground
 
@@ -85,7 +84,7 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playgroun
         f"async.max_staleness={max_staleness}",
     )
     assert not run.notes("warning")
-    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    audits = run.audits()
     assert len(audits) == 4
     for audit in audits:
         assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
@@ -123,7 +122,7 @@ def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(playgrou
         "trainer.val_before_train=true",
     )
     assert not run.notes("warning")
-    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    audits = run.audits()
     (validation,) = [audit for audit in audits if "validation" in audit["proven"]]
     audits.remove(validation)
     assert len(audits) == 4 and all("turns" in audit["proven"] for audit in audits)
@@ -172,7 +171,7 @@ def test_turns_have_rewards_of_their_own(playground: Playground, preset: str, ke
         *(f"algorithm.{key}" for key in keys),
         *more,
     )
-    audits = [event.fields for event in read_events(run.folder) if event.kind == "audit"]
+    audits = run.audits()
     assert len(audits) == 2 and all({"advantages", "turns"} <= {*audit["proven"]} for audit in audits)
     batch, lengths = saved(run), set[int]()
     for i, score in enumerate(batch["scores"].tolist()):

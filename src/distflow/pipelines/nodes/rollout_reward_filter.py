@@ -158,8 +158,9 @@ async def reward_episodes(
     if not isinstance(columns, Drop):
         columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
         scores = cast(list[float], columns["scores"])
-        step = _step(samples, scores)
-        turns = [_by_turn(sample, score, step) for sample, score in zip(samples, scores, strict=True)]
+        earned = [_earned(sample) for sample in samples]
+        step = _step(earned, scores)
+        turns = [_by_turn(*each, step) for each in zip(samples, scores, earned, strict=True)]
         tokens = [token for sample in turns for token in sample]
         placed, index = torch.tensor([reward for reward, _ in tokens]), torch.tensor([turn for _, turn in tokens])
         return {**columns, "token_level_scores": placed.float(), "turn_index": index.long()}
@@ -173,18 +174,18 @@ def _earned(sample: Sample) -> list[float]:
     return [segment.reward * has_score for segment in drawn]
 
 
-def _step(samples: Sequence[Sample], scores: Sequence[float]) -> float:
+def _step(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
     """Of which the rewards of a group's turns are multiples, so that float32 has them and their sums exactly: equal
     scores stay equal. 0 if no turn has earned anything."""
-    sizes = [math.fsum(map(abs, _earned(sample))) for sample in samples]
+    sizes = [math.fsum(map(abs, own)) for own in earned]
     largest = max(size + abs(score) for size, score in zip(sizes, scores, strict=True))
     return math.ldexp(1.0, math.frexp(largest)[1] - 23) if any(sizes) else 0.0
 
 
-def _by_turn(sample: Sample, score: float, step: float) -> list[tuple[float, int]]:
+def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int]]:
     """Of each response token: the reward on it, and the number of its turn, -1 if it has none. What a turn has earned
     is on its last token, and what is left of the score on that of the last turn in time. step: see `_step`."""
-    score, *earned = (round(value / step) * step if step else value for value in (score, *_earned(sample)))
+    score, *earned = (round(value / step) * step if step else value for value in (score, *earned))
     if earned:
         earned[sample.last_turn] += score - math.fsum(earned)
     tokens, turn = list[tuple[float, int]](), 0
