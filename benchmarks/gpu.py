@@ -3,8 +3,8 @@
     make bench-gpu    # which is: python benchmarks/gpu.py --record
     python benchmarks/gpu.py [--shape 0.5b 1.5b --work decode prefill update longtail step --batch 64 256 --rounds 3]
 
-NOT RUN ON A GPU YET: no figure of this file has been taken. `--device cpu --shape tiny` runs all of it but `step` on a
-CPU, as a test of the code; its figures say nothing. `--record` writes what is printed into RESULTS.md.
+`--device cpu --shape tiny` runs all of it but `step` on a CPU, as a test of the code; its figures say nothing.
+`--record` writes what is printed into RESULTS.md.
 
 Shares are of what the device was measured to do, and of its data sheet (`devices.toml`).
 
@@ -51,6 +51,7 @@ from workload import make_tokenizer, run_peer, write_work
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
+from distflow.launch.device_and_threads import avoid_cudnn_attention
 from distflow.models.loading import ready
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
@@ -176,7 +177,12 @@ def ours(bench: Bench, work: Sequence[Request]) -> float:
 
     async def run() -> float:
         engine = EmbeddedEngine(
-            bench.model, make_tokenizer(), version=Version(0, 0), max_num_seqs=len(work), shares_weights=True
+            bench.model,
+            make_tokenizer(),
+            version=Version(0, 0),
+            max_num_seqs=len(work),
+            shares_weights=True,
+            compute_dtype=DTYPE,
         )
         async with engine:
             for _ in range(2):
@@ -399,6 +405,7 @@ def parse() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
+    avoid_cudnn_attention()  # as a run does
     rates = Rates(copy_rate(device, 2**31 if on_gpu else 2**24), matmul_rate(device, DTYPE, 8192 if on_gpu else 128))
     name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, load {os.getloadavg()[0]:.1f}: a test of the code"
     print(

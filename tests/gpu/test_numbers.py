@@ -67,11 +67,12 @@ def test_the_streams_draw_the_tokens_that_they_draw_on_a_cpu(tmp_path: Path, dev
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, device: torch.device, family: str, checkpointing: bool) -> None:
+    """transformers makes rotary tables in float32, whatever the model's type, and a device rounds them its own way."""
     folder = write_tiny_model(tmp_path / "m", family)
     batch, loss_fn = ragged_batch(), TokenMeanLoss()
     plain = load_model(folder, dtype=torch.float64)
     loss, norm = plain_step(plain, loss_fn, plain_outputs(plain, batch, 0.8), batch)
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
         model = load_model(folder, dtype=dtype, device=device)
         engine = trainer(model, temperature=0.8, max_grad_norm=0.05, gradient_checkpointing=checkpointing)
         metrics = engine.train_step(batch, loss_fn)

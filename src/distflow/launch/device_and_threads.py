@@ -147,6 +147,7 @@ def make_process_ready(config: Config) -> None:
     """Set up its heap, and its threads before any of them starts: results are bit-equal for one number of threads only.
     Raises UserError for an absurd number."""
     keep_freed_memory()
+    avoid_cudnn_attention()
     trainer, rollout = threads_of(config)
     for key, threads in (("trainer", trainer), ("actor_rollout_ref.rollout", rollout)):
         if (threads or 0) > _MAX_THREADS:
@@ -166,6 +167,12 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, -1)  # never
         mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+
+
+def avoid_cudnn_attention() -> None:
+    """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread, which takes
+    50 ms; in reinforcement learning a shape hardly comes twice."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def describe_hardware() -> list[str]:

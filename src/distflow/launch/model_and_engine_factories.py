@@ -179,7 +179,7 @@ def _rollout_factory(config: Config) -> Factory:
     target, options = _engine_options(config)
     if "num_threads" in options:
         options["num_threads"] = threads_of(config)[1]
-    if _engine_casts(config):
+    if config.actor_rollout_ref.rollout.name == "embedded" and not is_sharded(config):
         options["compute_dtype"] = compute_dtype(config)
     dtype, source = engine_dtype(config), configured_models.policy_source(config)
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from distflow.device_transfer import send
 from distflow.errors import UserError
@@ -49,9 +49,10 @@ class DecoderView:
         self, model: nn.Module, in_blocks: bool = False, native: bool = False, compute_dtype: torch.dtype | None = None
     ) -> None:
         """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
-        and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it by autocast
-        over float32 weights, as the trainer's, with attention in float32; None: in that of the weights. Raises
-        UserError for a family that it cannot run, or computes with other logits than the module."""
+        and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it and the rest in
+        float32, as a trainer that computes by autocast; over float32 weights with attention in float32, over bfloat16
+        weights with keys and values in bfloat16. None: everything in the dtype of the weights. Raises UserError for a
+        family that it cannot run, or computes with other logits than the module."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -59,7 +60,8 @@ class DecoderView:
         self._body = causal.model
         self._module = causal
         self._attend = attend_in_blocks if in_blocks else attend
-        self._low = compute_dtype if compute_dtype != self.dtype else None
+        self._low = None if compute_dtype == torch.float32 else compute_dtype
+        self._fused = self.device.type != "cpu" and _has_plain_norms(self._body)
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -91,7 +93,7 @@ class DecoderView:
         if self._native is not None and self._native.refresh_head():
             return self._native.logits(hidden)
         with self._autocast():
-            return self._module.lm_head(hidden)
+            return self._module.lm_head(self._narrow(hidden))
 
     def refresh_weights(self) -> None:
         """They may have changed in a way that torch does not count."""
@@ -103,10 +105,11 @@ class DecoderView:
         lengths = send(torch.tensor([len(prompt) for prompt in prompts]), self.device)
         longest = max(len(prompt) for prompt in prompts)
         ids = send(torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts]), self.device)
-        hidden = self._body.embed_tokens(ids)
+        hidden = self._embed(ids)
         cos, sin = self._rotary_rows(longest, hidden)
         cos, sin = cos[:longest, None], sin[:longest, None]
-        keys = hidden.new_empty(self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
+        shape = (self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
+        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
         values = torch.empty_like(keys, dtype=self._values_dtype)
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
@@ -122,7 +125,7 @@ class DecoderView:
             )
             hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
         last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
-        return PromptKV(keys, values, self._body.norm(last))
+        return PromptKV(keys, values, self._norm(self._body.norm, last))
 
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token for each row, written to the memory at its position and attending up to it.
@@ -148,26 +151,27 @@ class DecoderView:
     def decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
         """One token for each row, over memory that is `attend_to`'s own; `extent` is above every position. Returns
         `(rows, hidden)` after the final norm."""
-        hidden = self._body.embed_tokens(token_ids)
+        hidden = self._embed(token_ids)
         cos, sin = self._rotary_rows(extent, hidden)
         cos, sin = cos[positions, None], sin[positions, None]
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             mixed = attend_to(index, query, key, value, layer.self_attn.scaling)
             hidden = self._rest_of_layer(layer, hidden, mixed)
-        return self._body.norm(hidden)
+        return self._norm(self._body.norm, hidden)
 
     def bias(self, positions: Tensor, extent: int) -> Tensor:
         """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
         unseen = torch.arange(extent, device=self.device) > positions[:, None]
-        bias = torch.zeros(len(positions), 1, extent, dtype=self.dtype, device=self.device)
+        dtype = torch.promote_types(self.dtype, torch.float32) if self._attend is attend else self.dtype
+        bias = torch.zeros(len(positions), 1, extent, dtype=dtype, device=self.device)
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))
         return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, self.num_heads // self.num_kv_heads, -1)
 
     def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
-        normed = layer.input_layernorm(hidden)
+        normed = self._narrow(self._norm(layer.input_layernorm, hidden))
         with self._autocast():
             query, key, value = (
                 project(normed).unflatten(-1, (-1, self.head_dim))
@@ -177,18 +181,35 @@ class DecoderView:
             query, key = attention.q_norm(query), attention.k_norm(key)
         # (first, second) · cos + (-second, first) · sin, of the halves of each head
         both = torch.cat((query, key), dim=-2)
-        both = torch.addcmul(both * cos, torch.roll(both, self.head_dim // 2, -1), sin)
+        both = torch.addcmul(both * cos, torch.roll(both, self.head_dim // 2, -1), sin).to(self.dtype)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
         with self._autocast():
-            hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).to(hidden.dtype).add_(hidden)
-            return layer.mlp(layer.post_attention_layernorm(hidden)).to(hidden.dtype).add_(hidden)
+            hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
+            return hidden + layer.mlp(self._narrow(self._norm(layer.post_attention_layernorm, hidden)))
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Of products with weights alone."""
-        return nullcontext() if self._low is None else torch.autocast(self.device.type, self._low)
+        if self._low in (None, self.dtype):
+            return nullcontext()
+        return torch.autocast(self.device.type, self._low)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """The beginning of the residual stream, which is float32 where only products are in a lower precision."""
+        hidden = self._body.embed_tokens(token_ids)
+        return hidden if self._low is None else hidden.float()
+
+    def _narrow(self, normed: Tensor) -> Tensor:
+        """What weights in the dtype of the products are multiplied with; autocast does it for others."""
+        return normed.to(self.dtype) if self._low == self.dtype else normed
+
+    def _norm(self, module: Any, hidden: Tensor) -> Tensor:
+        """In float32 one kernel in place of six."""
+        if self._fused and hidden.dtype == torch.float32:
+            return rms_norm(hidden, hidden.shape[-1:], module.weight.float(), module.variance_epsilon)
+        return module(hidden)
 
     def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself. The sines
@@ -237,13 +258,32 @@ class DecoderView:
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
     """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix.
 
-    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`. In 16-bit types the softmax is
-    taken in float32 within its kernel, and rounded once.
+    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`, like the scores in float32 where
+    keys are in a 16-bit type. There the weights are rounded once, as fused kernels do.
     """
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
-    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
-    return torch.bmm(torch.softmax(scores, dim=-1), values)
+    if bias.dtype == keys.dtype:
+        scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
+    elif keys.device.type == "cuda":
+        scores = torch.baddbmm(bias, query, keys.transpose(1, 2), bias.dtype, alpha=scaling)
+    else:  # torch has that product for CUDA alone
+        scores = torch.baddbmm(bias, query.to(bias.dtype), keys.transpose(1, 2).to(bias.dtype), alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
+
+
+def _has_plain_norms(body: Any) -> bool:
+    """Whether the norms of a decoder's residual stream are those of `transformers`, without hooks."""
+    norms = [
+        body.norm,
+        *(norm for each in body.layers for norm in (each.input_layernorm, each.post_attention_layernorm)),
+    ]
+    return all(
+        type(norm).__module__.startswith("transformers.")
+        and type(norm).__name__.endswith("RMSNorm")
+        and not (norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm))
+        for norm in norms
+    )
 
 
 def _refusal(causal: nn.Module) -> str | None:

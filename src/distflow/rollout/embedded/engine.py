@@ -108,7 +108,8 @@ class EmbeddedEngine:
         self._other, self._train = self._lanes = self._make_lane("eval"), self._make_lane("train")
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, self.num_threads)
+        on_cpu = self._decoder.device.type == "cpu"
+        self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, self.num_threads, on_cpu)
 
     def _make_lane(self, name: str) -> Lane:
         num_fitting = None if self._steps is None else self._steps.num_fitting
@@ -120,8 +121,8 @@ class EmbeddedEngine:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that were recorded."""
-        return 0 if self._steps is None else len(self._steps.graphs)
+        """CUDA graphs that were recorded since the start."""
+        return 0 if self._steps is None else self._steps.graphs.num_recorded
 
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)

@@ -2,8 +2,9 @@
 
 OpenMP keeps a pool of threads for each thread that ever computed, for as long as that one lives, and two pools on the
 same cores slow each other down even when one of them is idle (measured: 25 k tokens/s alone, 15 k beside the idle pool
-of the main thread). So the loop computes on an idle thread with a pool that a host lends, or else on a thread that
-lives only while there is work.
+of the main thread). So on a CPU the loop computes on an idle thread with a pool that a host lends, or else on a thread
+that lives only while there is work. For an accelerator it computes on its own thread: CUDA's libraries keep plans and
+handles by thread, and make them anew for each new one (50 ms a prefill, measured).
 """
 
 import asyncio
@@ -31,14 +32,16 @@ class StepLoop:
         has_work: Callable[[], bool],
         fail: Callable[[Exception], None],
         num_threads: int | None = None,
+        on_cpu: bool = True,
     ) -> None:
         """fail: called with the exception of a step or a posted command; the loop continues after it. num_threads: of
-        torch, where no host lends a thread; None leaves them as they are."""
+        torch, where no host lends a thread; None leaves them as they are. on_cpu: where steps compute."""
         self.paused = False
         self._step = step
         self._has_work = has_work
         self._fail = fail
         self._num_threads = num_threads
+        self._on_cpu = on_cpu
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._posted = threading.Event()
         self._stopping = False
@@ -82,14 +85,16 @@ class StepLoop:
             self.attempt(self._commands.get())
 
     def _run(self) -> None:
-        """Wait for something to do; leave all computing, of commands too, to the host's thread where it has
+        """Wait for something to do; on a CPU, leave all computing, of commands too, to the host's thread where it has
         nothing to do, else to one that ends when it has no more."""
         while not self._stopping:
             # A thread that is wanted elsewhere may have left commands.
             if self._commands.empty() and not self._can_step():
                 self._posted.wait()
             self._posted.clear()  # before the commands are looked at: one that comes from here on is not missed
-            if self._host is None or not self._host.compute(self._work):
+            if not self._on_cpu:
+                self._work_alone()
+            elif self._host is None or not self._host.compute(self._work):
                 busy = threading.Thread(target=self._work_alone, name=f"{self._name}-busy", daemon=True)
                 busy.start()
                 busy.join()
@@ -101,7 +106,7 @@ class StepLoop:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # of this thread
         try:
-            self._work(lambda: self._host is not None and self._host.waits)
+            self._work(lambda: self._on_cpu and self._host is not None and self._host.waits)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # no request may be left waiting
             self.paused = False
             self._fail(RuntimeError(f"{type(error).__name__}: {error}"))

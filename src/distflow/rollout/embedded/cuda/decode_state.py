@@ -166,6 +166,7 @@ class DecodeState:
         self.tables = torch.full((num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
         self._seen: Tensor | None = None  # bool (slots, vocab), made when a penalty is first used
+        self._true = torch.ones((), dtype=torch.bool, device=device)  # a Python `True` would be copied from the host
         self.free = list(range(num_slots - 1, -1, -1))
 
     def begin(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> None:
@@ -190,8 +191,8 @@ class DecodeState:
             for token in set(sequence.context)
         ]
         slot, token = send(torch.tensor(occurred), self.token.device).unbind(-1)
-        self._seen[slots] = False
-        self._seen[slot, token] = True
+        self._seen.index_fill_(0, slots, False)
+        self._seen[slot, token] = self._true
 
     def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
         """One token a row, from logits `(rows, vocab)`; `slots` advance by it.
@@ -212,7 +213,7 @@ class DecodeState:
         self.position[slots] = (self.position[slots] + 1).masked_fill(nobody, 0)
         self.random[slots] = self.random[slots] + NEXT
         if self._seen is not None:
-            self._seen[slots, draws.token_ids] = True
+            self._seen[slots, draws.token_ids] = self._true
         return torch.stack([column.double() for column in (*draws, finite)])
 
     def _draw_law(

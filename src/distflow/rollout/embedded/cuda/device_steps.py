@@ -41,13 +41,11 @@ class CudaGraphs:
 
     def __init__(self, model: nn.Module, enabled: bool) -> None:
         self.enabled = enabled
+        self.num_recorded = 0  # since the start, those that were dropped too
         self._model = model
         self._addresses = self._weights()
         self._seen: set[Hashable] = set()
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self._recorded)
 
     def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
         """The result of `step`; a replayed step returns the same tensor each time, so read it before the next step."""
@@ -89,6 +87,7 @@ class CudaGraphs:
             self.clear()
             return False
         self._recorded[shape] = (graph, result)
+        self.num_recorded += 1
         return True
 
 
