@@ -64,9 +64,8 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
 
 
-# Logits held at a time. A chunk is made again in the backward pass, unless one chunk is all there is. On an
-# accelerator small chunks are slow: a launch takes as long, whatever its size.
-CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_ACCELERATOR = 2**25, 2**27
+# Logits held at a time. A chunk is made again in the backward pass, unless one chunk is all there is.
+CHUNK_ELEMENTS = 2**25
 
 Head = Callable[[Tensor], Tensor]
 
@@ -79,7 +78,7 @@ def token_log_probs(
     temperature: float | Tensor = 1.0,
     vocabulary: int,
     with_entropy: bool = True,
-    chunk_elements: int | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with gradient.
 
@@ -90,8 +89,6 @@ def token_log_probs(
     """
     if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
         check_temperature(temperature)
-    if chunk_elements is None:
-        chunk_elements = CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS_ON_ACCELERATOR
     num_rows = max(1, chunk_elements // vocabulary)
     if hidden.shape[0] <= num_rows:
         return _chunk(head, hidden, targets, temperature, with_entropy)
