@@ -44,9 +44,11 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(
         "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
     ),
-    "chat": Command("chat with a model or a run's policy", "distflow.commands.chat", runs_code=True),
+    "chat": Command("chat with a model or a run's policy", "distflow.commands.chat_and_serve", runs_code=True),
     "serve": Command(
-        "serve a model or a run's policy to clients of OpenAI and Anthropic", "distflow.commands.serve", runs_code=True
+        "serve a model or a run's policy to clients of OpenAI and Anthropic",
+        "distflow.commands.chat_and_serve",
+        runs_code=True,
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export_replay_report_why"),
     "config": Command("print the resolved config", "distflow.commands.config"),
@@ -157,7 +159,7 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
         return message
     if name in HYDRA_OPTIONS:
         return f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the command"
-    from distflow.config.compose.unknown_keys import suggest
+    from distflow.config.compose.unknown_and_unused_keys import suggest
     from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")

@@ -11,8 +11,7 @@ from distflow.algorithms.mismatch_check import Tolerance
 from distflow.checks.engine_weights_canary import Canary
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.models.loading import load_model
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_model, load_tokenizer
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.group_states import Version

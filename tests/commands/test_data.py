@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli import main
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_tokenizer
 
 MODEL = ("actor_rollout_ref.model.path=builtin:tiny-arithmetic", "actor_rollout_ref.model.init=random")
 

@@ -11,7 +11,7 @@ from distflow.data.messages import read_conversation
 from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
-from distflow.models.tokenizer import end_token_ids
+from distflow.models.loading import end_token_ids
 from tests.data import chat_templates as t
 from tests.tiny_models import tiny_tokenizer
 

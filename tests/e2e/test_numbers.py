@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.data.batch import Batch
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_tokenizer
 from tests.e2e.runs import Playground, Run
 from tests.sparse_params import one_fast_in
 

@@ -14,8 +14,7 @@ import pytest
 from distflow.config import load_config
 from distflow.data.sources import BUILTIN_FOLDER
 from distflow.launch.data_sets import train_sources, validation_sources
-from distflow.models.loading import load_model
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_model, load_tokenizer
 from distflow.rewards.text_rewards import exact_match as compute_score
 from distflow.rewards.text_rewards import has_format as format_score
 

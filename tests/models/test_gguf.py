@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.models.export import export_model
-from distflow.models.loading import load_model
-from distflow.models.tokenizer import load_tokenizer, stop_token_ids
+from distflow.launch.export_checkpoint import export_model
+from distflow.models.loading import load_model, load_tokenizer, stop_token_ids
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 pytest.importorskip("gguf", reason="wants the extra smollm2")

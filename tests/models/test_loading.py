@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distflow.errors import UserError
-from distflow.models.loading import load_model
+from distflow.models.loading import load_model, load_tokenizer, stop_token_ids
 from distflow.models.paths import resolve_path
-from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
-from distflow.models.loading import load_model
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_model, load_tokenizer
 from distflow.rewards.judge_cache import JudgeCache
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import SamplingParams

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.runtime.stop_conditions import SIGNALS, Interrupted, MetricStop, StopRequest, interruptible, leave_at_once
 
 # Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has failed.
@@ -156,7 +155,7 @@ def test_a_terminal_that_has_just_gone_does_not_keep_the_process(monkeypatch: py
 @pytest.mark.parametrize(("metric", "step"), [("rewrd/mean_score", 1), ("val_correct/al/mean", 3)])
 def test_a_condition_on_a_metric_that_is_missing_is_told_as_soon_as_it_could_be_there(metric: str, step: int) -> None:
     told: list[str] = []
-    stop, steps = MetricStop(StopCondition.of(f"{metric} >= 0.9"), told.append), []
+    stop, steps = MetricStop(f"{metric} >= 0.9", told.append), []
     for number in range(1, 5):
         validation = {"val_correct/all/mean": 0.5} if number == 3 else {}
         assert not stop.reason(number, {"reward/mean_score": 1.0, **validation}, was_validated=bool(validation))

@@ -26,7 +26,7 @@ _REWARD_TO_COME = "distflow.rewards.math.reward"
 _FUNCTIONS = {
     "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage"),
     "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
-    "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
+    "pipeline": ("dag.pipeline", "distflow.pipelines.grpo_ppo_dapo_rlvr:grpo_pipeline"),
     "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.single_and_multi_turn:single_turn"),
 }
 """The keys of functions by the names of arguments, and what each names until then."""

@@ -66,8 +66,9 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 
 def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
-    from distflow.config.compose.check_paths import is_local_data, is_local_model
+    from distflow.config.compose.check_paths import is_local_data
     from distflow.config.derived_settings import train_files, val_files
+    from distflow.hub import is_local_model
     from distflow.launch.code_named_by_config import data_code, pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 

@@ -39,7 +39,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    from distflow.launch.check_rollout_engine import check_rollout
+    from distflow.launch.engine_without_run import check_rollout
 
     settings, failed = config.actor_rollout_ref, 0
     print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch.configured_models import Adapt, Source, blaming, load_adapted
-from distflow.models.loading import ModelSource, context_length, load_model
+from distflow.models.loading import ModelSource, context_length, load_model, load_tokenizer, stop_token_ids
 from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding, empty_model
-from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.rollout.servers.fleet import Fleet

@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from distflow.launch.configured_models import load_policy, policy_context, tokenizer_loader
 from distflow.launch.device_and_threads import choose_device
 from distflow.launch.export_checkpoint import with_models_of_runs, write_config_of
-from distflow.models.tokenizer import stop_token_ids
+from distflow.models.loading import stop_token_ids
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
 Messages = list[dict[str, Any]]

@@ -33,9 +33,8 @@ from distflow.launch.configured_models import (
 from distflow.launch.device_and_threads import accelerator
 from distflow.launch.model_and_engine_factories import compute_dtype, engine_dtype, shares_weights
 from distflow.launch.select_pipeline import bind
-from distflow.models.loading import ModelSource, load_model
+from distflow.models.loading import ModelSource, load_model, load_tokenizer
 from distflow.models.sharding import empty_model
-from distflow.models.tokenizer import load_tokenizer
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda.device_steps import MEMORY_SHARE
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import REWARDS, is_own
 from distflow.config import Config
-from distflow.config.compose.key_usage import peek
+from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import (
     chooses_by_tags,
     domain_of_tag,
@@ -27,7 +27,6 @@ from distflow.config.derived_settings import (
     validates,
 )
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
 from distflow.data.row_index import IndexedFile, index_file
@@ -36,7 +35,7 @@ from distflow.data.streamed_sources import RowStream, is_streamed
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.models.tokenizer import end_token_ids
+from distflow.models.loading import end_token_ids
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
@@ -68,7 +67,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         ),
         saves=Frequency(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs),
         validates=_validates(config),
-        stop_when=None if trainer.stop_when is None else StopCondition.of(trainer.stop_when),
+        stop_when=trainer.stop_when,
     )
     curriculum = data.curriculum
     if curriculum.function is not None:

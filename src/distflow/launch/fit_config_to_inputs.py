@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
-from distflow.config.compose.key_usage import peek, watch
 from distflow.config.compose.load_config import is_verls
 from distflow.config.compose.origins import is_preset
+from distflow.config.compose.unknown_and_unused_keys import peek, watch
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.prompts import PromptSet
 from distflow.errors import UserError

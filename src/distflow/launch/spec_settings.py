@@ -12,7 +12,7 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
-from distflow.config.compose.key_usage import peek, whole
+from distflow.config.compose.unknown_and_unused_keys import peek, whole
 from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, response_limit, validates
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError

@@ -15,7 +15,7 @@ from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.device_and_threads import choose_device, own_cores, threads_of
 from distflow.launch.fit_config_to_inputs import Data, Reading
-from distflow.models.tokenizer import end_token_ids
+from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.pipelines.nodes.episodes import describe_turns
 from distflow.rewards.router import check_domains

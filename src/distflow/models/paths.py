@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distflow.builtin_names import MODELS
-from distflow.config.compose.check_paths import model_fault
 from distflow.errors import UserError
-from distflow.hub_reachable import unreachable
+from distflow.hub import model_fault, unreachable
 from distflow.observe.crash_safe_files import read_object, unreadable
 from distflow.untrusted_files import check_file
 

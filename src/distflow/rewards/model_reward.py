@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distflow.builtin_names import DTYPES
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.errors import UserError
+from distflow.models.loading import load_tokenizer
 from distflow.models.reward_model import HEAD, load_reward_model, longest_text, score_ids
-from distflow.models.tokenizer import load_tokenizer
 from distflow.rewards.score import CUT, Case
 
 CASES: tuple[Case, ...] = ()

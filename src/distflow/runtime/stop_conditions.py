@@ -14,10 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from distflow.config.keys.run_and_pipeline import StopCondition
+from typing import Final
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -66,8 +63,10 @@ def interruptible() -> Iterator[None]:
 class MetricStop:
     """Ends a run at a metric's value. For the rank that has the metrics of all. condition: None for never."""
 
-    def __init__(self, condition: "StopCondition | None", warn: Callable[[str], None]) -> None:
-        self.condition, self._warn = condition, warn
+    def __init__(self, condition: str | None, warn: Callable[[str], None]) -> None:
+        from distflow.config.keys.run_and_pipeline import StopCondition  # not at the start of every command
+
+        self.condition, self._warn = None if condition is None else StopCondition.of(condition), warn
         self._seen, self._has_warned = set[str](), False
 
     def reason(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> str:

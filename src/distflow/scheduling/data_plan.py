@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.scheduling.domain_curriculum import CurriculumPlan, SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
@@ -181,7 +180,7 @@ class DataPlan:
     skips: SkipPlan | None = None
     saves: Frequency = Frequency()
     validates: Frequency = Frequency()
-    stop_when: StopCondition | None = None
+    stop_when: str | None = None
 
     def __post_init__(self) -> None:
         if self.domains:

@@ -19,7 +19,6 @@ from distflow.data.batch import Batch
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
-from distflow.graph.fields import Axis
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
@@ -316,7 +315,7 @@ class TorchTrainEngine(TorchScorer):
             micro = batch.select(index)
             flat = self.compute(micro, loss_fn.outputs)
             micro = micro.to(self.device)
-            loss, stats = loss_fn({name: micro.pad(flat[name], Axis.RESPONSE) for name in flat}, micro, counts)
+            loss, stats = loss_fn({name: micro.pad(flat[name], "response") for name in flat}, micro, counts)
             if loss.requires_grad:
                 loss.backward()
             shares.append({"loss": loss.detach(), **stats})

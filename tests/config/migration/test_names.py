@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from distflow.config import ConfigError, load_config
-from distflow.config.compose.unknown_keys import is_known, suggest
+from distflow.config.compose.unknown_and_unused_keys import is_known, suggest
 from distflow.config.compose.values import check_bounds, convert
 from distflow.config.keys.schema import group_names, schema_keys
 from distflow.config.migration.tables import NOT_GIVEN, all_tables, find_names

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distflow.launch.data_sets import train_sources
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_tokenizer
 from tests.e2e.keys.case import Case, a_run, allowed, refused, the_prompts, the_spec
 from tests.e2e.keys.lab import Lab, Run
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from distflow.models.tokenizer import load_tokenizer
+from distflow.models.loading import load_tokenizer
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
 from distflow.scheduling.group_states import Version

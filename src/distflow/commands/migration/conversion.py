@@ -10,7 +10,7 @@ from typing import Any
 from distflow.commands.migration.foreign_settings import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config
 from distflow.config.compose.origins import COMMAND_LINE
-from distflow.config.compose.unknown_keys import is_known
+from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.compose.values import nested
 from distflow.config.flatten_and_compare import flatten
 from distflow.config.keys.schema import schema_keys

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distflow.config.compose.composition import check_interpolations
 from distflow.config.compose.origins import settings_of_value
-from distflow.config.compose.unknown_keys import is_known
+from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 

@@ -11,11 +11,11 @@ from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.rules.check import where
 from distflow.errors import Problem, missing_path, nearest
+from distflow.hub import model_fault
 from distflow.import_target import SourceFile, split_name
 from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, read_file
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
 _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -103,24 +103,6 @@ def is_local_data(source: str) -> bool:
     return source.startswith("builtin:") or Path(source).expanduser().is_file() or bool(matching_files(source))
 
 
-def is_local_model(text: str) -> bool:
-    return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
-
-
-def model_fault(text: str) -> tuple[str, str] | None:
-    """The check of `model.path`. A possible hub id passes, unless its first part is a local folder."""
-    if is_local_model(text):
-        return None
-    path = Path(text).expanduser()
-    if path.is_file():
-        gguf = f", and its name as {_MODEL}.gguf_file={path.name}" if path.suffix == ".gguf" else ""
-        return "is a file", f"use its folder, {path.parent}{gguf}"
-    looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
-    if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
-        return missing_path(path)
-    return None
-
-
 def _builtin_fault(text: str) -> tuple[str, str] | None:
     """The check of a model whose weights are to be loaded."""
     prefix, _, name = text.rpartition(":")
@@ -129,12 +111,6 @@ def _builtin_fault(text: str) -> tuple[str, str] | None:
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
     return "a built-in model has no weights", f"set {_MODEL}.init=random for new ones by trainer.seed"
-
-
-def _is_cached(hub_id: str) -> bool:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}").is_dir()
 
 
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from functools import cache
 from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.fit_defaults import Change, Fitted, apply_changes, fit
 from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, Setting, display, settings_of_value
-from distflow.config.compose.unknown_keys import is_known, judge_settings, look_up, parents
+from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
 from distflow.config.flatten_and_compare import flatten, show_value

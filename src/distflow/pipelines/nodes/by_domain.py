@@ -8,7 +8,7 @@ from inspect import signature
 import torch
 
 from distflow.config import Config
-from distflow.config.compose.key_usage import plain
+from distflow.config.compose.unknown_and_unused_keys import plain
 from distflow.config.derived_settings import algorithms, config_of
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import is_group

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
-from distflow.config.compose.key_usage import peek
+from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of

@@ -4,7 +4,7 @@ from distflow.algorithms.objective import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config
-from distflow.config.compose.key_usage import plain
+from distflow.config.compose.unknown_and_unused_keys import plain
 from distflow.config.derived_settings import clip_range, is_rl
 
 DRIFT_CORRECTION = Correction("token", 2.0)

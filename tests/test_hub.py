@@ -7,7 +7,7 @@ import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from distflow.hub_reachable import unreachable
+from distflow.hub import unreachable
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from distflow.config import Config, config_from_dict, key, register_config_group
-from distflow.config.compose.key_usage import peek, plain, watch, whole
+from distflow.config.compose.unknown_and_unused_keys import peek, plain, watch, whole
 from distflow.config.keys.schema import schema_keys
 from tests.user_code import forgotten
 

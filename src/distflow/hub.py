@@ -1,11 +1,16 @@
-"""Whether the hub can be reached from here."""
+"""What may be an id of the hub and what is on this machine, and whether the hub can be reached from here."""
 
 import functools
+import re
 import socket
 import threading
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from distflow.errors import missing_path
+
+HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
 REACHED_WITHIN_S = 4.0
 """The hub's client itself retries for most of a minute."""
 
@@ -46,3 +51,27 @@ def _connects(host: str, port: int) -> str | None:
     thread.join(REACHED_WITHIN_S)
     answer = outcome[0] if outcome else f"no answer within {REACHED_WITHIN_S:g} s"
     return answer and f"{host}: {answer}"
+
+
+def is_local_model(text: str) -> bool:
+    return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
+
+
+def model_fault(text: str) -> tuple[str, str] | None:
+    """The check of `model.path`. A possible hub id passes, unless its first part is a local folder."""
+    if is_local_model(text):
+        return None
+    path = Path(text).expanduser()
+    if path.is_file():
+        gguf = f", and its name as actor_rollout_ref.model.gguf_file={path.name}" if path.suffix == ".gguf" else ""
+        return "is a file", f"use its folder, {path.parent}{gguf}"
+    looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
+    if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
+        return missing_path(path)
+    return None
+
+
+def _is_cached(hub_id: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}").is_dir()

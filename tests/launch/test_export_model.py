@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.errors import UserError
-from distflow.models.export import export_model
-from distflow.models.loading import load_model
+from distflow.launch.export_checkpoint import export_model
+from distflow.models.loading import load_model, load_tokenizer
 from distflow.models.lora import add_lora
-from distflow.models.tokenizer import load_tokenizer
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 IDS = torch.arange(3, 40)[None]
