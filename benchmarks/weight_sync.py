@@ -26,9 +26,9 @@ from torch import Tensor
 
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.bucket_files import Carry, hash_of, pack, write_bucket
 from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.sender import WeightSender

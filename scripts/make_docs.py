@@ -18,10 +18,9 @@ from distflow import builtin_names
 from distflow.config.compose.load_config import differing, load_config
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.compose.values import type_name
-from distflow.config.flatten_and_compare import RESUMABLE, show_value
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, collect
-from distflow.config.keys.schema import schema_keys
+from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
 from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
 from distflow.errors import ConfigError
 

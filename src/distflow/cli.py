@@ -51,17 +51,19 @@ COMMANDS: dict[str, Command] = {
         runs_code=True,
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export_replay_report_why"),
-    "config": Command("print the resolved config", "distflow.commands.config"),
+    "config": Command("print the resolved config", "distflow.commands.config_and_data"),
     "migrate": Command(
         "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL",
-        "distflow.commands.migrate",
+        "distflow.commands.migration.conversion",
     ),
-    "data": Command("show the data as the model receives it", "distflow.commands.data", runs_code=True),
+    "data": Command("show the data as the model receives it", "distflow.commands.config_and_data", runs_code=True),
     "reward": Command(
-        "test a reward function on right and wrong responses", "distflow.commands.reward", runs_code=True
+        "test a reward function on right and wrong responses", "distflow.commands.reward_and_rollout", runs_code=True
     ),
     "rollout": Command(
-        "test the rollout engine on all that a run expects of it", "distflow.commands.rollout", runs_code=True
+        "test the rollout engine on all that a run expects of it",
+        "distflow.commands.reward_and_rollout",
+        runs_code=True,
     ),
     "sandbox": Command(
         "run a Python file in the sandbox, or serve the sandbox to other machines", "distflow.commands.sandbox"

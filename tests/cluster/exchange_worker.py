@@ -8,7 +8,7 @@ from ray.actor import ActorHandle
 
 from distflow.cluster.reshard_columns import RayReshard
 from distflow.data.batch import Batch
-from distflow.runtime.wait_log import Waits
+from distflow.observe.writing.timing import Waits
 from distflow.scheduling.reshard_columns import Key
 
 

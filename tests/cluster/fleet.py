@@ -17,10 +17,10 @@ from torch import Tensor
 
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.bucket_files import Carry, Packed, SentBucket, write_bucket
 from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.sender import WeightSender

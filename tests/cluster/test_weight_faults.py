@@ -15,10 +15,10 @@ from ray.exceptions import RayActorError
 from distflow.cluster.weights_by_collective import InPair
 from distflow.cluster.weights_to_workers import Stalled
 from distflow.errors import TrustError, UserError
+from distflow.observe.writing.timing import Wait, Waits
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
-from distflow.runtime.wait_log import Wait, Waits
 from distflow.runtime.weight_sync import sender as publish
 from distflow.runtime.weight_sync.bucket_files import Carry, InFile, Packed, SentBucket, remove_weights, write_bucket
 from distflow.scheduling.group_states import Version

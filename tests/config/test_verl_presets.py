@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from distflow.config import load_config
-from distflow.config.flatten_and_compare import flatten
-from distflow.config.keys.schema import schema_keys
+from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration.tables import find_names
 
 # verl/trainer/config/_generated_ppo_trainer.yaml of verl-project/verl at 1a7e2ca, but for files, engines, devices,

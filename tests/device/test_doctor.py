@@ -11,7 +11,7 @@ import torch
 from distflow import cli
 from distflow.config import load_config
 from distflow.launch.check_device import Subject, try_check
-from distflow.selftest.device_checks import CHECKS
+from distflow.selftest.compared_runs import CHECKS
 from distflow.selftest.runs import TOKENIZER, write_models
 from tests.device.rehearsal import on_device
 

@@ -12,12 +12,12 @@ import pytest
 from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.group_columns import Group
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from tests.runtime.groups import bound, context, coordinator, samples, waiting_group

@@ -14,6 +14,7 @@ from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
+from distflow.observe.writing.timing import Waits
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Error, RewardResult, Score
@@ -24,7 +25,6 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop, SubmissionGate
 from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 from tests.e2e.runs import Playground
 from tests.runtime.groups import PARAMS, bound, context, coordinator, prompt_group, samples, waiting_group

@@ -10,6 +10,7 @@ from distflow.cluster.remote_sample_queue import GroupRef, to_group
 from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.data.prompts import PromptRow
 from distflow.launch.run_start_and_end import Start, begin_ledger
+from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import load_queued
@@ -24,7 +25,6 @@ from distflow.runtime.sample_queue.protocol import (
 )
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.group_states import GroupCounts, Version
 

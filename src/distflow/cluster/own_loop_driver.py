@@ -16,6 +16,7 @@ from distflow.cluster.remote_sample_queue import GroupRef, RemoteSampleQueue, Ta
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather
+from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.group_columns import rows_by_group
@@ -24,7 +25,6 @@ from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
 from distflow.runtime.spec import Get, Spec
 from distflow.runtime.stop_conditions import Stop
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn

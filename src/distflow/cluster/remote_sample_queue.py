@@ -13,6 +13,7 @@ from typing import Any
 from distflow.cluster.actor_calls import Peer, future_of, reply, shortened
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
+from distflow.observe.writing.timing import Waits
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.run_errors_and_limits import Failure
@@ -27,7 +28,6 @@ from distflow.runtime.sample_queue.protocol import (
 )
 from distflow.runtime.sample_queue.queue_base import joined
 from distflow.runtime.stop_conditions import Stop
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.group_states import PromptGroup
 
 GroupRef = Any

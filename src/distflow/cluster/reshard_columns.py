@@ -16,7 +16,7 @@ from ray.exceptions import ObjectLostError, RayActorError
 from distflow.cluster.actor_calls import reply
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
-from distflow.runtime.wait_log import Waits
+from distflow.observe.writing.timing import Waits
 from distflow.scheduling.reshard_columns import Key, Reshard, ReshardError, Share
 
 SMALL_BYTES = 2**20

@@ -12,10 +12,10 @@ from distflow.cluster.process_groups import Collectives
 from distflow.cluster.remote_sample_queue import RemoteSampleQueue
 from distflow.cluster.weights_by_collective import Pairs
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
+from distflow.observe.writing.timing import Waits
 from distflow.runtime.rank_info import Place
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop_conditions import Stop
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.weight_sync.receiver import IncomingWeights

@@ -5,11 +5,16 @@ on this machine that a tiny run gives the same numbers on each path."""
 import argparse
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from distflow import __version__
@@ -22,7 +27,6 @@ from distflow.commands.arguments_and_run_folders import (
 )
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.harmless_output import escape_control
-from distflow.observe.port_owners import family, listeners
 from distflow.observe.writing.folder_lock import writer_of
 
 EXTRAS = {
@@ -75,7 +79,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
         from distflow.launch.code_named_by_config import model_code, only_if_trusted, pipeline_code
         from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
-        from distflow.selftest.device_checks import check_all
+        from distflow.selftest.compared_runs import check_all
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)
@@ -145,14 +149,14 @@ def _of_run(given: str | None) -> list[str]:
     if run_dir is None or (writer is None and given is None):
         return []
     name = escape_control(str(run_dir), one_line=True)
-    lines = ["", f"ports of {name}", *_indent(_listening(writer))]
+    lines = ["", f"ports of {name}", *_indent(_ports_of(writer))]
     level = read_object(run_dir / "run.json").get("sandbox")
     if isinstance(level, str):
         lines += ["", f"sandbox of {name}", f"  {escape_control(level, 80, one_line=True)}"]
     return lines
 
 
-def _listening(writer: int | None) -> list[str]:
+def _ports_of(writer: int | None) -> list[str]:
     """A line a process and place."""
     if not writer:
         return ["no process on this machine writes to it" if writer == 0 else "it does not run"]
@@ -185,3 +189,100 @@ def _version(package: str) -> str | None:
 
 def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
+
+
+_LISTENS = "0A"
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A port that a process listens on. process: its name, such as "raylet"."""
+
+    pid: int
+    process: str
+    address: str
+    port: int
+
+    @property
+    def where(self) -> str:
+        """From where it can be reached, in words."""
+        address = ipaddress.ip_address(self.address)
+        if address.is_unspecified:
+            return "EVERY ADDRESS of this machine"
+        return "loopback" if address.is_loopback else f"the address {self.address} of this machine"
+
+
+def family(pid: int) -> list[int]:
+    """The processes of a run: what `pid` started, and what that started. A worker of Ray's is a child of a raylet, and
+    that, unless Ray runs by itself, of the driver: the family is then the driver's."""
+    parents = _parents()
+    root = pid
+    while _name(parents.get(root, 0)) == "raylet":
+        raylet = parents[root]
+        root = raylet if parents[raylet] <= 1 else parents[raylet]
+    found = [root]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found
+
+
+def listeners(pids: list[int]) -> list[Listener]:
+    """By process, then by port. Processes that ended, or whose files may not be looked at, have none."""
+    found: set[Listener] = set()
+    for pid in pids:
+        try:
+            sockets = _sockets(pid)
+            open_here = {inode: place for name in ("tcp", "tcp6") for inode, place in _listening(pid, name)}
+        except OSError:
+            continue
+        found |= {Listener(pid, _name(pid), *open_here[inode]) for inode in sockets & open_here.keys()}
+    return sorted(found, key=lambda listener: (pids.index(listener.pid), listener.port, listener.address))
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for entry in _PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def _name(pid: int) -> str:
+    """Of a Python process, which all have one name, with its script."""
+    try:
+        name = (_PROC / str(pid) / "comm").read_text().strip()
+        words = (_PROC / str(pid) / "cmdline").read_text("utf-8", "replace").split("\0")
+    except OSError:
+        return ""
+    if words[0].startswith(name):  # which ends at 15 characters; a process may give itself another
+        name = words[0].strip()
+    script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")
+    return f"{name} {script}".strip() if name.startswith("python") else name
+
+
+def _sockets(pid: int) -> set[int]:
+    inodes = set()
+    for link in (_PROC / str(pid) / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if match := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())):
+                inodes.add(int(match[1]))
+    return inodes
+
+
+def _listening(pid: int, name: str) -> Iterator[tuple[int, tuple[str, int]]]:
+    """(inode, (address, port)) of the listening sockets of the process's network."""
+    table = _PROC / str(pid) / "net" / name
+    for line in table.read_text().splitlines()[1:] if table.exists() else ():
+        fields = line.split()
+        if fields[3] == _LISTENS:
+            address, port = fields[1].split(":")
+            yield int(fields[9]), (_address(address), int(port, 16))
+
+
+def _address(code: str) -> str:
+    """/proc writes words of 32 bits, each in the byte order of this machine: little-endian. Of an IPv4 address in the
+    clothes of IPv6 it is the former."""
+    address = ipaddress.ip_address(b"".join(bytes.fromhex(code[i : i + 8])[::-1] for i in range(0, len(code), 8)))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

@@ -12,9 +12,8 @@ from distflow.config.compose.load_config import (
 from distflow.config.compose.origins import preset_names
 from distflow.config.derived_settings import RunLimits, pipeline_name
 from distflow.config.describe_config import describe, explain
-from distflow.config.flatten_and_compare import changed_keys, flatten, to_dict, to_yaml
 from distflow.config.keys.declare import key
-from distflow.config.keys.schema import Config, register_config_group
+from distflow.config.keys.schema import Config, changed_keys, flatten, register_config_group, to_dict, to_yaml
 from distflow.config.rules.check import check
 from distflow.errors import ConfigError, UserError
 

@@ -16,10 +16,9 @@ from distflow.config.derived_settings import (
     pipeline_name,
     validates,
 )
-from distflow.config.flatten_and_compare import flatten, show_value
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.run_and_pipeline import TrainerConfig
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import Config, flatten, schema_keys, show_value
 from distflow.errors import ConfigError, Problem
 
 

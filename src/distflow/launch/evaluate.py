@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.checks.engine_weights_canary import make_canary
 from distflow.errors import UserError
-from distflow.observe.writing.timing import lasting
+from distflow.observe.writing.timing import Waits, lasting
 from distflow.rewards.score import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.rank_info import own_device
@@ -17,7 +17,6 @@ from distflow.runtime.run_errors_and_limits import warn_of_errors
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.weight_sync.weight_ports import LocalWeights

@@ -9,6 +9,7 @@ from distflow.launch import run_start_and_end
 from distflow.launch.build_worker import build_worker
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
+from distflow.observe.writing.timing import Waits
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
 from distflow.runtime.recorder import Recorder, reported
@@ -18,7 +19,6 @@ from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop_conditions import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import Ports, WorkerInputs

@@ -17,9 +17,8 @@ from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
 from distflow.config.derived_settings import code_of_workflow, is_one_process, named_algorithms, reward_functions
-from distflow.config.flatten_and_compare import diff, show_value
 from distflow.config.keys.reward import scoring_models
-from distflow.config.keys.schema import schema_keys
+from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.launch.device_and_threads import choose_device, threads_of, worker_cores
 from distflow.launch.fit_config_to_inputs import Data
 from distflow.models.cpu_kernels import build as native

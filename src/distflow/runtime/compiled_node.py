@@ -20,6 +20,7 @@ from distflow.errors import TrustError, UserError, hint
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, PipelineError
 from distflow.import_target import is_async
 from distflow.observe.metrics import Measured
+from distflow.observe.writing.timing import Waits
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import RewardResult
 from distflow.runtime.audit_protocol import Updates
@@ -29,7 +30,6 @@ from distflow.runtime.run_errors_and_limits import NodeError, is_ours, node_erro
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.data_plan import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 

@@ -26,13 +26,12 @@ from distflow.observe.report.findings import LiveFindings
 from distflow.observe.report.timelines import TRAINING
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
-from distflow.observe.writing.timing import PhaseTimer
+from distflow.observe.writing.timing import PhaseTimer, Waits
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
-from distflow.runtime.wait_log import Waits
 
 TOKENS = "tokens"
 

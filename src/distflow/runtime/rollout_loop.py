@@ -13,6 +13,7 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
+from distflow.observe.writing.timing import Waits
 from distflow.rewards.score import CallCounts, RewardCounts, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
@@ -26,7 +27,6 @@ from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, 
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.group_states import PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.observe.writing.timing import Wait, Waits
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.wait_log import Wait, Waits
 from distflow.training.engine import OneRank
 
 

@@ -11,11 +11,11 @@ import pytest
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
+from distflow.observe.writing.timing import Waits
 from distflow.runtime.group_columns import finished_group
 from distflow.runtime.run_errors_and_limits import Failure, NoProgress, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import CountsError, PromptGroup

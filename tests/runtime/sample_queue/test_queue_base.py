@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from distflow.observe.writing.timing import Waits
 from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_step
 from distflow.scheduling.data_plan import minibatches
 from distflow.scheduling.group_states import PromptGroup

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from distflow.errors import TrustError
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.loop_thread import LoopThread
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.weight_sync.sender import WeightSender

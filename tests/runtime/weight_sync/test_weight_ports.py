@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from distflow.errors import TrustError
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.scheduling.group_states import Version
 

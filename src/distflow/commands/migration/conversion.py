@@ -1,21 +1,27 @@
-"""A config of ours from settings of another system: what its table says of each key, and its formulas for sizes, which
-the systems count in samples of a device, samples of a step, or prompts."""
+"""`distflow migrate`: a config of ours from a script, a command or a config of another system: what its table says of
+each key, and its formulas for sizes, which the systems count in samples of a device, samples of a step, or prompts."""
 
+import argparse
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from distflow.commands.migration.foreign_settings import ForeignSettings, Unread
+from distflow.commands.migration.read_files import read_foreign
 from distflow.config.compose.load_config import Loaded, load_config, preset_config
-from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.compose.origins import COMMAND_LINE, preset_names
 from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.compose.values import nested
-from distflow.config.flatten_and_compare import flatten
-from distflow.config.keys.schema import schema_keys
+from distflow.config.derived_settings import train_files
+from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
-from distflow.errors import ConfigError
+from distflow.errors import ConfigError, UserError
 
 _PRESETS = {
     **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
@@ -165,3 +171,72 @@ def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
     set_here = [key for key in keys if loaded.origins.get(key) == COMMAND_LINE]
     written = {key: keys[key].spec.plain(values[key]) for key in set_here if key in chosen or values[key] != base[key]}
     return {"defaults": [draft.preset, "_self_"], **nested(written)}
+
+
+def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", help="a Python script, a shell script or a YAML file of TRL, OpenRLHF, verl, ROLL or AReaL"
+    )
+    parser.add_argument("--to", metavar="FILE", type=Path, help="write the config to this file instead of the screen")
+    parser.add_argument(
+        "--devices", metavar="N", type=int, help="number of training devices, if different from the file"
+    )
+
+
+def run_migrate(arguments: argparse.Namespace) -> int:
+    if arguments.devices is not None and arguments.devices < 1:
+        raise UserError(f"--devices {arguments.devices}: a run has at least one device")
+    if arguments.to is not None:
+        _check_target(arguments.to)
+    theirs = read_foreign(Path(arguments.file).expanduser())
+    draft = convert(theirs, arguments.devices)
+    loaded = _without_unread_keys(draft, compose(draft))
+    text = f"# From {Path(arguments.file).name}, of {theirs.system}, by distflow migrate\n"
+    text += yaml.safe_dump(as_file(draft, loaded), sort_keys=False, allow_unicode=True, width=120)
+    if arguments.to is None:
+        print(text, end="")
+    else:
+        arguments.to.write_text(text, encoding="utf-8")
+    _print_missing(draft, arguments.to)
+    return 0
+
+
+def _check_target(path: Path) -> None:
+    if path.suffix != ".yaml" or "." in path.stem or path.stem in preset_names():
+        raise UserError(f"--to {path}: the file must be NAME.yaml, where NAME has no dots and is not a preset's")
+    if path.exists() or not path.parent.is_dir():
+        what = "is there already" if path.exists() else "is in a folder that does not exist"
+        raise UserError(f"--to {path}: it {what}; name another file")
+
+
+def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
+    """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
+    from distflow.launch.fit_config_to_inputs import InertKeys, read_config
+
+    model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
+    for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
+        if not found:
+            draft.missing.append(f"{key} must be set: it is not in the file")
+    while model and any(files.values()):
+        try:
+            read_config(loaded)
+            break
+        except InertKeys as error:
+            for key in [
+                name for name in draft.overrides if any(f"{name}.".startswith(f"{key}.") for key in error.keys)
+            ]:
+                draft.drop(key, f"it is not used by the pipeline of {draft.preset}")
+            loaded = compose(draft)
+        except UserError as error:
+            draft.missing.append(f"a run would be rejected: {error}")
+            break
+    return loaded
+
+
+def _print_missing(draft: Conversion, to: Path | None) -> None:
+    if to is not None:
+        print(f"wrote {to}: distflow config {to} shows the complete config", file=sys.stderr)
+    if draft.missing:
+        print(f"\nnot in the config, or to be checked ({len(draft.missing)}):", file=sys.stderr)
+    for line in dict.fromkeys(draft.missing):
+        print(f"  {line}", file=sys.stderr)

@@ -13,9 +13,8 @@ from distflow.config.derived_settings import (
     reward_functions,
     unfiltered_domains,
 )
-from distflow.config.flatten_and_compare import changed_from_default, flatten
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on, spread
-from distflow.config.keys.schema import Config
+from distflow.config.keys.schema import Config, changed_from_default, flatten
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 
 _CONTROL = "algorithm.kl_ctrl"

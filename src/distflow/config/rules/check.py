@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from distflow.config.compose.values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
-from distflow.config.flatten_and_compare import flatten
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import Config, flatten, schema_keys
 from distflow.config.rules import (
     Finding,
     algorithm,

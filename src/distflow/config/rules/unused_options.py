@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from fnmatch import filter as matching
 from pathlib import Path
 
-from distflow.config.flatten_and_compare import changed_from_default, flatten
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import Config, changed_from_default, flatten, schema_keys
 from distflow.config.rules import Finding
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))

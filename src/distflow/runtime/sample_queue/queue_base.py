@@ -12,12 +12,12 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
+from distflow.observe.writing.timing import Waits
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.groups_by_rollout_worker import GroupsByWorker, RolloutWorker
 from distflow.runtime.sample_queue.user_prompt_rows import OfGroup, Submissions
-from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import PartialWeightsError
-from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, check_receipt, refused
 from distflow.scheduling.group_states import Version
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.runtime.wait_log import Wait, Waits
+from distflow.observe.writing.timing import Wait, Waits
 
 
 def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:

@@ -1,4 +1,5 @@
-"""`distflow reward check`: tries a reward function on right and wrong responses to a data set, before a run."""
+"""`distflow reward check` tries a reward function on right and wrong responses to a data set, `distflow rollout check`
+a rollout engine on everything that a run expects of it: both before a run."""
 
 import argparse
 import asyncio
@@ -17,6 +18,15 @@ from distflow.rewards.score import RIGHT
 if TYPE_CHECKING:
     from distflow.data.dataset_columns import RawRow
     from distflow.rewards.reward_check import Agreement, CheckResult, Fault, Row
+
+from typing import TYPE_CHECKING
+
+from distflow import __version__
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing
+from distflow.errors import UserError
+
+if TYPE_CHECKING:
+    from distflow.config import Config
 
 _JUDGE = "judge"
 _EXAMPLES = 3
@@ -202,3 +212,38 @@ def _examples(faults: "Sequence[Fault]", shown: int) -> Iterator[str]:
         yield f"      {response} for {truth} got {escape_control(fault.said, _SHOWN, one_line=True)} ({fault.origin})"
     if 0 < shown < len(faults):
         yield f"      and {len(faults) - shown} more; --show 0 shows all"
+
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"], help="what to do with the engine")
+    add_preset_arguments(parser)
+
+
+def run_rollout(arguments: argparse.Namespace) -> int:
+    """Print a line for each property; 1 where one fails."""
+    from distflow.config import load_config
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "run").mkdir()
+        overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}/run"]
+        loaded = load_config(arguments.preset, overrides, complete=False, needed=(MODEL,))
+        if not loaded.config.actor_rollout_ref.model.path:
+            raise UserError(f"there is no model to generate with: set {MODEL} to a folder or a hub id")
+        with importing():
+            from distflow.launch.export_checkpoint import with_models_of_runs
+        return asyncio.run(_check(with_models_of_runs(loaded, partial(print, flush=True)).config))
+
+
+async def _check(config: "Config") -> int:
+    from distflow.launch.engine_without_run import check_rollout
+
+    settings, failed = config.actor_rollout_ref, 0
+    print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)
+    async for found in check_rollout(config):
+        failed += found.outcome == "failed"
+        print(f"{found.name:<20} {found.outcome:<14} {escape_control(found.text, one_line=True)}", flush=True)
+    print(f"{failed} properties failed: do not train with this engine" if failed else "no property failed")
+    return int(failed > 0)

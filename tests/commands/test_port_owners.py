@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.observe.port_owners import Listener, family, listeners
+from distflow.commands.doctor import Listener, family, listeners
 
 # A process with a socket on each kind of address and one that only connects, whose child listens as well.
 PARENT = """

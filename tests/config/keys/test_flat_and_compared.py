@@ -16,9 +16,8 @@ from distflow.config import (
     to_dict,
     to_yaml,
 )
-from distflow.config.flatten_and_compare import RESUMABLE, diff
 from distflow.config.keys.reward import RewardPart
-from distflow.config.keys.schema import schema_keys
+from distflow.config.keys.schema import RESUMABLE, diff, schema_keys
 from distflow.config.rules.check import check
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.port_owners import family, listeners
+from distflow.commands.doctor import family, listeners
 
 pytest.importorskip("ray")
 
