@@ -18,6 +18,7 @@ from distflow.cluster import ray_cluster, worker_actor
 from distflow.cluster.actor_calls import WorkerFailed
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import UserError
+from distflow.runtime.spec import LaunchOptions
 from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import distance
 from tests.e2e.runs import Playground, Run
@@ -114,7 +115,7 @@ def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     held.wait()
     try:
         with pytest.raises(UserError, match="end other jobs"):
-            launch_ray(spec, say=said.append)
+            launch_ray(spec, LaunchOptions(say=said.append))
     finally:
         remove_placement_group(held)
     assert any("waiting up to 1 s for 1 machine(s) with 2 CPU" in line for line in said)

@@ -14,6 +14,7 @@ from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
 from distflow.cluster.local_processes import launch_processes
 from distflow.errors import UserError
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from tests.cluster import leftovers
 from tests.cluster.distance import distance
@@ -41,7 +42,7 @@ def alone(ground: Playground) -> Run:
 
 def run(ground: Playground, *keys: str, name: str, callbacks: Callbacks = Callbacks()) -> Run:  # noqa: B008
     config, spec = ground.spec("grpo", *STEPS, *keys, name=name)
-    return Run(ground.folder / name, config, launch_processes(spec, callbacks=callbacks))
+    return Run(ground.folder / name, config, launch_processes(spec, LaunchOptions(callbacks=callbacks)))
 
 
 def workers(root: int) -> list[int]:

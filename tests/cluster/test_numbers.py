@@ -11,6 +11,7 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.data.batch import Batch
 from distflow.observe.reading.run_reader import read_samples
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
+from distflow.runtime.spec import LaunchOptions
 from distflow.selftest.runs import ANSWERS, SAMPLED
 from tests.cluster.distance import distance
 from tests.cluster.free_runs import first_difference
@@ -94,7 +95,7 @@ def on_workers(ground: Playground, num_workers: int, *keys: str, name: str) -> R
     config, spec = ground.spec(
         "grpo", *KEYS, "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}", *keys, name=name
     )
-    return Run(ground.folder / name, config, launch_ray(spec, say=lambda line: None))
+    return Run(ground.folder / name, config, launch_ray(spec, LaunchOptions(say=lambda line: None)))
 
 
 @pytest.mark.parametrize("strategy", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))

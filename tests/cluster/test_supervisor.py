@@ -15,6 +15,7 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import TrustError, UserError
 from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.scheduling import ledger
 from tests.cluster.distance import distance
@@ -49,7 +50,7 @@ def validating(ground: Playground) -> tuple[str, ...]:
 
 def run(ground: Playground, *overrides: str, name: str, said: list[str] | None = None) -> Run:
     config, spec = ground.spec("grpo", RAY, *overrides, name=name)
-    outcome = launch_ray(spec, say=lambda line: said.append(line) if said is not None else None)
+    outcome = launch_ray(spec, LaunchOptions(say=lambda line: said.append(line) if said is not None else None))
     return Run(ground.folder / name, config, outcome)
 
 
@@ -201,7 +202,7 @@ def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
         on_save=lambda step, path: told.append(("save", step)),
     )
     config, spec = ground.spec("grpo", RAY, *STEPS, *validating(ground), SPLIT, name="unordered")
-    found = Run(ground.folder / "unordered", config, launch_ray(spec, callbacks=callbacks))
+    found = Run(ground.folder / "unordered", config, launch_ray(spec, LaunchOptions(callbacks=callbacks)))
     check_same(found, alone)
     both = [f"{what} {step}" for what, step in told if what != "save"]
     assert both == [*("validation 0", "step 1"), *("validation 2", "step 2"), "step 3", *("validation 4", "step 4")]

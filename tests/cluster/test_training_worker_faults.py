@@ -16,6 +16,7 @@ from distflow.cluster.ray_entry import launch_ray
 from distflow.observe.reading.run_reader import read_events
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
+from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import WEIGHTS
 from tests.cluster.test_faults import processes, workers
@@ -129,7 +130,7 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
             writers.append(subprocess.check_output([sys.executable, "-c", WRITER, str(folder)], text=True).strip())
 
     config, spec = ground.spec("grpo", *AGAIN, name=folder.name)
-    check_resumed(Run(folder, config, launch_ray(spec, say=say)), whole)
+    check_resumed(Run(folder, config, launch_ray(spec, LaunchOptions(say=say))), whole)
     assert starts(folder) == [0, 1] and writers == [str(os.getpid())]
     told = re.compile(r"worker 1 of 2, .* has died .*, in step 3 .* Restart 1 of 1 \(trainer\.max_restarts\)")
     assert any(map(told.fullmatch, said)) and any(map(told.fullmatch, notes(folder, "warning")))
@@ -169,7 +170,7 @@ def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ev
         return any("the coordinator" in line and "Restart 1 of 1" in line for line in said)
 
     _, spec = ground.spec("grpo", *AGAIN, "trainer.total_training_steps=5000", name=folder.name)
-    outcome = launch_ray(spec, say=said.append, callbacks=Callbacks(on_save=strike, on_step=ask))
+    outcome = launch_ray(spec, LaunchOptions(say=said.append, callbacks=Callbacks(on_save=strike, on_step=ask)))
     assert outcome is not None and outcome.signal == signal.SIGTERM and outcome.stopped
     assert starts(folder) == [0, 1] and notes(folder, "end") == ["the run failed", "the run stopped"]
     verify(folder / "ledger.jsonl")

@@ -30,6 +30,7 @@ from distflow.runtime import step_metrics, validation
 from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.resources import Resources
+from distflow.runtime.spec import LaunchOptions
 from distflow.scheduling.group_states import CountsError
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
@@ -262,7 +263,7 @@ def test_a_checkpoint_without_hashes_is_not_compared(ground: Playground) -> None
     preset, *overrides = KL
     steps = ("trainer.total_training_steps=4", f"trainer.resume_mode={checkpoint}", "trust.audit_freq=5")
     _, spec = ground.spec(preset, *overrides, *steps, name="unhashed")
-    launch_local(spec, allow_change=("trust.audit_freq",))
+    launch_local(spec, LaunchOptions(allow_change=("trust.audit_freq",)))
     first = next(event.fields for event in read_events(ground.folder / "unhashed") if event.kind == "audit")
     assert first["unproven"] == {"resume": "all: the checkpoint has no hashes"}
 

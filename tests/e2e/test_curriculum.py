@@ -11,6 +11,7 @@ import torch
 from distflow.errors import TrustError, UserError
 from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events
+from distflow.runtime.spec import LaunchOptions
 from distflow.scheduling import domain_curriculum as curriculum
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.ledger import timeline
@@ -197,7 +198,7 @@ def test_a_run_that_was_resumed_without_audits_is_not_compared_with_what_was_bef
     for steps, audit_freq in ((2, 2), (4, 0), (6, 2)):
         more = (f"trainer.total_training_steps={steps}", f"trust.audit_freq={audit_freq}")
         _, spec = ground.spec("grpo", *learnable(ground, *more), name="gap")
-        assert launch_local(spec, allow_change=("trust.audit_freq",)).steps == steps
+        assert launch_local(spec, LaunchOptions(allow_change=("trust.audit_freq",))).steps == steps
     assert not any("audit" in note for kind in ("warning", "finding") for note in notes(ground.folder / "gap", kind))
 
 

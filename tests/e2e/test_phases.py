@@ -10,6 +10,7 @@ import pytest
 from distflow.launch import run_start_and_end
 from distflow.launch.one_process_launcher import launch_local
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
+from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from tests.e2e.runs import REWARD, Playground, Run
 
@@ -29,7 +30,7 @@ def timed(
 
     validates = ("trainer.test_freq=1", f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=3")
     config, spec = ground.spec(preset, "trainer.total_training_steps=4", *validates, *overrides)
-    run = Run(ground.folder / "run", config, launch_local(spec, callbacks=Callbacks(on_step=hear)))
+    run = Run(ground.folder / "run", config, launch_local(spec, LaunchOptions(callbacks=Callbacks(on_step=hear))))
     steps = [
         {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
         for metrics in run.metrics()

@@ -16,6 +16,7 @@ from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import load_model
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run, policy_checkpoint
+from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import Playground
 from tests.tiny_models import write_tiny_model
 
@@ -44,7 +45,7 @@ def start(ground: Playground, *overrides: str, name: str) -> list[str]:
 
     said: list[str] = []
     loaded = load_config("grpo", ground.overrides(name, *SAVED, *overrides))
-    launch_local(make_spec(loaded, said.append), say=said.append)
+    launch_local(make_spec(loaded, said.append), LaunchOptions(say=said.append))
     return said
 
 

@@ -125,6 +125,7 @@ def train(
     Raises UserError or PipelineError for a mistake of the user's, with the message of the command line; TrustError
     where a check fails; NodeError where a node does.
     """
+    from distflow.runtime.spec import LaunchOptions
     from distflow.runtime.user_calls.sync_calls import Callbacks
 
     callbacks = Callbacks(on_step, on_validation, on_save)
@@ -134,7 +135,7 @@ def train(
     with claimed_for_a_run(loaded.config.trainer.run_dir):
         spec = make_spec_of(inputs, loaded)
         launch = cast("Launch", load(launch_target(spec.config)))
-        outcome = launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
+        outcome = launch(spec, LaunchOptions(tuple(allow_change), say, callbacks, embedded=True))
     run = Run(spec.run_dir)
     for line in [] if outcome is None else outcome.lines():
         say(line)

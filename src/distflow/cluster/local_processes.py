@@ -28,9 +28,8 @@ from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.recorder import reported
-from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 from distflow.runtime.stop_conditions import StopRequest, leave_at_once
-from distflow.runtime.user_calls.sync_calls import Callbacks
 
 _PR_SET_PDEATHSIG = 1
 _NUM_CALLS = 16
@@ -114,15 +113,15 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         self._check(begun, "while its engines were built")
         return check_reports([call.result() for call in begun], 0, spec, start, say)
 
-    def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> int:
+    def watch(self, differences: list[str], options: LaunchOptions) -> int:
         """Supervise until the run has ended; returns the steps consumed in all."""
-        with shown(self._spec, self.coordinator.progress().total_steps, callbacks) as output:
+        with shown(self._spec, self.coordinator.progress().total_steps, options.callbacks) as output:
 
             def asked_to_stop(name: str) -> None:
                 output.note_stop(name)
                 self.coordinator.stop()
 
-            self.stop = StopRequest(asked_to_stop, ends_process=ends_process)
+            self.stop = StopRequest(asked_to_stop, ends_process=not options.embedded)
             with self.stop:
                 running = [worker.calls.run.remote(differences, {}, False) for worker in self._workers]
                 try:
@@ -159,23 +158,16 @@ class LocalRun(AbstractContextManager["LocalRun"]):
             raise WorkerDied(self._heartbeat.describe_silence(silent, stacks))
 
 
-def launch_processes(
-    spec: Spec,
-    *,
-    allow_change: tuple[str, ...] = (),
-    say: Callable[[str], None] = lambda line: None,
-    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
-    embedded: bool = False,
-) -> Outcome:
+def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
     """See `Launch`."""
-    with starting(spec, allow_change) as start:
-        if done := done_before(spec, start, say):
+    with starting(spec, options.allow_change) as start:
+        if done := done_before(spec, start, options.say):
             return done
-        start.set_aside(spec, say)
-        say(f"starting {len(spec.plan.ranks)} processes on this machine")
-        with reported(spec.run_dir, say), LocalRun(spec, start) as run:
+        start.set_aside(spec, options.say)
+        options.say(f"starting {len(spec.plan.ranks)} processes on this machine")
+        with reported(spec.run_dir, options.say), LocalRun(spec, start) as run:
             try:
-                steps = run.watch(run.build(say), callbacks, ends_process=not embedded)
+                steps = run.watch(run.build(options.say), options)
             except WorkerDied as died:
                 raise type(died)(f"{died} {resume_hint(spec)}") from died
         return outcome_of(spec, steps, run.stop.signal, run.stop.wanted and not run.coordinator.progress().finished)

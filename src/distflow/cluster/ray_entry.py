@@ -22,8 +22,7 @@ from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
 from distflow.runtime.recorder import reported
-from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
 if TYPE_CHECKING:
     from distflow.cluster.own_loop_driver import OwnLoop
@@ -33,28 +32,21 @@ NEEDED = "needs the extra: pip install 'distflow[ray]'"
 _TOKEN = ".ray-token"
 
 
-def launch_ray(
-    spec: Spec,
-    *,
-    allow_change: tuple[str, ...] = (),
-    say: Callable[[str], None] = lambda line: None,
-    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
-    embedded: bool = False,
-) -> Outcome:
+def launch_ray(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
     """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
     is not connected to one already."""
-    with _starting(spec, allow_change) as (spec, start):
-        if done := done_before(spec, start, say):
+    with _starting(spec, options.allow_change) as (spec, start):
+        if done := done_before(spec, start, options.say):
             return done
         from distflow.cluster.supervisor import supervise
 
-        with _bundles(spec, start, say) as bundles:
-            return supervise(spec, start, bundles, say, callbacks, ends_process=not embedded)
+        with _bundles(spec, start, options.say) as bundles:
+            return supervise(spec, start, bundles, options)
 
 
 @contextmanager
 def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
-    """The same run, driven by the caller: see `open_local`."""
+    """The same run, driven by the options: see `open_local`."""
     with _starting(spec, ()) as (spec, start):
         from distflow.cluster.own_loop_driver import OwnLoop, RemoteIntake, TrainingRanks
         from distflow.cluster.supervisor import RayRun

@@ -5,31 +5,22 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.launch.run_start_and_end import done_before, starting
 from distflow.observe.crash_safe_files import write_atomically
-from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
 
-def launch_slurm(
-    spec: Spec,
-    *,
-    allow_change: tuple[str, ...] = (),
-    say: Callable[[str], None] = lambda line: None,
-    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
-    embedded: bool = False,
-) -> Outcome | None:
+def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
     """See `Launch`. The run is the job's; here it is checked that it can start, and has steps left."""
-    if embedded:
+    if options.embedded:
         raise UserError("trainer.launcher=slurm submits a command: use `distflow train`, not Python")
     if (sbatch := shutil.which("sbatch")) is None:
         raise UserError("trainer.launcher=slurm: no sbatch is on the PATH: submit on a machine with Slurm")
-    with starting(spec, allow_change) as start:
-        if done := done_before(spec, start, say):
+    with starting(spec, options.allow_change) as start:
+        if done := done_before(spec, start, options.say):
             return done
         path = spec.run_dir.absolute() / "slurm.sbatch"
         write_atomically(path, _script(spec).encode())
@@ -37,8 +28,9 @@ def launch_slurm(
     if submitted.returncode:
         raise UserError(f"sbatch rejected {path}: {submitted.stderr.strip()}")
     job = submitted.stdout.strip().partition(";")[0]
-    say(f"submitted as job {job}: {path}")
-    say(f"to follow it: tail -F {shlex.quote(str(path.with_name(f'slurm-{job}.out')))}; to cancel it: scancel {job}")
+    options.say(f"submitted as job {job}: {path}")
+    log = shlex.quote(str(path.with_name(f"slurm-{job}.out")))
+    options.say(f"to follow it: tail -F {log}; to cancel it: scancel {job}")
     return None
 
 

@@ -28,7 +28,7 @@ from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
 from distflow.observe.writing.timing import lasting
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
-from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.spec import LaunchOptions, Outcome, Spec
 from distflow.runtime.stop_conditions import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.bucket_files import remove_weights
@@ -93,15 +93,15 @@ class RayRun(AbstractContextManager["RayRun"]):
                 )
         return check_reports(reports, self._leader, self._spec, self._start, say)
 
-    def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> int:
+    def watch(self, differences: list[str], options: LaunchOptions) -> int:
         """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
-        with with_resume_hint(self._spec), shown(self._spec, self._progress().total_steps, callbacks) as output:
+        with with_resume_hint(self._spec), shown(self._spec, self._progress().total_steps, options.callbacks) as output:
 
             def asked_to_stop(name: str) -> None:
                 output.note_stop(name)
                 self.coordinator.stop.remote()
 
-            self.stop = StopRequest(asked_to_stop, ends_process=ends_process)
+            self.stop = StopRequest(asked_to_stop, ends_process=not options.embedded)
             with self.stop:
                 for _ in self._rounds(differences, output):
                     pass
@@ -282,23 +282,20 @@ class RayRun(AbstractContextManager["RayRun"]):
         return ray.get(list(refs))
 
 
-def supervise(
-    spec: Spec, start: Start, bundles: Mapping[int, Bundle], say: Say, callbacks: Callbacks, ends_process: bool
-) -> Outcome:
+def supervise(spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: LaunchOptions) -> Outcome:
     """The run to its end. Where a process of it is lost it starts again from its last checkpoint, in the same bundles,
     at most `trainer.max_restarts` times; not where a signal has asked it to end, or Ray itself has failed."""
     for number in range(1, spec.options.max_restarts + 2):
         run = RayRun(spec, start, bundles)
         try:
             with run:
-                differences = run.build(say)
-                steps = run.watch(differences, callbacks, ends_process)
+                steps = run.watch(run.build(options.say), options)
             break
         except WorkerDied as died:
             if number > spec.options.max_restarts or run.stop.wanted or failed_process(or_stopped=True):
                 raise
-            start = start_again(spec, start, bundles.values(), number, died, say)
-            if done := done_before(spec, start, say):
+            start = start_again(spec, start, bundles.values(), number, died, options.say)
+            if done := done_before(spec, start, options.say):
                 return done
     return outcome_of(spec, steps, run.stop.signal, stopped=run.stop.wanted and not run.finished)
 

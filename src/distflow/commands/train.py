@@ -85,6 +85,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         with importing():
             from distflow.launch.make_spec import make_spec
             from distflow.runtime.rollout_session import call_rewards_once
+            from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))
         specs = []
@@ -98,7 +99,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         for spec in specs:
             if len(runs) > 1:
                 say(f"training policy {spec.config.dag.policy}")
-            outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
+            outcome = launch(spec, LaunchOptions(tuple(arguments.allow_change), say))
             for line in outcome.lines() if outcome is not None else ():
                 say(line)
             if outcome is not None and outcome.signal is not None:

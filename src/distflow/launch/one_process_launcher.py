@@ -16,7 +16,7 @@ from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import FinishedGroup
-from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 from distflow.runtime.stop_conditions import StopRequest
 from distflow.runtime.user_calls.sync_calls import Callbacks
 from distflow.runtime.weight_sync.weight_ports import LocalWeights
@@ -28,31 +28,24 @@ from distflow.training.engine import OneRank
 LASTING_S = 5.0
 
 
-def launch_local(
-    spec: Spec,
-    *,
-    allow_change: tuple[str, ...] = (),
-    say: Callable[[str], None] = lambda line: None,
-    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
-    embedded: bool = False,
-) -> Outcome:
+def launch_local(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
     """See `Launch`."""
-    with run_start_and_end.starting(spec, allow_change) as start:
-        built = _build(spec, start, say)
-        if done := run_start_and_end.done_before(spec, start, say):
+    with run_start_and_end.starting(spec, options.allow_change) as start:
+        built = _build(spec, start, options.say)
+        if done := run_start_and_end.done_before(spec, start, options.say):
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
-            return StopRequest(lambda name: _note_stop(name, spec, recorder), ends_process=not embedded)
+            return StopRequest(lambda name: _note_stop(name, spec, recorder), ends_process=not options.embedded)
 
-        with _running(built, callbacks, make_stop) as running:
+        with _running(built, options.callbacks, make_stop) as running:
             steps = running.worker.training_loop()
         return run_start_and_end.outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
 
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None]) -> Iterator["Running"]:
-    """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the caller."""
+    """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the options."""
     never = nullcontext(StopRequest(lambda name: None))
     with run_start_and_end.starting(spec, ()) as start:
         with _running(_build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True) as running:

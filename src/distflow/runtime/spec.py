@@ -204,21 +204,26 @@ class Spec:
             )
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Who launches a run. allow_change: config keys that may differ from the checkpoint's. say: called with progress
+    messages, one line each. embedded: in a process that continues afterwards, such as a notebook's, which a second
+    signal must not end: it raises KeyboardInterrupt."""
+
+    allow_change: tuple[str, ...] = ()
+    say: Callable[[str], None] = lambda line: None
+    callbacks: Callbacks = Callbacks()
+    embedded: bool = False
+
+
+LAUNCH_DEFAULTS = LaunchOptions()
+
+
 class Launch(Protocol):
-    def __call__(
-        self,
-        spec: Spec,
-        *,
-        allow_change: tuple[str, ...] = (),
-        say: Callable[[str], None] = lambda line: None,
-        callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
-        embedded: bool = False,
-    ) -> Outcome | None:
+    def __call__(self, spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
         """Run to the end, or to the first signal; None where it was handed to a job that runs elsewhere.
 
-        `spec.options.resume` says where it starts. allow_change: config keys that may differ from the checkpoint's.
-        say: called with progress messages, one line each. embedded: in a process that continues afterwards, such as a
-        notebook's, which a second signal must not end: it raises KeyboardInterrupt.
+        `spec.options.resume` says where it starts.
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
         written; TrustError if a check fails; NoProgress, NodeError.
         """

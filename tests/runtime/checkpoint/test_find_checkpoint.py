@@ -7,7 +7,7 @@ import pytest
 from distflow.errors import UserError
 from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.reading.run_reader import read_events, read_metrics, sample_steps
-from distflow.runtime.spec import Outcome
+from distflow.runtime.spec import LaunchOptions, Outcome
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
 from tests.sparse_params import one_fast_in
@@ -26,7 +26,7 @@ def launch(ground: Playground, *overrides: str, resume: str | None = None, name:
     said: list[str] = []
     mode = [] if resume is None else [f"trainer.resume_mode='{resume}'"]
     _, spec = ground.spec("grpo", *CHEAP, *overrides, *mode, name=name)
-    return launch_local(spec, say=said.append), "\n".join(said)
+    return launch_local(spec, LaunchOptions(say=said.append)), "\n".join(said)
 
 
 def steps(folder: Path) -> list[int]:
