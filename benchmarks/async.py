@@ -28,8 +28,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distflow.observe.reading.run_reader import MetricsRecord, read_metrics
 from distflow.observe.report.timelines import read_activity
+from distflow.observe.run_reader import MetricsRecord, read_metrics
 from distflow.scheduling.ledger import timeline
 
 VERIFIER = """

@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from distflow.observe.reading.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground
 
 TWO_BY_TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")

@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from workload import Shape, Work, ids_of, train, write_work
 
-from distflow.observe.reading.run_reader import read_metrics, read_samples
+from distflow.observe.run_reader import read_metrics, read_samples
 
 FLOAT32_BOUND = 1e-4
 PROMPTS = 4

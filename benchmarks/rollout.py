@@ -74,7 +74,7 @@ from pathlib import Path
 from fairness import Beside, worth_it
 from workload import WORKS, Work, ids_of, run_peer, train, write_work
 
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "benchmarks/peers"

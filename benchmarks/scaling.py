@@ -35,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from distflow.observe.reading.run_reader import Span, read_metrics, read_spans
+from distflow.observe.run_reader import Span, read_metrics, read_spans
 
 PARTS = ("start", "step", "decode", "exchange", "score", "update", "weights", "release", "other")
 SCORES = ("recompute_logp", "ref_logp", "compute_advantage")

@@ -28,7 +28,7 @@ from pathlib import Path
 from fairness import Beside, worth_it
 from workload import WORKS, Work, ids_of, run_peer, train, write_work
 
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 
 PEER = Path(__file__).resolve().parent / "peers/hf_update.py"
 MICRO_BATCHES = (8, 16, 32, 64)

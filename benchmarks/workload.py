@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distflow.observe.reading.run_reader import MetricsRecord, read_metrics
+from distflow.observe.run_reader import MetricsRecord, read_metrics
 
 PROMPT_TOKENS = 16
 PAD, EOS = 0, 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from distflow.observe.reading.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.cli_runs import Left
 from tests.e2e.runs import Playground
 

@@ -42,12 +42,14 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train with a preset or a YAML file", "distflow.commands.train", runs_code=True, more=_PRESETS),
     "sft": Command("fine-tune on given responses", "distflow.commands.train", runs_code=True),
     "eval": Command(
-        "generate responses to data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True
+        "generate responses to data.val_files and print the accuracy",
+        "distflow.commands.eval_chat_and_serve",
+        runs_code=True,
     ),
-    "chat": Command("chat with a model or a run's policy", "distflow.commands.chat_and_serve", runs_code=True),
+    "chat": Command("chat with a model or a run's policy", "distflow.commands.eval_chat_and_serve", runs_code=True),
     "serve": Command(
         "serve a model or a run's policy to clients of OpenAI and Anthropic",
-        "distflow.commands.chat_and_serve",
+        "distflow.commands.eval_chat_and_serve",
         runs_code=True,
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export_replay_report_why"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, Reduce
-from distflow.algorithms.normalization import Moments, Normalization
+from distflow.algorithms.normalization_filters_and_weights import Moments, Normalization, length_weights, with_mean_one
 from distflow.algorithms.objective import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.algorithms.rollout_correction import (
@@ -26,7 +26,6 @@ from distflow.algorithms.rollout_correction import (
     compute_rollout_weights,
     mismatch_statistics,
 )
-from distflow.algorithms.sample_filters_and_weights import length_weights, with_mean_one
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.algorithms.sample_filters_and_weights import drop_reason
+from distflow.algorithms.normalization_filters_and_weights import drop_reason
 from distflow.rewards.router import Overlong
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from distflow.algorithms.normalization import Moments, Normalization
+from distflow.algorithms.normalization_filters_and_weights import Moments, Normalization
 
 STEPS = [[0.0, 1.0, 1.0], [0.5], [], [3.0, -2.0, 0.25, 0.25]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms.normalization import Normalization
+from distflow.algorithms.normalization_filters_and_weights import Normalization
 
 Cells = dict[tuple[int, int], float]
 

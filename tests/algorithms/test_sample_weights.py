@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.algorithms.sample_filters_and_weights import (
+from distflow.algorithms.normalization_filters_and_weights import (
     difficulty_weights,
     is_within,
     length_weights,

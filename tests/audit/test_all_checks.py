@@ -12,7 +12,7 @@ from distflow.audit.all_checks import CHECKS
 from distflow.audit.recorded_step import Check
 from distflow.builtin_names import ESTIMATORS
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import Event, read_events
+from distflow.observe.run_reader import Event, read_events
 from distflow.pipelines.nodes import updates
 from distflow.rollout.embedded import host_steps as embedded
 from tests.e2e.runs import Playground, Run

@@ -13,7 +13,7 @@ from distflow.algorithms.registry import find_policy_loss
 from distflow.audit.policy_losses import FORMULAS, Tokens
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in
 

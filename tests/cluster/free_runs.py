@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distflow.observe.reading.run_reader import JSON, read_samples, sample_steps
+from distflow.observe.run_reader import JSON, read_samples, sample_steps
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.runs import Run
 from tests.tiny_models import tiny_tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, notes
 from tests.sparse_params import BY_HAND, one_fast_in
 from tests.user_code import forgotten
@@ -37,9 +37,9 @@ FAULTS = {
     ),
     "no clip": (
         """
-        from distflow.algorithms.losses import clipped_ratio
-        original = clipped_ratio.clipped_surrogate
-        clipped_ratio.clipped_surrogate = lambda ratio, advantages, *clip: original(ratio, advantages, 1e3, 1e3, None)
+        from distflow.algorithms.losses import clipped_and_decoupled as clipped
+        original = clipped.clipped_surrogate
+        clipped.clipped_surrogate = lambda ratio, advantages, *_: original(ratio, advantages, 1e3, 1e3, None)
         """,
         "loss",
     ),

@@ -17,7 +17,7 @@ from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
 from tests.patience import wait_until

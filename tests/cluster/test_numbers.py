@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.cluster.ray_entry import launch_ray
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import LaunchOptions
 from distflow.selftest.runs import ANSWERS, SAMPLED

@@ -15,7 +15,7 @@ from distflow import Chat, Row
 from distflow.algorithms.objective import PolicyObjective
 from distflow.cluster.actor_calls import WorkerDied
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.sample_queue.protocol import NothingToWaitFor

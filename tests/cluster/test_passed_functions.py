@@ -8,7 +8,7 @@ import pytest
 import distflow
 from distflow.environments.chat import Chat
 from distflow.environments.workflows import Row
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.api.passed_functions import CELLS, REGISTERED, cells
 from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster.ray_entry import launch_ray
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from distflow.planning.plan import Plan, check_plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import Spec

@@ -8,7 +8,7 @@ import pytest
 from distflow.cluster import reward_actors
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import UserError
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from tests.cluster.test_faults import workers
 from tests.cluster.test_supervisor import RAY, check_same, validating
 from tests.e2e.runs import Playground, Run

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.cluster.ray_entry import launch_ray
-from distflow.observe.reading.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.training.engine import TrainState
 from tests.e2e.runs import Playground, Run

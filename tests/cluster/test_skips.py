@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from tests.cluster.distance import distance
 from tests.cluster.test_supervisor import CONSTANT, TIMES
 from tests.e2e.runs import Playground, notes

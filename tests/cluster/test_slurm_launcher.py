@@ -13,7 +13,7 @@ import distflow
 from distflow.cli import main
 from distflow.cluster import slurm_launcher
 from distflow.errors import UserError
-from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.run_folder import claimed
 from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
 

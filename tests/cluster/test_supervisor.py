@@ -13,7 +13,7 @@ from distflow.cluster import supervisor
 from distflow.cluster.local_processes import launch_processes
 from distflow.cluster.ray_entry import launch_ray
 from distflow.errors import TrustError, UserError
-from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
+from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.user_calls.sync_calls import Callbacks

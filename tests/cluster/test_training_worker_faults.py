@@ -13,7 +13,7 @@ import pytest
 
 from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
 from distflow.cluster.ray_entry import launch_ray
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.spec import LaunchOptions
@@ -107,7 +107,7 @@ def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
 AGAIN = ("trainer.max_restarts=1", *TOGETHER, *STEPS)
 WRITER = """
 import sys, pathlib
-from distflow.observe.writing.folder_lock import writer_of
+from distflow.observe.writing.run_folder import writer_of
 print(writer_of(pathlib.Path(sys.argv[1])))
 """
 

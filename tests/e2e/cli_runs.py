@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.scheduling import ledger
 from tests.forks import forks

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 from distflow.config import Config, load_config
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
-from distflow.observe.reading.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics
 from distflow.runtime.spec import Outcome, Spec
 from tests.tiny_models import write_tiny_model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records

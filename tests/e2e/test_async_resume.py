@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import Survivors, audit, records

@@ -14,7 +14,7 @@ from distflow.data.chat_template_and_turns import ChatTemplate
 from distflow.data.prompts import PromptRow
 from distflow.errors import TrustError
 from distflow.launch import data_sets, make_spec, spec_settings
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from distflow.rewards.pool import domain_pools
 from distflow.scheduling.data_plan import DataPlan
 from tests.e2e.runs import Playground

@@ -22,7 +22,7 @@ from distflow.data.dataset_columns import RawRow
 from distflow.errors import TrustError, UserError
 from distflow.launch import one_process_launcher, run_start_and_end
 from distflow.launch.one_process_launcher import launch_local
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from distflow.rewards import router
 from distflow.rewards.score import VALIDATION, counted_for
 from distflow.rollout.embedded import scheduler

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground

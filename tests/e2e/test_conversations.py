@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer
 

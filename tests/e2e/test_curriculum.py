@@ -10,7 +10,7 @@ import torch
 
 from distflow.errors import TrustError, UserError
 from distflow.launch.one_process_launcher import launch_local
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from distflow.runtime.spec import LaunchOptions
 from distflow.scheduling import domain_curriculum as curriculum
 from distflow.scheduling.domain_quotas import Quotas

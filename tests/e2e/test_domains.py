@@ -10,7 +10,7 @@ import pytest
 
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, UserError
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.group_states import GroupCounts

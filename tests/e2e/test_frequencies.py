@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow

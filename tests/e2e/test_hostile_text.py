@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from distflow.observe.writing.terminal_view import TerminalView
 from tests.e2e.hostile import CANARY, HOSTILE_CHARACTERS, assert_harmless, speak_hostile, text_files
 from tests.e2e.runs import Playground

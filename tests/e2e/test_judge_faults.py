@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_metrics, read_samples
+from distflow.observe.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
 from tests.rewards.test_judge_reward import SECRET, Reply, completion, reward_result
 from tests.rewards.test_judge_reward import server as server

@@ -9,7 +9,7 @@ import pytest
 import distflow
 from distflow import cli
 from distflow.errors import UserError
-from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.run_folder import claimed
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.cli_runs import CliRun, Left, same_run
 from tests.e2e.runs import Playground, notes

@@ -12,7 +12,7 @@ from torch import nn
 
 from distflow.errors import TrustError
 from distflow.models import lora
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.host_steps import RequestLane

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
+from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.rewards.model_reward import compute_score
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_reward_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import (
     EOS,

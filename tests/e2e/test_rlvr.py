@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from tests.e2e import three_domains
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground, Run

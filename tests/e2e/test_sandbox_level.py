@@ -6,8 +6,8 @@ import pytest
 
 from distflow import load_run
 from distflow.observe.crash_safe_files import read_object
-from distflow.observe.reading.run_reader import read_samples, sample_splits
 from distflow.observe.report.build import report_data
+from distflow.observe.run_reader import read_samples, sample_splits
 from distflow.sandbox import sandbox
 from tests.e2e.runs import Playground
 

@@ -7,7 +7,7 @@ import pytest
 from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.launch.make_spec import make_spec
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.e2e.runs import NO_WORK, Playground
 
 RIGHT, WRONG = "def f(x):\n    return x + 1\n", "def f(x):\n    return x\n"

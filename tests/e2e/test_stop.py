@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from distflow.runtime.stop_conditions import SIGNALS
 from tests.e2e.cli_runs import CliRun, Left, TerminalRun, children_of, is_alive, same_run
 from tests.e2e.runs import Playground

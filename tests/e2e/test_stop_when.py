@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.observe.reading.run_reader import read_events, read_metrics
+from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground, notes
 from tests.sparse_params import one_fast_in
 

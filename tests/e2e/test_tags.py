@@ -11,7 +11,7 @@ import torch
 from distflow.data import dataset_columns
 from distflow.errors import TrustError, UserError
 from distflow.launch.data_sets import DataSource
-from distflow.observe.reading.run_reader import read_metrics, read_samples
+from distflow.observe.run_reader import read_metrics, read_samples
 from distflow.runtime import step_metrics
 from distflow.runtime.step_metrics import validation_names
 from tests.e2e.runs import Playground

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.observe.reading.run_reader import read_metrics, read_samples
+from distflow.observe.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground, notes
 from tests.patience import at_some_deadline
 from tests.user_code import forgotten

@@ -16,7 +16,7 @@ from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.user_process import CallFailed
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from tests.environments.test_tools import is_running
 from tests.environments.test_training import Games
 from tests.tiny_models import tiny_tokenizer

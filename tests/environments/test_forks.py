@@ -11,7 +11,7 @@ from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.environments.chat import Chat
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import read_events, read_samples
+from distflow.observe.run_reader import read_events, read_samples
 from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
 

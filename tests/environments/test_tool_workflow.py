@@ -19,7 +19,7 @@ from distflow.environments.tool_workflow import ToolWorkflow
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.observe.reading.run_reader import read_samples
+from distflow.observe.run_reader import read_samples
 from tests.data.chat_templates import (
     CHATML_TOKENS,
     LLAMA3,

@@ -10,7 +10,7 @@ import torch
 
 from distflow.cli import main
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_metrics, read_samples
+from distflow.observe.run_reader import read_metrics, read_samples
 from tests.user_code import forgotten
 
 ROOT = Path(__file__).parents[2]

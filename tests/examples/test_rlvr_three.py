@@ -8,7 +8,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
+from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from tests.e2e import three_domains
 from tests.ledger_audit import verify
 from tests.user_code import forgotten

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import TrustError
-from distflow.observe.reading.run_reader import read_events
+from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.incidents.served import (
     BEGIN,

@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.launch.export_checkpoint import export_checkpoint
 from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import load_model
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run, policy_checkpoint
 from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import Playground

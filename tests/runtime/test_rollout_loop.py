@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
+from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.audit.record_calls_and_updates import GroupRecords
 from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from distflow.observe.metrics import find_metric
-from distflow.observe.reading.run_reader import read_samples
-from distflow.observe.reading.run_reader import read_spans as spans_of
+from distflow.observe.run_reader import read_samples
+from distflow.observe.run_reader import read_spans as spans_of
 from tests.e2e.runs import Playground
 from tests.ranks import run_ranks
 

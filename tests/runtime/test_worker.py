@@ -14,7 +14,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.build_worker import build_worker
 from distflow.launch.one_process_launcher import launch_local, local_ports
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
 from distflow.runtime.recorder import Recorder

@@ -11,7 +11,7 @@ import torch
 
 from distflow.cli import main
 from distflow.cluster.ray_entry import own_ray
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine
 from distflow.selftest import compared_runs, run_numbers, runs

@@ -16,7 +16,7 @@ from distflow.config.derived_settings import check_keys, launch_target, resume_o
 from distflow.data import global_generators
 from distflow.import_target import load
 from distflow.observe.harmless_output import escape_control
-from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.run_folder import claimed
 
 if TYPE_CHECKING:
     from distflow.runtime.spec import Launch, Spec

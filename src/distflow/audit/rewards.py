@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW
+from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW
 from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles

@@ -33,9 +33,8 @@ from distflow.cluster.coordinator_actor import Progress
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S, Bundle, failed_process, wait_for_room
 from distflow.errors import UserError
 from distflow.launch.run_start_and_end import DRIVER, Start, find_start, resume_hint
-from distflow.observe.reading.run_reader import read_events
-from distflow.observe.writing.folder_lock import claim_again
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.run_reader import read_events
+from distflow.observe.writing.run_folder import RunFolder, claim_again
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import MissingDevice, Place
 from distflow.runtime.spec import Spec

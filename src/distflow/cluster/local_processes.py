@@ -24,7 +24,7 @@ from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_report
 from distflow.errors import TrustError, UserError
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
-from distflow.observe.writing.folder_lock import RunFolderError, wait_for_joined
+from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.rank_info import Place
 from distflow.runtime.recorder import reported

@@ -27,7 +27,7 @@ from distflow.commands.arguments_and_run_folders import (
 )
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.harmless_output import escape_control
-from distflow.observe.writing.folder_lock import writer_of
+from distflow.observe.writing.run_folder import writer_of
 
 EXTRAS = {
     "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),

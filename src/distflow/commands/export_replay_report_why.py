@@ -90,7 +90,7 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_why(arguments: argparse.Namespace) -> int:
-    from distflow.observe.reading.run_reader import read_samples
+    from distflow.observe.run_reader import read_samples
     from distflow.observe.writing.run_folder import sample_file_name, samples_dir
     from distflow.scheduling.lineage import step_lineage
 
@@ -204,7 +204,7 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
 
 def _shown(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"]) -> "Responses":
     """A response of each group: one with a reward error, else the first wrong one."""
-    from distflow.observe.reading.run_reader import failure, is_right
+    from distflow.observe.run_reader import failure, is_right
 
     return [
         min(own, key=lambda response: (failure(response) is None, is_right(response) is True))
@@ -215,7 +215,7 @@ def _shown(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"
 
 def _remarks(shown: "Responses") -> list[str]:
     """The reports of reward functions on them."""
-    from distflow.observe.reading.run_reader import failure, in_short, is_right
+    from distflow.observe.run_reader import failure, in_short, is_right
 
     lines = []
     for own in shown:

@@ -86,8 +86,8 @@ def _models() -> Iterator[tuple[str, str]]:
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     """The last written first. Raises UserError where there is no such folder."""
-    from distflow.observe.reading.run_reader import read_events, read_metrics
     from distflow.observe.report.summary_sentences import accuracies, status
+    from distflow.observe.run_reader import read_events, read_metrics
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")

@@ -66,7 +66,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     before the first starts."""
     from distflow.config import describe
     from distflow.config.derived_settings import check_keys, launch_target
-    from distflow.observe.writing.folder_lock import claimed
+    from distflow.observe.writing.run_folder import claimed
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
         if base != "grpo":

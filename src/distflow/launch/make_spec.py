@@ -17,7 +17,7 @@ from distflow.launch.resume_facts_and_report_head import description, facts
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan

@@ -9,11 +9,10 @@ from pathlib import Path
 from distflow import __version__
 from distflow.launch.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
-from distflow.observe.reading.run_reader import read_damage, read_events, read_metrics
 from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary_sentences import accuracies
-from distflow.observe.writing.folder_lock import claimed, join
-from distflow.observe.writing.run_folder import RunFolder, finish_moving, set_aside
+from distflow.observe.run_reader import read_damage, read_events, read_metrics
+from distflow.observe.writing.run_folder import RunFolder, claimed, finish_moving, join, set_aside
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
+from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.data.global_generators import device_module

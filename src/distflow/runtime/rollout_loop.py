@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from distflow.algorithms.sample_filters_and_weights import TOO_FEW_SCORES
+from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError

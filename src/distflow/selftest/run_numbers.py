@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.recorder import load_groups

@@ -27,7 +27,7 @@ from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import quiet_transformers
 from distflow.models.paths import resolve_path
-from distflow.observe.reading.run_reader import read_timeline
+from distflow.observe.run_reader import read_timeline
 from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline, ppo_pipeline
 from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
 from distflow.runtime.checkpoint.files import LATEST

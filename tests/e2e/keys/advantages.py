@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.normalization import Normalization
+from distflow.algorithms.normalization_filters_and_weights import Normalization
 from distflow.data.batch import Batch
 from tests.algorithms import conftest
 from tests.algorithms.test_normalization import normalised

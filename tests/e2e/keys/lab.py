@@ -23,7 +23,7 @@ from distflow.launch.device_and_threads import choose_device
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import load_tokenizer
-from distflow.observe.reading.run_reader import Event, read_events, read_metrics, read_samples
+from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
 from distflow.runtime.spec import Factory, Spec
 from tests.tiny_models import write_tiny_model
 

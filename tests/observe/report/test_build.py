@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.reading.run_reader import MetricsRecord, Timeline
 from distflow.observe.report.build import MAX_BYTES, embed, report_data, write_report
 from distflow.observe.report.chart_data import choose_charts, series
 from distflow.observe.report.samples import before_and_after, cut_response, evenly
 from distflow.observe.report.summary_sentences import Accuracy, describe_learning, find_accuracy, readable_s
-from distflow.observe.writing.folder_lock import RunFolderError
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.run_reader import MetricsRecord, Timeline
+from distflow.observe.writing.run_folder import RunFolder, RunFolderError
 
 
 def accuracy(*points: tuple[int, float], num_problems: int | None = None, before: bool = True) -> Accuracy:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.reading.run_reader import Timeline, failure, in_short, is_right, remarks
 from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import choose_charts
 from distflow.observe.report.domains import domain_charts, domain_docs, domain_table
 from distflow.observe.report.samples import thin_samples
+from distflow.observe.run_reader import Timeline, failure, in_short, is_right, remarks
 from distflow.observe.writing.run_folder import RunFolder
 
 # The domain `math` is called like a part; `lab/calc` lies below no domain of its own.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import (
     MAX_BINS,
@@ -23,6 +22,7 @@ from distflow.observe.report.chart_data import (
 from distflow.observe.report.findings import idle_sides
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
 from distflow.observe.report.timelines import MAX_SPANS, StepTimeline, pipeline_graph, read_activity, timelines
+from distflow.observe.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.observe.conftest import write_asynchronous_run
 

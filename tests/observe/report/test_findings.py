@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.reading.run_reader import Timeline
 from distflow.observe.report.build import report_data
 from distflow.observe.report.findings import (
     Finding,
@@ -18,6 +17,7 @@ from distflow.observe.report.findings import (
     no_update,
     truncation,
 )
+from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder
 
 Steps = dict[int, dict[str, float]]

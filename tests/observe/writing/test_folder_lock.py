@@ -13,9 +13,16 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.observe.report.build import write_report
-from distflow.observe.writing import folder_lock
-from distflow.observe.writing.folder_lock import RunFolderError, claim_again, claimed, is_ours, join, writer_of
-from distflow.observe.writing.run_folder import RunFolder
+from distflow.observe.writing import run_folder as folder_lock
+from distflow.observe.writing.run_folder import (
+    RunFolder,
+    RunFolderError,
+    claim_again,
+    claimed,
+    is_ours,
+    join,
+    writer_of,
+)
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, bytes | None]]:

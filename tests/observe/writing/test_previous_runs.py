@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.writing.folder_lock import MARK, claimed, is_ours
-from distflow.observe.writing.run_folder import finish_moving, set_aside
+from distflow.observe.writing.run_folder import MARK, claimed, finish_moving, is_ours, set_aside
 
 RUN = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html", "checkpoints/step-000001/w", "samples/1.jsonl")
 

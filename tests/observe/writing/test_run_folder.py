@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.observe.crash_safe_files import encode, read_object, to_json, to_number
-from distflow.observe.reading.run_reader import (
+from distflow.observe.report.build import write_report
+from distflow.observe.run_reader import (
     read_damage,
     read_events,
     read_metrics,
@@ -23,9 +24,7 @@ from distflow.observe.reading.run_reader import (
     sample_splits,
     sample_steps,
 )
-from distflow.observe.report.build import write_report
-from distflow.observe.writing.folder_lock import RunFolderError
-from distflow.observe.writing.run_folder import RunFolder, Span
+from distflow.observe.writing.run_folder import RunFolder, RunFolderError, Span
 
 
 def steps_of(folder: Path, kind: str = "train") -> list[tuple[int, int]]:

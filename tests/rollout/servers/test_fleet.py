@@ -14,7 +14,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.errors import UserError
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import fleet as fleet_module

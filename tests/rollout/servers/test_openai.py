@@ -13,7 +13,7 @@ from distflow.cli import main
 from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
 from distflow.models.paths import BUILTIN_FOLDER
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.rollout.servers.openai_engine import OpenAIEngine
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of

@@ -15,7 +15,7 @@ import torch
 
 from distflow.cli import main
 from distflow.errors import TrustError, UserError
-from distflow.observe.reading.run_reader import read_metrics
+from distflow.observe.run_reader import read_metrics
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.rollout.servers import http_engine, sglang_engine

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.launch.one_process_launcher import launch_local
-from distflow.observe.reading.run_reader import read_events, read_metrics, sample_steps
+from distflow.observe.run_reader import read_events, read_metrics, sample_steps
 from distflow.runtime.spec import LaunchOptions, Outcome
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify

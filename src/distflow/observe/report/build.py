@@ -11,16 +11,16 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
 from distflow.observe.harmless_output import escape_control
 from distflow.observe.metrics import find_metric
-from distflow.observe.reading import run_reader
-from distflow.observe.reading.run_reader import Event
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import domains, findings, samples, summary_sentences
 from distflow.observe.report import timelines as step
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
-from distflow.observe.writing.folder_lock import RunFolderError, is_ours
+from distflow.observe.run_reader import Event
+from distflow.observe.writing.run_folder import RunFolderError, is_ours
 from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 
 MAX_BYTES = 1_300_000

@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
 from distflow.observe.crash_safe_files import JSON, MAX_NUMBER
 from distflow.observe.metrics import find_metric, read_table
-from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
+from distflow.observe.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
 
 Column: TypeAlias = Sequence[float | str | None]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, to_number
-from distflow.observe.reading import run_reader
 from distflow.observe.writing.run_folder import DROPPED
 
 MAX_TEXT = 4000

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from distflow.errors import joined
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.reading.run_reader import Event, MetricsRecord
+from distflow.observe.run_reader import Event, MetricsRecord
 
 Tone = Literal["good", "bad", "flat", "unknown"]
 Steps = Mapping[int, Mapping[str, float]]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distflow.errors import UserError
+from distflow.observe import run_reader as reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, read_records, to_number, write_atomically
-from distflow.observe.reading import run_reader as reader
-from distflow.observe.reading.run_reader import MetricsRecord, read_spans
 from distflow.observe.report.summary_sentences import Steps
+from distflow.observe.run_reader import MetricsRecord, read_spans
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"

@@ -13,16 +13,17 @@ from distflow.algorithms.advantages.group_estimator_base import Groups, on_last_
 from distflow.algorithms.kl import KLController, KLMean
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
-from distflow.algorithms.normalization import Moments, Normalization
-from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
-from distflow.algorithms.sample_filters_and_weights import (
+from distflow.algorithms.normalization_filters_and_weights import (
     Band,
+    Moments,
+    Normalization,
     difficulty_weights,
     is_within,
     length_weights,
     share_right,
     with_mean_one,
 )
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
 from distflow.config import Config
 from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -19,8 +19,15 @@ from distflow.rewards.code.execution import (
     run_calls,
     run_streams,
 )
-from distflow.rewards.code.split_assertions import Assertions, split_assertions
-from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, Tests, read_tests
+from distflow.rewards.code.test_formats_and_assertions import (
+    Assertions,
+    AssertTests,
+    CallTests,
+    StreamTests,
+    Tests,
+    read_tests,
+    split_assertions,
+)
 from distflow.rewards.score import Case, left_s, shortened
 from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.remote import RemoteSandbox

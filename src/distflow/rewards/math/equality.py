@@ -17,8 +17,18 @@ from distflow.rewards.math.formula_equality import (
     numbers_equal,
     plain_number,
 )
-from distflow.rewards.math.text import is_prose, listed, split_top, unwrap, words
-from distflow.rewards.math.units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
+from distflow.rewards.math.text_and_units import (
+    NUMBER,
+    RADIAN,
+    UNCHANGED,
+    conversion,
+    is_prose,
+    listed,
+    split_top,
+    split_unit,
+    unwrap,
+    words,
+)
 
 _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)

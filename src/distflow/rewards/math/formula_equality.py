@@ -25,7 +25,7 @@ from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase
 from sympy.core.function import AppliedUndef
 
 from distflow.rewards.math.bounds import MAX_BITS
-from distflow.rewards.math.text import unwrap, words
+from distflow.rewards.math.text_and_units import unwrap, words
 
 ROUNDED_DECIMALS = 6
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)

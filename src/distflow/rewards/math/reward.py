@@ -12,8 +12,7 @@ from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer
 from distflow.rewards.math.bounds import OutOfTime, limited_time
 from distflow.rewards.math.equality import are_equal
-from distflow.rewards.math.text import normalise, words
-from distflow.rewards.math.units import is_unit
+from distflow.rewards.math.text_and_units import is_unit, normalise, words
 from distflow.rewards.score import Case
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.observe.writing.folder_lock import MARK
-from distflow.observe.writing.run_folder import EARLIER
+from distflow.observe.writing.run_folder import EARLIER, MARK
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
 from distflow.runtime.spec import Spec

@@ -1,8 +1,7 @@
 """Reads a run's folder: while it is written, after a crash, and across resumes.
 
 After a resume from step k, records of earlier restarts about steps after k no longer hold. Readers return the surviving
-timeline; events, being history, are all returned and marked.
-"""
+timeline; events, being history, are all returned and marked."""
 
 import re
 from collections.abc import Mapping
