@@ -42,7 +42,7 @@ def test_a_worker_builds_what_its_plan_names_and_each_part_once() -> None:
     resources, order = built("actor", "ref", services=("reward_fn",))
     assert sorted(order) == ["actor", "policy", "ref", "reward_fn", "stop_token_ids", "tokenizer"]
     assert set(resources.by_name()) == {"tokenizer", "actor", "ref", "reward_fn"} and resources.critic is None
-    assert resources.trained() == {"actor": resources.actor} and resources.num_parameters == 9
+    assert resources.trained() == {"actor": resources.actor} and resources.sizes.policy == 9
     assert resources.stop_token_ids == (7,)
 
 

@@ -284,7 +284,7 @@ def resources(folder: Path, mesh: DeviceMesh) -> None:
     rank = RankPlan(mesh.get_rank(), "cpu", (), (), engines, ())
     plain = build_resources(make_factories(settings, engines, (), 1), rank)
     built = build_resources(make_factories(sharded, engines, (), 1), rank, TorchCollective(), mesh)
-    assert (built.facts, built.num_parameters) == (plain.facts, plain.num_parameters)
+    assert (built.facts, built.sizes.policy) == (plain.facts, plain.sizes.policy)
     assert built.stop_token_ids == plain.stop_token_ids
     assert built.actor is not None and built.critic is not None and built.ref is not None and plain.ref is not None
     for engine in (built.actor, built.critic):

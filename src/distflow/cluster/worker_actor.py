@@ -26,7 +26,7 @@ from distflow.runtime.checkpoint.save_and_restore import check_same_facts, resto
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.rank_info import Place, kept_share, own_device
 from distflow.runtime.recorder import Recorder, ReportingProcess
-from distflow.runtime.resources import build_resources
+from distflow.runtime.resources import ModelSizes, build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs
@@ -39,9 +39,7 @@ class BuildReport:
     version: str
     device: str
     facts: dict[str, object]
-    num_parameters: int
-    num_trained: int
-    num_critic: int
+    sizes: ModelSizes
 
 
 def check_reports(
@@ -51,8 +49,8 @@ def check_reports(
     reports for all. Raises UserError where the checkpoint is of another model or tokenizer."""
     devices = Counter(report.device for report in reports)
     say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
-    num_critic = max(report.num_critic for report in reports)  # not every worker trains it
-    for line in model_lines(spec, reports[leader].num_parameters, reports[leader].num_trained, num_critic):
+    critic = max(report.sizes.critic for report in reports)  # not every worker trains it
+    for line in model_lines(spec, reports[leader].sizes._replace(critic=critic)):
         say(line)
     facts = {**spec.facts, **reports[leader].facts}
     return check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
@@ -102,9 +100,7 @@ class WorkerActor:
 
                 start_pool = partial(RewardActorPool, self._reward_actors)
             self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
-        found = self._resources
-        sizes = found.num_parameters, found.num_trained, found.num_critic
-        return BuildReport(__version__, device, dict(found.facts), *sizes)
+        return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
         """This worker's part of the whole run; returns the steps consumed in all.

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from distflow.config.derived_settings import reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, hint
 from distflow.graph.node_spec import ENGINES
+from distflow.hub import is_local_model
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model, load_tokenizer
 from distflow.models.lora import add_lora
 from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
@@ -152,12 +152,11 @@ def check_engines(config: Config, engines: Collection[str]) -> None:
 def _source(config: Config, path: str | None) -> Source:
     settings = config.actor_rollout_ref.model
     assert path is not None, "the config's rules see to it"
-    local = path.startswith(("builtin:", "package:")) or Path(path).expanduser().is_dir()
     return {
         "path": path,
         "init": "random" if settings.init == "random" else "pretrained",
         "seed": config.trainer.seed,
-        "revision": None if local else settings.revision,
+        "revision": None if is_local_model(path) else settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "gguf_file": settings.gguf_file,
     }

@@ -81,9 +81,7 @@ def _build(spec: Spec, start: run_start_and_end.Start, say: Callable[[str], None
     """Raises UserError where the checkpoint is of another model, tokenizer or data."""
     fault_injection.arm(0)
     resources = build_resources(spec.factories, spec.plan.ranks[0], say=say)
-    for line in run_start_and_end.model_lines(
-        spec, resources.num_parameters, resources.num_trained, resources.num_critic
-    ):
+    for line in run_start_and_end.model_lines(spec, resources.sizes):
         say(line)
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []

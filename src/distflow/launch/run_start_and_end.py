@@ -28,6 +28,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
 )
 from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
 from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import ModelSizes
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop_conditions import Stop
@@ -119,15 +120,15 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
     return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)
 
 
-def model_lines(spec: Spec, num_parameters: int, num_trained: int, num_critic: int) -> list[str]:
+def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     """The models of the run, and what of them is trained."""
-    config, line = spec.config, f"model: {spec.description['model']}, {num_parameters:,} parameters"
+    config, line = spec.config, f"model: {spec.description['model']}, {sizes.policy:,} parameters"
     if rank := config.actor_rollout_ref.model.lora_rank:
-        line += f"; LoRA of rank {rank} trains {num_trained:,} of them ({num_trained / num_parameters:.2%})"
-    if not num_critic:
+        line += f"; LoRA of rank {rank} trains {sizes.trained:,} of them ({sizes.trained / sizes.policy:.2%})"
+    if not sizes.critic:
         return [line]
     optim, name = config.critic.optim, config.critic.model.path or spec.description["model"]
-    return [line, f"critic: {name}, {num_critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
+    return [line, f"critic: {name}, {sizes.critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
 
 
 def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,21 +23,26 @@ from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 from distflow.training.torch_engine import FrozenWeights
 
 
+class ModelSizes(NamedTuple):
+    """Parameters of the model as it was loaded; of these, those that training changes; of the critic, 0 without one."""
+
+    policy: int
+    trained: int = 0
+    critic: int = 0
+
+
 @dataclass(frozen=True)
 class Resources:
     """Engines and services that the plan does not assign to this worker are None and were never built.
 
-    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response. facts, num_parameters:
-    of the model as it was loaded. num_trained: of these, those that training changes. num_critic: parameters of the
-    critic, 0 without one.
+    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response. facts: of the model as
+    it was loaded.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     facts: Mapping[str, object]
-    num_parameters: int
-    num_trained: int = 0
-    num_critic: int = 0
+    sizes: ModelSizes
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
@@ -79,10 +85,12 @@ def build_resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
         facts=facts,
-        num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        sizes=ModelSizes(
+            sum(parameter.numel() for parameter in policy.parameters()),
+            sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+            sum(parameter.numel() for parameter in critic.parameters()) if isinstance(critic, nn.Module) else 0,
+        ),
         scoring_models=scoring_models,
-        num_trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
-        num_critic=sum(p.numel() for p in critic.parameters()) if isinstance(critic, nn.Module) else 0,
         **parts,
     )
 

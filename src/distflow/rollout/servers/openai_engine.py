@@ -3,7 +3,7 @@ evaluation: it cannot take weights."""
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,6 @@ from distflow.scheduling.group_states import Version
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31
 _AS_ID: Final = "token_id:"
-_TAKES_NONE: Final = f"{_KEY}.name=openai: a server of completions takes no weights"
 
 
 @dataclass(eq=False)
@@ -109,15 +108,14 @@ class OpenAIEngine(HttpEngine):
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Only the version. Raises UserError for weights."""
         if weights is not None and next(iter(weights), None) is not None:
-            raise UserError(_TAKES_NONE)
+            await self._refuse()
         self.version = version
         return WeightReceipt(version, version_only=True)
 
     async def halt(self) -> None:
         self._may_ask.clear()
 
-    async def drop_cache(self) -> None:
-        await self.halt()
+    drop_cache = halt
 
     async def go_on(self) -> None:
         self._may_ask.set()
@@ -129,20 +127,10 @@ class OpenAIEngine(HttpEngine):
     async def held_hashes(self) -> dict[str, str]:
         return {}
 
-    async def halt_for_update(self) -> None:
-        raise UserError(_TAKES_NONE)
+    async def _refuse(self, *_: object) -> Any:
+        raise UserError(f"{_KEY}.name=openai: a server of completions takes no weights")
 
-    async def take(self, files: Sequence[Path]) -> dict[str, str]:
-        raise UserError(_TAKES_NONE)
-
-    async def set_label(self, label: str) -> None:
-        raise UserError(_TAKES_NONE)
-
-    async def sleep(self) -> None:
-        raise UserError(_TAKES_NONE)
-
-    async def wake(self) -> None:
-        raise UserError(_TAKES_NONE)
+    halt_for_update = take = set_label = sleep = wake = _refuse
 
 
 def _ids_of(choice: Mapping[str, Any]) -> list[int] | None:

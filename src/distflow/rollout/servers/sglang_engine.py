@@ -135,8 +135,7 @@ class SGLangEngine(HttpEngine):
         self._num_halts += 1
         await self.post("/pause_generation", {"mode": "abort"})
 
-    async def halt_for_update(self) -> None:
-        await self.halt()
+    halt_for_update = halt
 
     async def drop_cache(self) -> None:
         await self.halt()
