@@ -127,7 +127,7 @@ class OpenAIEngine(HttpEngine):
     async def held_hashes(self) -> dict[str, str]:
         return {}
 
-    async def _refuse(self, *_: object) -> Any:
+    async def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UserError(f"{_KEY}.name=openai: a server of completions takes no weights")
 
     halt_for_update = take = set_label = sleep = wake = _refuse
