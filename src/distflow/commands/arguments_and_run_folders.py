@@ -43,14 +43,6 @@ def at_least(minimum: int, text: str) -> int:
     return int(text)
 
 
-def empty_folder(path: str, named: str = "") -> Path:
-    """A folder that is empty or not there yet. named: what names it, for messages. Raises UserError for any other."""
-    folder = Path(path).expanduser()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{named}{folder} exists: name a folder that is empty or does not exist")
-    return folder
-
-
 def find_run(run_dir: str | None) -> Path:
     """The named folder, or the newest run below runs/. Raises UserError if it does not exist."""
     found = Path(run_dir).expanduser() if run_dir is not None else newest_run()

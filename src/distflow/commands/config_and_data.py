@@ -3,13 +3,6 @@ data of a config as the model will see them. Loads the tokenizer, and no weights
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
-
-from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument
-
-if TYPE_CHECKING:
-    from distflow.config import Config, Loaded
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,12 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import at_least, importing
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument, at_least, importing
 from distflow.observe.harmless_output import escape_control
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from distflow.config import Config, Loaded
     from distflow.data.prompts import PromptRow, PromptSet
 
 

@@ -3,6 +3,11 @@
 of OpenAI and Anthropic."""
 
 import argparse
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,24 +20,17 @@ from distflow import __version__
 from distflow.commands.arguments_and_run_folders import (
     RUNS,
     add_preset_arguments,
-    empty_folder,
+    at_least,
     importing,
     rewards_ahead,
 )
 from distflow.errors import UserError
+from distflow.observe.crash_safe_files import empty_folder
 from distflow.observe.harmless_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
     from distflow.launch.evaluate import Evaluation
-
-import asyncio
-import os
-import secrets
-import sys
-from collections.abc import Iterator
-
-from distflow.commands.arguments_and_run_folders import at_least
 
 # Evaluation needs no training data: the validation data stand in for them.
 _EVAL_ONLY = (

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from distflow.commands.arguments_and_run_folders import RUNS, empty_folder, importing
+from distflow.commands.arguments_and_run_folders import RUNS, importing
 from distflow.errors import UserError
+from distflow.observe.crash_safe_files import empty_folder
 from distflow.observe.harmless_output import escape_control
 
 CONFIG = Path(__file__).with_name("new_config.yaml")

@@ -11,22 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from distflow.commands.arguments_and_run_folders import at_least
+from distflow import __version__
+from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
+from distflow.errors import UserError
 from distflow.observe.harmless_output import escape_control
 from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:
+    from distflow.config import Config
     from distflow.data.dataset_columns import RawRow
     from distflow.rewards.reward_check import Agreement, CheckResult, Fault, Row
-
-from typing import TYPE_CHECKING
-
-from distflow import __version__
-from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing
-from distflow.errors import UserError
-
-if TYPE_CHECKING:
-    from distflow.config import Config
 
 _JUDGE = "judge"
 _EXAMPLES = 3
@@ -105,7 +99,6 @@ def _options(text: str) -> dict[str, object]:
 def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer, where no responses are given."""
     from distflow.builtin_names import REWARDS
-    from distflow.errors import UserError
     from distflow.rewards.load_functions import custom_target, target_of
 
     if name in REWARDS:
@@ -124,7 +117,6 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     from distflow.builtin_names import REWARDS
     from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows
-    from distflow.errors import UserError
 
     label, entry = arguments.label_key, REWARDS.get(arguments.reward)
     compares = entry is None or entry.needs_answer

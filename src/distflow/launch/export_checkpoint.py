@@ -26,7 +26,7 @@ from distflow.launch.code_named_by_config import model_code, only_if_trusted, wi
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
-from distflow.observe.crash_safe_files import read_object
+from distflow.observe.crash_safe_files import empty_folder, read_object
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
 from distflow.training.engine import TrainState
@@ -56,7 +56,7 @@ def export_checkpoint(
     if all(there.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
         say(f"{target} holds it already")
         return target
-    check_target(target)
+    empty_folder(target)
     with checkpoint.reading():
         config = config_of_run(checkpoint.load("run")["config"])
         trained = TrainState(checkpoint.load("actor")).trained_weights()
@@ -185,7 +185,7 @@ def export_model(
     model below it. Returns the folder.
     Raises UserError if the folder holds something already, or cannot be written.
     """
-    target = check_target(folder)
+    target = empty_folder(folder).resolve()
     try:
         target.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -217,15 +217,3 @@ def _save_whole(model: nn.Module, folder: Path) -> None:
         causal.save_pretrained(folder, state_dict=weights)
     file = folder / "config.json"  # a reward model's weights are those of either class
     file.write_text(file.read_text().replace("ForTokenClassification", "ForSequenceClassification"))
-
-
-def check_target(folder: str | Path) -> Path:
-    """The absolute path of a folder that does not exist yet or is empty. Raises UserError for any other."""
-    target = Path(folder).expanduser().resolve()
-    try:
-        is_occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    except OSError as error:
-        raise UserError(f"'{target}' cannot be looked into: {error.strerror}: export to another folder") from error
-    if is_occupied:
-        raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
-    return target

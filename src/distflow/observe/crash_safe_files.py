@@ -26,6 +26,18 @@ ASIDE: Final = ".distflow-partial"
 _LEFT: Final = re.compile(rf".+\.[a-z0-9_]{{8}}{re.escape(ASIDE)}|\.tmp[A-Za-z0-9]{{6}}")
 
 
+def empty_folder(path: str | Path, named: str = "") -> Path:
+    """A folder that is empty or not there yet. named: what names it, for messages. Raises UserError for any other."""
+    folder = Path(path).expanduser()
+    try:
+        is_occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise UserError(f"{named}'{folder}' cannot be looked into: {error.strerror}: name another folder") from error
+    if is_occupied:
+        raise UserError(f"{named}'{folder}' exists and is not an empty folder: name another one")
+    return folder
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, for its owner alone, that is synced and takes its place on the way out.
