@@ -35,6 +35,7 @@ from distflow.launch.model_and_engine_factories import compute_dtype, engine_dty
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model, load_tokenizer
 from distflow.models.sharding import empty_model
+from distflow.rollout.conformance import Finding
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda.device_steps import MEMORY_SHARE
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
@@ -42,6 +43,7 @@ from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer
 
 OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"
+"""Outcomes; with one that failed a run would be wrong or impossible."""
 EXACT: Final = 1e-4
 """Of float32 against the CPU. Sums in another order differ by 1e-6; products that are rounded to TF32 by 1e-3."""
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
@@ -51,15 +53,6 @@ _MOMENT_BYTES: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
 
 Result = tuple[str, str]
 """The outcome, and its figures or what to do."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Of one check. outcome: "ok", "warning", "failed" (a run would be wrong or impossible), "left out"."""
-
-    name: str
-    outcome: str
-    text: str
 
 
 @dataclass(frozen=True)

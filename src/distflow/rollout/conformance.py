@@ -39,7 +39,7 @@ class NotTested(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one property. outcome: "held", "failed", "not supported", "not tested". text: its figures, or why."""
+    """Of one check. outcome: of a property "held", "failed", "not supported", "not tested". text: figures, or why."""
 
     name: str
     outcome: str
