@@ -24,7 +24,7 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
 
     for taken in (["new", "first run"], ["eval", "first run/config.yaml", "--to", "first run"]):
         assert main(taken) == 2
-        assert "first run exists" in capsys.readouterr().err
+        assert "'first run' exists" in capsys.readouterr().err
 
 
 def test_presets_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
