@@ -3,8 +3,8 @@
 from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
 from distflow.data.sample import Sample, Segment
-from distflow.pipelines.grpo_ppo_dapo_rlvr import rlvr_pipeline
 from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
+from distflow.pipelines.rlvr import rlvr_pipeline
 from distflow.runtime.group_columns import Group
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 CELLS = """
 from distflow import NodeOutput, Pipeline, node, register_adv_est
-from distflow.pipelines.grpo_ppo_dapo_rlvr import policy_gradient
+from distflow.pipelines.grpo import policy_gradient
 
 LEVEL = 0.25
 

@@ -37,7 +37,7 @@ FAULTS = {
     ),
     "no clip": (
         """
-        from distflow.algorithms.losses import clipped_and_decoupled as clipped
+        from distflow.algorithms.losses import clipped_ratio as clipped
         original = clipped.clipped_surrogate
         clipped.clipped_surrogate = lambda ratio, advantages, *_: original(ratio, advantages, 1e3, 1e3, None)
         """,

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from distflow import node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 
 @node(writes={"seen": "response"})

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from distflow import node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import ppo_pipeline
+from distflow.pipelines.ppo import ppo_pipeline
 
 FOLDER = Path(__file__).parent
 

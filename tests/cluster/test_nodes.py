@@ -32,7 +32,7 @@ from pathlib import Path
 
 from distflow import node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 
 @node(writes={"seen": "response"})
@@ -70,7 +70,7 @@ import ray
 
 from distflow import node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 
 @node(writes={"seen": "response"})

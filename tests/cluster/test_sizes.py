@@ -32,7 +32,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 WORDY = """
 from distflow import node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 
 @node(writes=())

@@ -21,7 +21,7 @@ import math
 from distflow import node
 from distflow.graph import Node
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo_ppo_dapo_rlvr import policy_gradient
+from distflow.pipelines.grpo import policy_gradient
 from distflow import Pipeline
 
 

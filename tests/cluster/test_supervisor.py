@@ -313,7 +313,7 @@ def test_engines_that_free_their_memory_while_training_change_no_number_over_two
 SILENT = """
 import sys
 
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline as silent
+from distflow.pipelines.grpo import grpo_pipeline as silent
 from distflow.runtime.weight_sync.sender import WeightSender
 
 if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in the workers, once

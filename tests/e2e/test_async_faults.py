@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import asyncio, itertools, os, pathlib, statistics, time
 from distflow import NodeRole, Pipeline, node
-from distflow.pipelines import grpo_ppo_dapo_rlvr as grpo, nodes
+from distflow.pipelines import grpo, nodes
 from distflow.rollout.embedded import engine
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 KILLED = """
 import asyncio, itertools, os, signal
 from distflow.scheduling.ledger import Ledger
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline as make
+from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore

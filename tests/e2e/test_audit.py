@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.algorithms import objective as objectives
-from distflow.algorithms.losses import clipped_and_decoupled
+from distflow.algorithms.losses import clipped_ratio
 from distflow.audit import rewards as audit_rewards
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
@@ -450,7 +450,7 @@ FAULTS = {
     "the policy term times 0": Fault(policy_term(lambda loss: loss * 0), "loss"),
     "the policy term halved": Fault(policy_term(lambda loss: loss / 2), "loss"),
     "no clip": Fault(
-        attribute(clipped_and_decoupled, "clipped_surrogate", clip_off),
+        attribute(clipped_ratio, "clipped_surrogate", clip_off),
         "loss",
         (*TWO, *FAST, "actor_rollout_ref.actor.clip_ratio=0.01"),
     ),

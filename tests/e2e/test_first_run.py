@@ -110,8 +110,7 @@ def test_tools_that_no_template_shows_are_noted(bare: Path, capsys: pytest.Captu
 
 def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bare / "pipe.py").write_text(
-        "from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline\n\n\n"
-        "def prog(config):\n    return grpo_pipeline(config)\n"
+        "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"
     )
     pipeline = ("dag.pipeline=pipe.py:prog", "trainer.total_training_steps=1")
     assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *pipeline]) == 0, (

@@ -11,7 +11,7 @@ from tests.e2e.runs import Playground
 # A pipeline of the user's, whose file makes the engine's step hang after it has drawn some tokens.
 HANGS = """
 import time
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline as make
+from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.hf import _Draw
 from tests.sparse_params import one_fast_in

@@ -15,7 +15,7 @@ from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
 from distflow.launch import select_pipeline
 from distflow.pipelines.nodes import objectives_from_config
-from distflow.pipelines.nodes.log_probs_and_rollout_correction import score_policy
+from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
 from tests.sparse_params import one_fast_in
@@ -105,7 +105,7 @@ def test_a_node_of_the_users_may_need_them(
 ) -> None:
     (tmp_path / "mine_of_old.py").write_text(
         f"""{NODE}
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 def pipeline(config):
     graph = grpo_pipeline(config)

@@ -14,7 +14,7 @@ import time
 
 from distflow import NodeRole, node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, generate
 from distflow.rollout.engine import GenerateRequest
 

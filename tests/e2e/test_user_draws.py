@@ -142,7 +142,7 @@ def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
     asked = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     (tmp_path / "beside.py").write_text(
         DRAWS + "from distflow import node\nfrom distflow.graph import Node\n"
-        "from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline\n"
+        "from distflow.pipelines.grpo import grpo_pipeline\n"
         "@node(writes={'drawn': 'sample'})\ndef draw(responses):\n    return [noise() for text in responses]\n"
         "@node(writes={'more': 'sample'})\ndef learn(advantages, drawn):\n    return drawn + noise()\n"
         "def with_draws(config):\n    torch.manual_seed(0)\n    graph = grpo_pipeline(config)\n"

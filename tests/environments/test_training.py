@@ -51,7 +51,7 @@ class Twice:
         return rewarded
 """
 OWN = """
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 def own():
     return grpo_pipeline()

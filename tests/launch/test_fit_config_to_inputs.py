@@ -183,7 +183,7 @@ from dataclasses import dataclass
 from distflow import node
 from distflow.config import register_config_group
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 
 
 @dataclass(frozen=True)

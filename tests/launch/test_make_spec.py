@@ -50,8 +50,8 @@ from dataclasses import replace
 
 from distflow import node
 from distflow.graph import Node
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline
-from distflow.pipelines.sft_and_rm import sft_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
+from distflow.pipelines.sft import sft_pipeline
 
 
 def with_a_lambda(config):
@@ -211,7 +211,7 @@ def test_a_pipeline_that_no_worker_can_import(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     by_hand = types.ModuleType(module)
-    imported = "from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline"
+    imported = "from distflow.pipelines.grpo import grpo_pipeline"
     code = f"{imported}\ndef homeless(config): return grpo_pipeline(config)"
     by_hand.make = homeless(code, module)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, by_hand)

@@ -12,8 +12,11 @@ from distflow.graph import PipelineError
 from distflow.graph.graph_node import NODE_SETTINGS
 from distflow.graph.node_spec import MARKER_TYPES
 from distflow.launch.select_pipeline import bind, select_pipeline
-from distflow.pipelines.grpo_ppo_dapo_rlvr import dapo_pipeline, grpo_pipeline, ppo_pipeline
-from distflow.pipelines.sft_and_rm import rm_pipeline, sft_pipeline
+from distflow.pipelines.dapo import dapo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
+from distflow.pipelines.ppo import ppo_pipeline
+from distflow.pipelines.rm import rm_pipeline
+from distflow.pipelines.sft import sft_pipeline
 
 NEEDED = ["actor_rollout_ref.model.path=builtin:tiny", "data.train_files=rows.jsonl"]
 
@@ -182,14 +185,14 @@ def test_a_custom_function_must_return_a_graph() -> None:
 
 def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
-    file.write_text("from distflow.pipelines.sft_and_rm import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
+    file.write_text("from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
     with pytest.raises(UserError, match="returned list; .*: `distflow train a.yaml b.yaml` runs pipelines"):
         select_pipeline(config("sft", f"dag.pipeline={file}:prog"))
 
 
 def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
-    file.write_text("from distflow.pipelines.grpo_ppo_dapo_rlvr import dapo_pipeline as prog\n")
+    file.write_text("from distflow.pipelines.dapo import dapo_pipeline as prog\n")
     chosen = config("grpo", f"dag.pipeline={file}:prog")
     assert select_pipeline(chosen).graph_id == "dapo_training_pipeline"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.algorithms.advantages.gae_and_reinforce import compute_rloo_advantage
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
+from distflow.algorithms.advantages.reinforce import compute_rloo_advantage
 from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment

@@ -25,8 +25,8 @@ _ROWS_TO_COME = "builtin:arithmetic-rl"
 _REWARD_TO_COME = "distflow.rewards.math.reward"
 _FUNCTIONS = {
     "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.grpo_family:compute_grpo_advantage"),
-    "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_and_decoupled:compute_vanilla_loss"),
-    "pipeline": ("dag.pipeline", "distflow.pipelines.grpo_ppo_dapo_rlvr:grpo_pipeline"),
+    "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
+    "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
     "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.single_and_multi_turn:single_turn"),
 }
 """The keys of functions by the names of arguments, and what each names until then."""

@@ -28,8 +28,9 @@ from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import quiet_transformers
 from distflow.models.paths import resolve_path
 from distflow.observe.run_reader import read_timeline
-from distflow.pipelines.grpo_ppo_dapo_rlvr import grpo_pipeline, ppo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
+from distflow.pipelines.ppo import ppo_pipeline
 from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.fault_injection import VARIABLE, Fault

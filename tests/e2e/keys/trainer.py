@@ -410,7 +410,7 @@ DAG = (
     ),
     Case(
         "dag.pipeline",
-        "dag.pipeline=distflow.pipelines.grpo_ppo_dapo_rlvr:dapo_pipeline",
+        "dag.pipeline=distflow.pipelines.dapo:dapo_pipeline",
         "the pipeline",
         program_is("grpo_training_pipeline", "dapo_training_pipeline"),
         given=(ONE,),

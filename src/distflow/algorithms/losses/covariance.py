@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.algorithms.losses.clipped_and_decoupled import Stats, clipped_surrogate
+from distflow.algorithms.losses.clipped_ratio import Stats, clipped_surrogate
 from distflow.algorithms.masked_reductions import Reduce, as_stat, global_sum, log_ratio, masked_mean, under_mask
 from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import sample_scores
-from distflow.algorithms.losses.clipped_and_decoupled import Stats
+from distflow.algorithms.losses.clipped_ratio import Stats
 from distflow.algorithms.masked_reductions import MAX_LOG_RATIO, as_stat, log_ratio, raw_log_ratio, under_mask
 from distflow.algorithms.registry import register_policy_loss
 

@@ -15,7 +15,6 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.graph.node_spec import Names
-from distflow.pipelines.nodes.log_probs_and_rollout_correction import drift_weights, has_drifted
 from distflow.pipelines.nodes.objectives_from_config import (
     corrects_drift,
     interpolates_prox,
@@ -23,6 +22,7 @@ from distflow.pipelines.nodes.objectives_from_config import (
     takes_rollouts,
     value_objective,
 )
+from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective, Counts, LossFn, Sums, TrainEngine
 

@@ -1,4 +1,4 @@
-"""GRPO, and the pipelines that differ from it in settings or in having a critic: PPO, DAPO, RLVR.
+"""GRPO: a group's own mean is the baseline; no critic.
 
 A pipeline is a function of the config that adds the nodes which the config needs. Columns that nodes read and write
 fix their order. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
@@ -6,7 +6,7 @@ fix their order. Prompt groups go through the rollout nodes one by one, whole st
 
 from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.config import Config, preset_config
-from distflow.config.derived_settings import algorithms, filters_groups, reads_values, unfiltered_domains
+from distflow.config.derived_settings import algorithms, filters_groups, unfiltered_domains
 from distflow.config.keys.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
@@ -105,24 +105,3 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
     loss = POLICY_LOSSES.known(config.actor_rollout_ref.actor.policy_loss)
     if loss is not None and loss.selects is not None:
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")
-
-
-def ppo_pipeline(config: Config | None = None) -> TaskGraph:
-    """The nodes of GRPO, with values before the advantages and an update of the critic. config: the preset's by
-    default."""
-    pipeline = Pipeline("ppo_training_pipeline", "Proximal policy optimisation with a critic (arXiv:1707.06347)")
-    return policy_gradient(pipeline, config or preset_config("ppo"), has_critic=True)
-
-
-def dapo_pipeline(config: Config | None = None) -> TaskGraph:
-    """The nodes of GRPO, with `dynamic_sampling` where `algorithm.filter_groups.enable` is on."""
-    pipeline = Pipeline("dapo_training_pipeline", "GRPO with dynamic sampling (arXiv:2503.14476)")
-    return policy_gradient(pipeline, config or preset_config("dapo"))
-
-
-def rlvr_pipeline(config: Config | None = None) -> TaskGraph:
-    """The nodes of GRPO, with advantages by domain; with a critic where an estimator of the run or of a domain reads
-    values. config: the preset's by default."""
-    config = config or preset_config("rlvr")
-    pipeline = Pipeline("rlvr_training_pipeline", "Verifiable rewards of several domains (arXiv:2506.06122)")
-    return policy_gradient(pipeline, config, has_critic=reads_values(config))

@@ -1,18 +1,8 @@
-"""Training on given responses: supervised fine-tuning, and a reward model from preference pairs (Bradley and Terry)."""
+"""A reward model, trained on pairs of responses: a decoder with a scalar head, by Bradley and Terry's model."""
 
 from distflow.config import Config
 from distflow.graph import NodeType, Pipeline, TaskGraph
 from distflow.pipelines import nodes
-
-
-def sft_pipeline(config: Config | None = None) -> TaskGraph:
-    """Load responses, update towards them; the same for every config."""
-    return (
-        Pipeline("sft_training_pipeline", "Supervised fine-tuning")
-        .add_node("load_responses", nodes.load_responses, node_type=NodeType.DATA_LOAD)
-        .add_node("actor_train", nodes.train_sft)
-        .build()
-    )
 
 
 def rm_pipeline(config: Config | None = None) -> TaskGraph:
