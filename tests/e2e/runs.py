@@ -48,6 +48,7 @@ class Playground:
         return self.folder / "critic"
 
     def overrides(self, name: str, *more: str) -> list[str]:
+        """Of a cheap run: the test of the reward before it takes a third of the time of two steps."""
         return [
             f"data.train_files={self.folder}/rows.jsonl",
             "data.train_batch_size=4",
@@ -66,6 +67,7 @@ class Playground:
             "trainer.test_freq=-1",
             "trainer.save_freq=-1",
             "trainer.num_threads=1",
+            "trust.check_rewards=false",
             *more,
         ]
 
