@@ -82,6 +82,7 @@ def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
     assert gaps and max(gaps) <= 0, f"slots stood empty for {max(gaps):.3f} s"
 
 
+@pytest.mark.slow
 def test_the_ledger_shows_no_group_staler_than_the_bound(long_tail: Run) -> None:
     account = verify(long_tail.folder / "ledger.jsonl")
     assert account.consumed == 40 and account.running == account.complete == 0 and not account.dropped

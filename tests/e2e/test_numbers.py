@@ -94,7 +94,7 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
 @pytest.mark.parametrize(
     "options",
     one_fast_in(
-        3,
+        7,
         [
             [f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.05", f"{ROLLOUT}.repetition_penalty=1.3"],
             [f"{ROLLOUT}.temperature=0.5"],
