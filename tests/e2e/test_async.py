@@ -127,6 +127,7 @@ def test_steps_without_an_update_send_nothing_and_count_on(
     assert max(m["async/version_diff/max"] for m in run.metrics()) <= 1
 
 
+@pytest.mark.slow
 def test_weights_go_out_every_second_step_and_age_between(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
