@@ -110,6 +110,7 @@ class Pushed:
         monkeypatch.setattr(LocalWeights, "renumber", note_renumber)
 
 
+@pytest.mark.slow
 def test_steps_without_an_update_send_nothing_and_count_on(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_eval_counts_the_same(ground: Playground, capsys: pytest.CaptureFixture[
     assert "validation data: " in out and "train data: " not in out, "the rows are named as what they are"
 
 
+@pytest.mark.slow
 def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:

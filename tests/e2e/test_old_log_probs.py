@@ -18,7 +18,6 @@ from distflow.pipelines.nodes import objectives_from_config
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
-from tests.sparse_params import one_fast_in
 
 ACTOR = "actor_rollout_ref.actor"
 AUDITED = ("trust.audit_freq=1", "trainer.total_training_steps=3")
@@ -56,7 +55,8 @@ def same_run(one: Run, other: Run) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", one_fast_in(2, ["grpo", "ppo"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
 def test_it_trains_what_a_pass_of_its_own_does(playground: Playground, preset: str) -> None:
     more = ("algorithm.use_kl_in_reward=false",) if preset == "ppo" else ()
     left_out = playground.run(preset, *KEPT, *more, name="auto")

@@ -121,6 +121,7 @@ def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
     assert "two runs" not in capsys.readouterr().out, "it is told once"
 
 
+@pytest.mark.slow
 def test_a_ledger_of_two_writers_without_a_checkpoint_before_names_the_ways_to_go_on(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,10 +63,10 @@ def scaled_by_accumulation(how: Callable[[int], float]) -> Plant:
 
 
 FACTORS = [lambda n: 4.0, lambda n: 0.5, lambda n: 1 / n, float]
-SLOW = [pytest.param(how, marks=[pytest.mark.slow, BY_HAND]) for how in FACTORS[1:]]
 
 
-@pytest.mark.parametrize("how", [FACTORS[0], *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", one_fast_in(len(FACTORS), FACTORS, others=BY_HAND))
 def test_a_loss_scaled_by_the_accumulation(
     playground: Playground, monkeypatch: Patch, how: Callable[[int], float]
 ) -> None:
