@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "distflow"
+from tests.source_trees import SOURCE, modules, nodes_of, tree_of
+
 CALLED_FROM_OUTSIDE = {
     "environments/areal_workflows.py": ("ModelResponse.*", "Engine.get_version"),  # workflows of users
     "errors.py": ("UserError._render_traceback_",),  # IPython
@@ -33,7 +34,7 @@ def mentions() -> Counter[str]:
     found = Counter[str]()
     for path in SOURCE.rglob("*"):
         if path.suffix == ".py":
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in nodes_of(path):
                 found.update(words_of(node))
         elif path.suffix in (".yaml", ".toml", ".js", ".html"):
             found.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
@@ -52,7 +53,7 @@ def words_of(node: ast.AST) -> list[str]:
 
 def functions(path: Path) -> Iterator[tuple[str, str]]:
     """Each function of a module, and each method of its classes, as (name with its class, name)."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree_of(path).body:
         if isinstance(node, Function):
             yield node.name, node.name
         elif isinstance(node, ast.ClassDef):
@@ -73,7 +74,7 @@ def is_dunder(name: str) -> bool:
 
 def test_every_function_has_a_caller() -> None:
     mentioned, without = mentions(), []
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in modules().values():
         file = str(path.relative_to(SOURCE))
         for full, name in functions(path):
             if not mentioned[name] and not is_dunder(name) and not is_called_from_outside(file, full):
@@ -82,7 +83,7 @@ def test_every_function_has_a_caller() -> None:
 
 
 def test_each_exception_stands_for_a_function() -> None:
-    found = {(str(path.relative_to(SOURCE)), full) for path in SOURCE.rglob("*.py") for full, _ in functions(path)}
+    found = {(str(path.relative_to(SOURCE)), full) for path in modules().values() for full, _ in functions(path)}
     for pattern, names in CALLED_FROM_OUTSIDE.items():
         for each in names:
             assert any(fnmatch(file, pattern) and fnmatch(full, each) for file, full in found), f"{pattern}: {each}"

@@ -10,6 +10,7 @@ import pytest
 
 from distflow import __version__
 from distflow.cli import main
+from tests.sparse_params import BY_HAND, one_fast_in
 
 NEEDED = ["actor_rollout_ref.model.path=builtin:tiny-arithmetic", "data.train_files=builtin:arithmetic-rl"]
 FRESH = "actor_rollout_ref.model.init=random"
@@ -185,10 +186,10 @@ COMMAND_LINES = [
 ]
 
 
-@pytest.mark.parametrize("at", [1, 40, 150, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", [1, 150, *(pytest.param(at, marks=[pytest.mark.slow, BY_HAND]) for at in (40, 400))])
 @pytest.mark.parametrize(
     "arguments",
-    [COMMAND_LINES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMAND_LINES[1:])],
+    one_fast_in(len(COMMAND_LINES), COMMAND_LINES),
     ids=lambda each: each[0] if isinstance(each, tuple) else None,
 )
 def test_ctrl_c_at_any_import_of_a_command_is_one_line_and_130(

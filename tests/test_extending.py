@@ -130,6 +130,7 @@ def run_with_all_parts(folder: Path) -> None:
     (folder / "output.txt").write_text(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", NEW, ids=lambda edit: edit.file)
 def test_a_run_uses_each_part_of_the_page(edit: Edit, output: str) -> None:
     has_functions = "def " in edit.code

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "distflow"
+from tests.source_trees import modules, nodes_of
+
 MOST_FUNCTIONS = 4
 MOST_PARAMETERS = 12
 REASONS = {
@@ -27,8 +28,8 @@ def names_of(function: Function) -> list[str]:
 def functions() -> dict[str, list[tuple[Path, Function]]]:
     """The functions of the package by the name that calls them: a class's name for its `__init__`."""
     found: dict[str, list[tuple[Path, Function]]] = defaultdict(list)
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in modules().values():
+        for node in nodes_of(path):
             if isinstance(node, Function) and node.name != "__init__":
                 found[node.name].append((path, node))
             elif isinstance(node, ast.ClassDef):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "distflow"
+from tests.source_trees import SOURCE, modules, nodes_of, tree_of
 
 # From the command line down. Rooms of one layer never import each other.
 LAYERS = (
@@ -48,23 +48,18 @@ MOST_MODULES = 397
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
-def modules() -> dict[str, Path]:
-    return {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
-
-
 def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """The modules of distflow that a file imports, relative to the package, wherever in the file."""
-    for node in ast.walk(tree_of(path)):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module]
             if node.module.startswith("distflow"):
@@ -124,7 +119,7 @@ def test_functions_are_short() -> None:
     long = {
         f"{module}.{node.name}": length
         for module, path in modules().items()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, kinds) and (length := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
     }
     assert not long, f"no function has more than {MOST_LINES} lines"
@@ -141,7 +136,7 @@ def test_debts_only_shrink() -> None:
     functions = [
         node
         for module, path in modules().items()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not module.startswith(TABLES_OF_OPTIONS)
     ]
     assert len(texts) <= MOST_MODULES
@@ -193,7 +188,7 @@ def test_light_rooms_load_neither_torch_nor_ray(room: str) -> None:
 @pytest.mark.parametrize("room", ["scheduling", "planning", "graph", "config"])
 def test_they_name_neither_torch_nor_ray_anywhere(room: str) -> None:
     for path in (SOURCE / room).rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] in ("torch", "ray") for name in names), path

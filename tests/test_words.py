@@ -7,10 +7,9 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-import pytest
+from tests.source_trees import SOURCE, modules, nodes_of
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "distflow"
 SANDBOX = ("src/distflow/sandbox", "src/distflow/rewards", "src/distflow/commands/sandbox.py", "docs/sandbox.md")
 """Where a program is what a model wrote."""
 
@@ -75,24 +74,30 @@ def words_of(text: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
-def test_no_retired_word(path: Path) -> None:
+def faults_of(path: Path) -> list[str]:
+    """The retired words and phrases of a file, each with what to say instead."""
     words = {PLURALS.get(word, word) for word in words_of(text_of(path))}
     found = {
         word: instead
         for word, (instead, elsewhere) in RETIRED.items()
-        if word in words and not shown(path).startswith(elsewhere) and path.name != "glossary.md"
+        if word in words and not shown(path).startswith(elsewhere)
     }
-    assert not found, f"{shown(path)} says {', '.join(f'{word} (say: {new})' for word, new in found.items())}"
     prose = " ".join(text_of(path).lower().split())
-    phrases = {phrase: new for phrase, new in PHRASES.items() if phrase in prose and path.name != "glossary.md"}
-    assert not phrases, f"{shown(path)} says {', '.join(f'{old} (say: {new})' for old, new in phrases.items())}"
+    found |= {phrase: new for phrase, new in PHRASES.items() if phrase in prose}
+    return [f"{shown(path)} says {old} (say: {new})" for old, new in found.items()]
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=shown)
-def test_no_lone_participle_names_a_file_a_class_or_a_function(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+def test_no_retired_word() -> None:
+    faults = [fault for path in FILES if path.name != "glossary.md" for fault in faults_of(path)]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_lone_participle_names_a_file_a_class_or_a_function() -> None:
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, kinds))]
-    lone = [name for name in names if name.strip("_").lower() in PARTICIPLES]
-    assert not lone, f"{shown(path)}: {', '.join(lone)} says nothing of what was made, given or kept"
+    lone = [
+        f"{shown(path)}: {name}"
+        for path in modules().values()
+        for name in (path.stem, *(node.name for node in nodes_of(path) if isinstance(node, kinds)))
+        if name.strip("_").lower() in PARTICIPLES
+    ]
+    assert not lone, "these names say nothing of what was made, given or kept:\n" + "\n".join(lone)

@@ -25,6 +25,6 @@ def forgotten(*modules: str) -> Iterator[None]:
             registry.update(entries)
         names.REGISTERED &= registered
         schema.schema_keys.cache_clear()
-        for name in [name for name in sys.modules if name.split(".")[0] in modules]:
+        for name in [name for name in sys.modules if name.split(".")[0] in modules or name in modules]:
             del sys.modules[name]
         sys.path[:] = paths

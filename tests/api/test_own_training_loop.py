@@ -23,6 +23,7 @@ from distflow.runtime.sample_queue.protocol import NothingToWaitFor
 from tests.api.reward_results import HELD, digits, slow
 from tests.api.small import ROWS, TINY, small
 from tests.ledger_audit import verify
+from tests.sparse_params import one_fast_in
 
 OWN = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 9)]
 WITHOUT_DATA = yaml.safe_load(TINY.read_text())
@@ -203,7 +204,7 @@ def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> N
     assert account.consumed == 16
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", one_fast_in(2, [1, 0]))
 def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: int) -> None:
     with opened(tmp_path / "run", async__max_staleness=staleness) as rollouts:
         for _ in range(staleness + 1):
@@ -253,7 +254,7 @@ def test_submitted_prompts_go_before_those_of_the_data(tmp_path: Path) -> None:
     verify(tmp_path / "run" / "ledger.jsonl")
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", one_fast_in(2, [1, 0]))
 def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) -> None:
     with opened(tmp_path / "run", None, reward=slow, async__max_staleness=staleness) as rollouts:
         for row in OWN[:2]:
@@ -358,7 +359,7 @@ def test_a_pause_starts_nothing_and_loses_nothing(tmp_path: Path) -> None:
         assert len(rollouts.prepare_batch()) == 4
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("error", one_fast_in(2, [KeyboardInterrupt, ZeroDivisionError]))
 def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseException]) -> None:
     before = set(threading.enumerate())
     with pytest.raises(error), opened(tmp_path / "run", async__max_staleness=2) as rollouts:

@@ -52,6 +52,7 @@ def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(tmp
     assert advantages(run) == pytest.approx([0.25, 0.25])
 
 
+@pytest.mark.slow
 def test_a_file_is_named_by_the_config_and_not_run_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(f"print('the file runs')\n{CELLS}")
     chosen = [f"algorithm.adv_estimator={tmp_path}/mine.py:level", f"trainer.default_local_dir={tmp_path / 'run'}"]

@@ -245,7 +245,7 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
         return completion[-1]["content"] == answer
 
     with pytest.raises(UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at .*:\d+\)"):
-        distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=fails)
+        distflow.train(TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails)
     assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
     with pytest.raises(UserError, match="takes 'parser'"):
         distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0)

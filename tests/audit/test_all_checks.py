@@ -151,7 +151,7 @@ def test_a_run_with_default_settings_proves_every_check_that_applies(
     monkeypatch.setattr(
         log_probs, "_same", lambda step, sample, column, _: compared.add(column) or compare(step, sample, column, _)
     )
-    run = playground.run(preset, "trainer.total_training_steps=2")
+    run = playground.run(preset, "trainer.total_training_steps=2", "trust.check_rewards=true")
     inapplicable, columns = KEYS[preset]
     for audit, elsewhere in zip(audits(run), (ELSEWHERE, {*ELSEWHERE, "data"}), strict=True):
         assert set(audit.fields["proven"]) == {check.name for check in CHECKS} - inapplicable - elsewhere

@@ -103,7 +103,7 @@ def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
         run_with(tmp_path / "wrong", name)
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("name", one_fast_in(2, ["clip_cov", "kl_cov"]))
 def test_tokens_that_are_selected_by_another_covariance_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -67,6 +67,7 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground
     assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"
 
 
+@pytest.mark.by_hand
 def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_actor, "__version__", worker_actor.__version__)  # back again, here
     monkeypatch.syspath_prepend(ground.folder)

@@ -133,6 +133,7 @@ def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alon
     check_as_one_process(found, alone)
 
 
+@pytest.mark.by_hand
 def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playground) -> None:
     with pytest.raises(NodeError, match="mine"):
         run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "raising"), name="raising")

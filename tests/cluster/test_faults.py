@@ -65,6 +65,7 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
     assert when, "the fault did not fire"
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", one_fast_in(2, [0, 1], others=BY_HAND))
 def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(ground: Playground, victim: int) -> None:

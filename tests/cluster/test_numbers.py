@@ -143,6 +143,7 @@ def test_what_is_recorded_is_uneven(free: Run) -> None:
     assert all(per_token_loss(free, step) > 0.1 for step in range(1, STEPS + 1))
 
 
+@pytest.mark.by_hand
 @pytest.mark.parametrize("strategy", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
 def test_free_runs_are_the_same_up_to_the_first_token_that_rounding_changes(
     ground: Playground, free: Run, strategy: str

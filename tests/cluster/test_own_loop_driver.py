@@ -121,6 +121,7 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
         rollouts.publish()
 
 
+@pytest.mark.by_hand
 def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
     """Groups of three steps start with the first weights, on a worker of their own."""
     oldest = []
@@ -136,6 +137,7 @@ def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> N
     assert verify(tmp_path / "run" / "ledger.jsonl").consumed == 10
 
 
+@pytest.mark.by_hand
 def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(tmp_path: Path) -> None:
     """Two ranks generate and train. A batch has fewer groups than ranks, or is taken in parts."""
 
@@ -193,6 +195,7 @@ def test_an_error_of_the_loop_ends_all_processes_and_the_same_call_goes_on(tmp_p
     verify(tmp_path / "run" / "ledger.jsonl")
 
 
+@pytest.mark.by_hand
 def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
     interrupt = threading.Thread(target=interrupt_once_it_waits)
     with pytest.raises(KeyboardInterrupt), opened(tmp_path / "run", None, reward=asleep, **APART) as rollouts:

@@ -14,12 +14,13 @@ from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
 from tests.api.test_passed_functions import advantages
 from tests.api.test_workflows import game, scored, unscored
+from tests.sparse_params import BY_HAND, one_fast_in
 from tests.user_code import forgotten
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ray")]
 
 
-@pytest.mark.parametrize("launcher", ["ray", "local"])
+@pytest.mark.parametrize("launcher", one_fast_in(2, ["ray", "local"], others=BY_HAND))
 def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launcher: str) -> None:
     with forgotten():
         own = cells(CELLS + REGISTERED)

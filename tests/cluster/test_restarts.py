@@ -89,6 +89,7 @@ def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_res
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
+@pytest.mark.by_hand
 def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mi
     assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
 
 
+@pytest.mark.by_hand
 def test_with_extra_prompts_a_worker_that_dies_costs_no_place_of_the_step(
     ground: Playground, plan: Callable[..., None]
 ) -> None:

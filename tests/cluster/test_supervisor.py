@@ -95,7 +95,8 @@ def test_as_many_processes_without_ray_end_with_the_same_bits(ground: Playground
     assert distance(found.weights(4), two.weights(4)) == 0
 
 
-@pytest.mark.parametrize("num_workers", one_fast_in(2, [1, 4], others=BY_HAND))
+@pytest.mark.by_hand
+@pytest.mark.parametrize("num_workers", [1, 4])
 def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
     found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
     check_whole(found, alone)
@@ -140,6 +141,7 @@ def weights(progress, step, state):
 """
 
 
+@pytest.mark.by_hand
 def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
     files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
     domains = f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: 5}}}}"
@@ -209,6 +211,7 @@ def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
     assert [step for what, step in told if what == "save"] == [2, 4]
 
 
+@pytest.mark.by_hand
 def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(ground: Playground) -> None:
     found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
     journal = found.folder / "ledger.jsonl"
@@ -279,6 +282,7 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
 
+@pytest.mark.by_hand
 def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
     found = run(ground, *STEPS, *SHARDED, name="sharded")
     longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")

@@ -10,6 +10,7 @@ import pytest
 from distflow.cli import COMMANDS, GROUPS, main, make_parser
 
 
+@pytest.mark.slow
 def test_what_it_writes_trains_and_passes_the_reward_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

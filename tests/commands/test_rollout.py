@@ -36,6 +36,7 @@ def test_an_engine_that_does_what_it_must_exits_0(capsys: pytest.CaptureFixture[
     assert out.startswith("distflow") and "rollout engine 'embedded'" in out and "200 prompts" in out
 
 
+@pytest.mark.slow
 def test_an_engine_of_the_users_own_that_does_not_exits_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

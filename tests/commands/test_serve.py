@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,15 @@ from distflow.cli import main
 from tests.commands.test_chat import greedy
 from tests.tiny_models import write_tiny_model
 
-openai = pytest.importorskip("openai", reason="the server is tested with the official client (extra dev)")
+
+@pytest.fixture
+def openai() -> Any:
+    """Imported by the tests that use it."""
+    return pytest.importorskip("openai", reason="the server is tested with the official client (extra dev)")
 
 
 @pytest.mark.slow
-def test_a_model_is_served_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
     model = write_tiny_model(tmp_path / "model")
     command = [sys.executable, "-m", "distflow", "serve", str(model), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -50,7 +55,7 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path) -> None:
+def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, openai: Any) -> None:
     command = [sys.executable, "-m", "distflow", "serve", str(write_tiny_model(tmp_path / "model")), "--port", "0"]
     environment = {**os.environ, "DISTFLOW_API_KEY": "of-mine"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ def standard(values: Tensor) -> Tensor:
     return (values - values.mean()) / (values.std() + 1e-6) if values.unique().numel() > 1 else 0 * values
 
 
+@pytest.mark.slow
 def test_gdpo_normalises_each_reward_function_apart(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     (tmp_path / "length.py").write_text(LENGTH)

@@ -82,6 +82,7 @@ def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
     assert gaps and max(gaps) <= 0, f"slots stood empty for {max(gaps):.3f} s"
 
 
+@pytest.mark.slow
 def test_the_ledger_shows_no_group_staler_than_the_bound(long_tail: Run) -> None:
     account = verify(long_tail.folder / "ledger.jsonl")
     assert account.consumed == 40 and account.running == account.complete == 0 and not account.dropped
@@ -109,6 +110,7 @@ class Pushed:
         monkeypatch.setattr(LocalWeights, "renumber", note_renumber)
 
 
+@pytest.mark.slow
 def test_steps_without_an_update_send_nothing_and_count_on(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_steps_without_an_update_send_nothing_and_count_on(
     assert max(m["async/version_diff/max"] for m in run.metrics()) <= 1
 
 
+@pytest.mark.slow
 def test_weights_go_out_every_second_step_and_age_between(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def test_no_ticket_is_issued_that_no_step_will_consume(ground: Playground) -> No
     assert sorted(issued) == sorted(consumed) == list(range(12))
 
 
-@pytest.mark.parametrize(("staleness", "at_once"), one_fast_in(2, [(2, 3), (0, 1), (50, 100), (2, 1)], unpack=True))
+@pytest.mark.parametrize(("staleness", "at_once"), one_fast_in(4, [(2, 3), (0, 1), (50, 100), (2, 1)], unpack=True))
 def test_any_number_of_groups_in_flight_comes_to_the_end(ground: Playground, staleness: int, at_once: int) -> None:
     """Fewer than a step takes, and more than the run has."""
     run(ground, staleness, f"async.max_concurrent_rollouts={at_once}", "trainer.total_epochs=1")
@@ -100,7 +100,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.parametrize("how", ["raise KeyError('not there')", "time.sleep(300)"])
+@pytest.mark.parametrize("how", one_fast_in(2, ["raise KeyError('not there')", "time.sleep(300)"]))
 def test_an_evaluation_beside_the_stream_counts_for_itself(ground: Playground, how: str) -> None:
     """Verifiers fail on validation prompts alone: training groups, which go on meanwhile, count none of it."""
     ground.write_reward(FAILS_ON_HELD_OUT.format(how=how))

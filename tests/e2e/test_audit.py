@@ -33,7 +33,7 @@ from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_behind
 from tests.e2e.runs import Playground
-from tests.sparse_params import one_fast_in
+from tests.sparse_params import first_of_each
 
 Patch = pytest.MonkeyPatch
 GRPO = ("grpo",)
@@ -585,7 +585,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return Playground(tmp_path_factory.mktemp("audit"))
 
 
-CASES = one_fast_in(10, FAULTS)
+CASES = first_of_each(FAULTS, lambda name: FAULTS[name].seen)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -620,7 +620,7 @@ LATE = (
     "a score on the first token",
 )
 """Faults that begin long after the last audit: the looks at every step find them."""
-LATE_CASES = one_fast_in(10, LATE)
+LATE_CASES = first_of_each(LATE, lambda name: FAULTS[name].seen)
 QUICK = (
     "all signs turned",
     "a loss scaled by 4 in 1,000",
@@ -663,7 +663,7 @@ def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatc
     assert 5 <= steps[-1] <= 8, "in the first or second step with the fault"
 
 
-@pytest.mark.parametrize("name", one_fast_in(len(QUICK), QUICK))
+@pytest.mark.parametrize("name", first_of_each(QUICK, lambda name: FAULTS[name].seen))
 def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name: str) -> None:
     """In a step that is neither audited nor looked at by running the models."""
     fault, step_taken = FAULTS[name], Auditor.step_taken

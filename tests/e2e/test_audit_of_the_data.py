@@ -19,7 +19,7 @@ from distflow.rewards.pool import domain_pools
 from distflow.scheduling.data_plan import DataPlan
 from tests.e2e.runs import Playground
 from tests.e2e.test_conversations import SFT, talk
-from tests.sparse_params import one_fast_in
+from tests.sparse_params import first_of_each, one_fast_in
 from tests.tiny_models import tiny_tokenizer
 
 Patch = pytest.MonkeyPatch
@@ -253,7 +253,7 @@ def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
     return ground.run(preset, *[each for each in given if not each.startswith("~")], name=name)
 
 
-@pytest.mark.parametrize("name", one_fast_in(len(PLANTED), PLANTED))
+@pytest.mark.parametrize("name", first_of_each(PLANTED, lambda name: PLANTED[name][2]))
 def test_what_is_not_the_configs_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
     setting, plant, seen = PLANTED[name]
     plant(monkeypatch)

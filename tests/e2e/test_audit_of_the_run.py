@@ -228,7 +228,7 @@ RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_fast_in(16, RESUME_FAULTS))
+@pytest.mark.parametrize("name", one_fast_in(99, RESUME_FAULTS))
 def test_what_a_resume_does_not_restore_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
     plant, seen, config = RESUME_FAULTS[name]
     checkpoint = saved(ground, config)
@@ -237,7 +237,8 @@ def test_what_a_resume_does_not_restore_is_named(ground: Playground, monkeypatch
         resume(ground, config, checkpoint, f"fault-{list(RESUME_FAULTS).index(name)}")
 
 
-@pytest.mark.parametrize("config", one_fast_in(3, [PPO, KL, AHEAD]), ids=["ppo", "grpo", "ahead"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [PPO, KL, AHEAD], ids=["ppo", "grpo", "ahead"])
 def test_a_healthy_resume_passes(ground: Playground, config: tuple[str, ...]) -> None:
     assert "resume" in resume(ground, config, saved(ground, config), f"healthy-{config[0]}-{len(config)}")
 
@@ -364,7 +365,7 @@ def validating(ground: Playground) -> tuple[str, ...]:
     return ("grpo", *files, f"{kwargs}.n=3", f"{kwargs}.temperature=1.0", "trainer.total_training_steps=1")
 
 
-@pytest.mark.parametrize("name", one_fast_in(8, VALIDATION_FAULTS))
+@pytest.mark.parametrize("name", one_fast_in(99, VALIDATION_FAULTS))
 def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
     plant, seen = VALIDATION_FAULTS[name]
     plant(monkeypatch)
@@ -373,6 +374,7 @@ def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, nam
         ground.run(preset, *overrides, name=f"validation-{list(VALIDATION_FAULTS).index(name)}")
 
 
+@pytest.mark.slow
 def test_a_healthy_validation_passes_in_a_run_of_one_step(ground: Playground) -> None:
     preset, *overrides = validating(ground)
     run = ground.run(preset, *overrides, name="validated")
@@ -456,7 +458,7 @@ def test_a_wrong_validation_loss_is_named(ground: Playground, monkeypatch: Patch
         fine_tuned(ground, PAIRS, f"loss-{list(LOSS_FAULTS).index(name)}")
 
 
-@pytest.mark.parametrize("rows", [PAIRS, TALKS], ids=["pairs", "talks"])
+@pytest.mark.parametrize("rows", one_fast_in(2, [TALKS, PAIRS]), ids=["talks", "pairs"])
 def test_a_healthy_validation_loss_passes(ground: Playground, rows: list[dict[str, Any]]) -> None:
     assert {"data", "validation"} <= set(fine_tuned(ground, rows, f"healthy-{next(iter(rows[0]))}"))
 
@@ -487,7 +489,7 @@ TEXT_FAULTS: dict[str, tuple[Plant, list[dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TEXT_FAULTS)
+@pytest.mark.parametrize("name", one_fast_in(2, TEXT_FAULTS))
 def test_texts_to_learn_that_are_not_the_files_are_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
     plant, rows, seen = TEXT_FAULTS[name]
     plant(monkeypatch)
@@ -539,7 +541,10 @@ DATA_FAULTS: dict[str, tuple[Callable[[list[RawRow]], list[RawRow]], str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["jsonl", "json", "csv", "parquet"])
+FILES = ("jsonl", "json", "csv", "parquet")
+
+
+@pytest.fixture(scope="module", params=one_fast_in(4, FILES))
 def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
     rows = [{"prompt": f"a{i}\n=", "answer": f"é{i}", "hint": f"h{i}", "data_source": "xy"[i % 2]} for i in every(20)]
     path = ground.folder / f"rows-{request.param}.{request.param}"
@@ -563,7 +568,14 @@ def read_again(ground: Playground, path: Path, name: str) -> Any:
     return next(event.fields for event in read_events(run.folder) if event.kind == "audit")
 
 
-@pytest.mark.parametrize("name", one_fast_in(99, DATA_FAULTS))
+@pytest.mark.parametrize(
+    ("rows_file", "name"),
+    [
+        *one_fast_in(4, [(kind, "ground truths of the next row") for kind in FILES], unpack=True),
+        *(pytest.param(FILES[0], name, marks=pytest.mark.slow) for name in [*DATA_FAULTS][1:]),
+    ],
+    indirect=["rows_file"],
+)
 def test_rows_that_are_not_the_files_are_named(
     ground: Playground, monkeypatch: Patch, rows_file: Path, name: str
 ) -> None:

@@ -85,7 +85,7 @@ def validated(ground: Playground) -> dict[str, float]:
     return {name: value for name, value in record.values.items() if name.startswith("val_correct")}
 
 
-@pytest.mark.parametrize("said", ["1.0", "{'score': 0.7, 'acc': True}", "{'score': -1.0, 'acc': 1}"])
+@pytest.mark.parametrize("said", one_fast_in(3, ["{'score': -1.0, 'acc': 1}", "{'score': 0.7, 'acc': True}", "1.0"]))
 def test_a_right_answer_that_is_too_long_is_right(ground: Playground, said: str) -> None:
     ground.write_reward(f"{ASKED}return {said}\n")
     weighed = "reward.functions.default=[{name: custom, weight: 0.5}]"
@@ -119,6 +119,7 @@ def test_eval_counts_the_same(ground: Playground, capsys: pytest.CaptureFixture[
     assert "validation data: " in out and "train data: " not in out, "the rows are named as what they are"
 
 
+@pytest.mark.slow
 def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:

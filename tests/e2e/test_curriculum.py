@@ -132,6 +132,7 @@ def test_ahead_of_training_a_change_holds_for_tickets_that_were_not_granted(grou
     assert shares[:3] == [0.5] * 3 and shares[3] == shares[4] == eval(records[0]["shares"]["math"]) != 0.5
 
 
+@pytest.mark.slow
 def test_one_that_fails_ends_the_run_and_costs_no_checkpoint(ground: Playground, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def weights(progress, step, state):\n    return {'math': 1, 'code': -1 if step == 3 else 1}\n")

@@ -11,6 +11,7 @@ from distflow.errors import ConfigError
 from tests.e2e.keys import actor, advantages, algorithm, data, model, rollout, trainer
 from tests.e2e.keys.case import QUICK_LOOKS, Case, error_of
 from tests.e2e.keys.lab import Lab
+from tests.user_code import forgotten
 
 CASES: tuple[Case, ...] = (
     *algorithm.CASES,
@@ -112,8 +113,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     [pytest.param(case, id=case.key, marks=[] if case.look in QUICK_LOOKS else [pytest.mark.slow]) for case in CASES],
 )
 def test_a_change_shows(case: Case, lab: Lab) -> None:
-    before = case.look(lab, case.base, case.given)
-    after = case.look(lab, case.base, (*case.given, *case.changes))
+    with forgotten("tests.e2e.keys.losses"):  # what one case imports must not be there in the next
+        before = case.look(lab, case.base, case.given)
+        after = case.look(lab, case.base, (*case.given, *case.changes))
     try:
         case.check(before, after)
     except AssertionError as error:

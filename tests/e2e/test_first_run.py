@@ -108,6 +108,7 @@ def test_tools_that_no_template_shows_are_noted(bare: Path, capsys: pytest.Captu
     )
 
 
+@pytest.mark.slow
 def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bare / "pipe.py").write_text(
         "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"

@@ -51,6 +51,7 @@ def reasons(run: Run) -> Counter[str]:
     return Counter(record["reason"] for record in records if record["kind"] == "dropped")
 
 
+@pytest.mark.slow
 def test_groups_with_a_mean_outside_are_replaced_counted_and_proven(ground: Playground) -> None:
     run = ground.run("grpo", *BAND, *STEPS, name="band")
     means = [float(scores.double().mean()) for scores in groups_of(run)]

@@ -18,6 +18,7 @@ from distflow import cli
 from distflow.runtime.worker import Worker
 from tests.e2e.runs import Playground
 from tests.forks import forks
+from tests.sparse_params import one_fast_in
 
 MAX_FRAMES = 7
 SOURCE = str(Path(distflow.__file__).parent)
@@ -41,7 +42,7 @@ def ours(frame: FrameType | None) -> list[str]:
     return found[::-1]
 
 
-@pytest.mark.parametrize("command", [["train", "grpo"], ["train", "ppo"]])
+@pytest.mark.parametrize("command", one_fast_in(2, [["train", "ppo"], ["train", "grpo"]]))
 def test_few_frames_from_main_to_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     stacks: list[list[str]] = []
     original = torch.Tensor.backward

@@ -83,6 +83,7 @@ def test_journals_that_hold_too_much(run: Path, capsys: pytest.CaptureFixture[st
         one_message(capsys, look("why", run, step))
 
 
+@pytest.mark.slow
 def test_the_report_says_what_it_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sparse(run / "metrics.jsonl")
     after(b"\n")(run / "metrics.jsonl")

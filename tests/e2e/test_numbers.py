@@ -94,7 +94,7 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
 @pytest.mark.parametrize(
     "options",
     one_fast_in(
-        3,
+        7,
         [
             [f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.05", f"{ROLLOUT}.repetition_penalty=1.3"],
             [f"{ROLLOUT}.temperature=0.5"],
@@ -138,6 +138,7 @@ def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
         torch.testing.assert_close(runs[1].weights(3)[name], weight, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground: Playground) -> None:
     playground.write_reward(PICKY)
     playground.write_rows([{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)])

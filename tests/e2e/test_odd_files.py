@@ -14,6 +14,7 @@ from distflow import cli
 from distflow.runtime.checkpoint import files as checkpoint_files
 from tests.e2e.runs import Playground
 from tests.launch.test_replay_nonfinite_update import make_bundle
+from tests.sparse_params import BY_HAND, one_fast_in
 
 CHEAP = (
     "trust.check_rewards=false",
@@ -119,7 +120,7 @@ FILES = ("ledger.jsonl", "metrics.jsonl", "events.jsonl", "run.json", "config.ya
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("odd", ["garbage", "rather deep", "a folder"])
+@pytest.mark.parametrize("odd", one_fast_in(3, ["rather deep", "garbage", "a folder"], others=BY_HAND))
 def test_other_files_of_a_run(
     finished: Playground, run: Path, capsys: pytest.CaptureFixture[str], name: str, odd: str
 ) -> None:
@@ -131,7 +132,7 @@ def test_other_files_of_a_run(
             assert Path(name).name in one_message(capsys)
 
 
-@pytest.mark.parametrize("depth", [120, 900, 100_000])
+@pytest.mark.parametrize("depth", one_fast_in(3, [100_000, 120, 900], others=BY_HAND))
 @pytest.mark.parametrize("file", ["rows.jsonl", "rows.json"])
 def test_rows_that_are_nested_too_deeply(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], depth: int, file: str

@@ -18,7 +18,6 @@ from distflow.pipelines.nodes import objectives_from_config
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
-from tests.sparse_params import one_fast_in
 
 ACTOR = "actor_rollout_ref.actor"
 AUDITED = ("trust.audit_freq=1", "trainer.total_training_steps=3")
@@ -56,7 +55,8 @@ def same_run(one: Run, other: Run) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", one_fast_in(2, ["grpo", "ppo"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
 def test_it_trains_what_a_pass_of_its_own_does(playground: Playground, preset: str) -> None:
     more = ("algorithm.use_kl_in_reward=false",) if preset == "ppo" else ()
     left_out = playground.run(preset, *KEPT, *more, name="auto")
@@ -64,6 +64,7 @@ def test_it_trains_what_a_pass_of_its_own_does(playground: Playground, preset: s
     same_run(left_out, playground.run(preset, *KEPT, *more, RECOMPUTES, name="true"))
 
 
+@pytest.mark.slow
 def test_a_step_of_the_critics_warm_up_is_measured_too(playground: Playground) -> None:
     more = ("algorithm.use_kl_in_reward=false", "trainer.critic_warmup=1")
     run = playground.run("ppo", *KEPT, *more)
@@ -118,6 +119,7 @@ def pipeline(config):
     assert scores(tmp_path, playground, "grpo", ("dag.pipeline=mine_of_old:pipeline",))
 
 
+@pytest.mark.slow
 def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
     run = playground.run("grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2")
     assert any("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
@@ -152,6 +154,7 @@ def test_once_apart_each_token_is_weighed_from_the_next_step_on(
     assert all("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
 
 
+@pytest.mark.slow
 def test_weights_that_are_switched_on_and_do_nothing_are_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +169,7 @@ def test_weights_that_are_switched_on_and_do_nothing_are_found(
         playground.run("grpo", *drifts(monkeypatch))
 
 
+@pytest.mark.slow
 def test_a_second_optimizer_step_without_old_log_probs_is_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

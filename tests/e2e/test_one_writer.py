@@ -17,7 +17,7 @@ from tests.forks import forks
 from tests.ledger_audit import verify
 from tests.observe.writing.test_folder_lock import state_of
 from tests.one_winner import KEYS, let_end, names_in, one_wins, playground
-from tests.sparse_params import one_fast_in
+from tests.sparse_params import BY_HAND
 
 
 @pytest.mark.slow
@@ -97,7 +97,8 @@ def place_of(run: Path, step: int) -> int:
     return offset
 
 
-@pytest.mark.parametrize("damaged_after", one_fast_in(2, [3, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged_after", [3, pytest.param(2, marks=BY_HAND)])
 def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
     ground: Playground, capsys: pytest.CaptureFixture[str], damaged_after: int
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
     assert "two runs" not in capsys.readouterr().out, "it is told once"
 
 
+@pytest.mark.slow
 def test_a_ledger_of_two_writers_without_a_checkpoint_before_names_the_ways_to_go_on(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:

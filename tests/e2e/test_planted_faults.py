@@ -22,6 +22,7 @@ from distflow.scheduling.sample_queue import SampleQueue
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes
+from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
 GRPO = ["grpo", "trainer.total_training_steps=3"]
@@ -63,14 +64,14 @@ def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch:
         playground.run(*GRPO)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", one_fast_in(2, ["bfloat16", "float32"], others=BY_HAND))
 def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str) -> None:
     plant_before_update(monkeypatch, change("old_log_probs", shifted))
     with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
         playground.run(*GRPO, *SCORED, f"actor_rollout_ref.model.dtype={dtype}")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", one_fast_in(2, ["bfloat16", "float32"], others=BY_HAND))
 @pytest.mark.parametrize("loss", ["vanilla", "decoupled"])
 def test_rollout_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str, loss: str) -> None:
     plant_in_group(monkeypatch, change("rollout_log_probs", shifted))

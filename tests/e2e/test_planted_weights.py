@@ -80,10 +80,10 @@ def merged_once(patch: Patch, fired: Fired) -> None:
         (no_adapter, "waves"),
         (stale_scale, "stream"),
         (merged_once, "stream in bfloat16"),
-        (no_adapter, "stream"),
-        (no_adapter, "stream in bfloat16"),
-        (stale_scale, "waves"),
-        (merged_once, "waves"),
+        pytest.param(no_adapter, "stream", marks=BY_HAND),
+        pytest.param(no_adapter, "stream in bfloat16", marks=BY_HAND),
+        pytest.param(stale_scale, "waves", marks=BY_HAND),
+        pytest.param(merged_once, "waves", marks=BY_HAND),
     ],
 )
 def test_an_adapter_that_is_not_sent_as_it_is(
@@ -140,7 +140,7 @@ def transposed(patch: Patch, fired: Fired) -> None:
         (first_again, "waves"),
         (of_the_step_before, "stream"),
         (transposed, "stream"),
-        (of_the_step_before, "waves"),
+        pytest.param(of_the_step_before, "waves", marks=BY_HAND),
     ],
 )
 def test_a_tensor_that_is_sent_otherwise(
@@ -153,7 +153,7 @@ def test_a_tensor_that_is_sent_otherwise(
     assert fired
 
 
-@pytest.mark.parametrize("mode", ["waves", "stream"])
+@pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
 def test_a_tensor_that_is_exchanged_on_its_way(playground: Playground, monkeypatch: Patch, mode: str) -> None:
     original, first, fired = LocalWeights.put, dict[str, torch.Tensor](), Fired()
 
@@ -203,8 +203,8 @@ def rounded(module: nn.Module, sent: dict[str, torch.Tensor]) -> None:
         (half, "stream"),
         (nothing, "waves"),
         (rounded, "stream"),
-        (half, "waves"),
-        (nothing, "stream"),
+        pytest.param(half, "waves", marks=BY_HAND),
+        pytest.param(nothing, "stream", marks=BY_HAND),
     ],
 )
 def test_an_engine_that_claims_to_have_taken_weights(
@@ -216,7 +216,7 @@ def test_an_engine_that_claims_to_have_taken_weights(
         run(playground, mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", one_fast_in(3, MODES, others=BY_HAND))
 def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, monkeypatch: Patch, mode: str) -> None:
     """The initial weights are served for ever, and every hash is right."""
     original = EmbeddedEngine.__init__
@@ -230,7 +230,7 @@ def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, m
         run(playground, mode)
 
 
-@pytest.mark.parametrize("mode", ["waves", "stream"])
+@pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
 def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Patch, mode: str) -> None:
     original = WeightSender.sync_changed
 
@@ -250,7 +250,7 @@ def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Pat
     assert run(playground, mode, "trainer.save_freq=1").outcome.steps == STEPS
 
 
-@pytest.mark.parametrize("mode", ["waves", "stream"])
+@pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
 @pytest.mark.parametrize("by", [-1, 1])
 def test_versions_that_are_counted_ahead_or_late(
     playground: Playground, monkeypatch: Patch, by: int, mode: str

@@ -49,6 +49,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_script_writes_the_data_that_are_committed(script: ModuleType, tmp_path: Path) -> None:
     script.write_data(tmp_path)
     for name in NAMES:

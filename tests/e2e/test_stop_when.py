@@ -7,7 +7,6 @@ import pytest
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground, notes
-from tests.sparse_params import one_fast_in
 
 CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=3")
 ODD = (
@@ -32,7 +31,8 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("staleness", one_fast_in(2, [2, 0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [2, 0])
 def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(ground: Playground, staleness: int) -> None:
     keys = (*CHEAP, f"async.max_staleness={staleness}", f"data.val_files={ground.folder}/rows.jsonl")
     keys += ("trainer.save_freq=100", "trainer.test_freq=100")

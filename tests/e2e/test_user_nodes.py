@@ -70,10 +70,13 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playgrou
         yield Playground(tmp_path)
 
 
+NO_REWARDS = ("reward.", "custom_reward_function.", "trust.check_rewards")
+
+
 def train(ground: Playground, builder: str, *overrides: str, judges: bool = False) -> int:
     keys = ground.overrides("run", "trainer.total_training_steps=2", *overrides)
     if not judges:
-        keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function."))]
+        keys = [key for key in keys if not key.startswith(NO_REWARDS)]
     chosen = (
         f"dag.pipeline=own_nodes:{builder}",
         "actor_rollout_ref.actor.use_kl_loss=false",

@@ -12,6 +12,7 @@ from distflow import cli
 from distflow.observe.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground, notes
 from tests.patience import at_some_deadline
+from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
 
 # One in four answers meets the fault, by their text: the same whatever the timing.
@@ -76,7 +77,7 @@ def costs_one_verdict(ground: Playground, counted: str) -> None:
     assert min(record.values["reward/min"] for record in records) == pytest.approx(min(scored))
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+@pytest.mark.parametrize("preset", one_fast_in(2, ["ppo", "grpo"]))
 def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(
     ground: Playground, preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +168,7 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     assert "The reward function failed on" in (ground.folder / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo"])
+@pytest.mark.parametrize("preset", one_fast_in(3, ["grpo", "ppo", "dapo"]))
 def test_above_the_limit_the_run_stops_before_it_learns(
     ground: Playground, capsys: pytest.CaptureFixture[str], preset: str
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_step_that_cannot_be_filled_for_its_errors_says_that(
     assert "more than reward.max_error_rate=0.2 allows" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> None:
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -220,7 +222,7 @@ def test_a_reward_that_is_a_node_counts_too(
     ground: Playground, capsys: pytest.CaptureFixture[str], builder: str, said: str
 ) -> None:
     keys = ground.overrides("run", "trainer.total_epochs=9", f"dag.pipeline=own_judges:{builder}")
-    keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function."))]
+    keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function.", "trust.check_rewards"))]
     assert cli.main(["train", "grpo", *keys, "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
     err = capsys.readouterr().err
     assert "more than reward.max_error_rate=0.5 allows" in err and said in err

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_tools import is_running
 from tests.environments.test_training import WORKFLOW, Games, saved
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("anthropic", reason="agents are tested with the official clients (extra dev)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("anthropic"), reason="agents are tested with the official clients (extra dev)"),
+]
 
 AGENTS = '''
 import asyncio, json, os, random, subprocess, sys, time

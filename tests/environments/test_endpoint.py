@@ -3,6 +3,7 @@
 import asyncio
 import json
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -13,15 +14,19 @@ from distflow.environments.endpoint_calls import Answer, Call
 from distflow.errors import UserError
 from tests.environments.test_chat import ids
 
-anthropic = pytest.importorskip("anthropic", reason="the endpoint is tested with the official clients (extra dev)")
-openai = pytest.importorskip("openai", reason="the endpoint is tested with the official clients (extra dev)")
-
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
 CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 LISTED = {"type": "object", "properties": ["a", "b"]}
+
+
+@pytest.fixture(autouse=True)
+def official_clients() -> None:
+    """Imported by the tests that use them: that takes longer than to collect all others."""
+    for name in ("anthropic", "openai"):
+        pytest.importorskip(name, reason="the endpoint is tested with the official clients (extra dev)")
 
 
 def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin: Any) -> None:
@@ -41,7 +46,9 @@ def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(b
     messages += [{"role": "assistant", "content": text.strip()}, {"role": "user", "content": "3 + 3?"}]
 
     async def last() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key) as client:
+        async with import_module("openai").AsyncOpenAI(
+            base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key
+        ) as client:
             return await client.chat.completions.create(model="x", messages=messages)
 
     assert asyncio.run(last()).choices[0].message.content == "six"
@@ -203,6 +210,7 @@ def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: A
 
     with endpoint.session(nobody) as session:
         pass
+    openai = import_module("openai")
     client = openai.OpenAI(base_url=f"{session.base_url}/v1", api_key=session.key, max_retries=0)
     with pytest.raises(openai.APIStatusError, match="this episode has ended") as ended:
         client.chat.completions.create(model="x", messages=[ASKED])
@@ -212,6 +220,7 @@ def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: A
 
 def test_errors_have_the_types_of_their_api(begin: Any) -> None:
     episode = begin("two")
+    errors = tuple(import_module(name).APIStatusError for name in ("openai", "anthropic"))
 
     async def breaks(*_: Any) -> Any:
         raise KeyError("broken")
@@ -221,9 +230,9 @@ def test_errors_have_the_types_of_their_api(begin: Any) -> None:
         (episode.anthropic, episode.anthropic.messages, ("authentication_error", "api_error")),
         (episode.openai, episode.openai.chat.completions, ("invalid_request_error", "server_error")),
     ):
-        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as unknown:
+        with pytest.raises(errors) as unknown:
             client.with_options(api_key="other").models.list()
-        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as broken:
+        with pytest.raises(errors) as broken:
             messages.create(model="x", max_tokens=5, messages=[ASKED])
         kinds = [failed.value.response.json()["error"]["type"] for failed in (unknown, broken)]
         assert kinds == [*known]

@@ -17,7 +17,7 @@ from distflow.runtime import step_metrics, worker
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
-from tests.sparse_params import one_fast_in
+from tests.sparse_params import BY_HAND, one_fast_in
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], object]
@@ -63,10 +63,10 @@ def scaled_by_accumulation(how: Callable[[int], float]) -> Plant:
 
 
 FACTORS = [lambda n: 4.0, lambda n: 0.5, lambda n: 1 / n, float]
-SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in FACTORS[1:]]
 
 
-@pytest.mark.parametrize("how", [FACTORS[0], *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", one_fast_in(len(FACTORS), FACTORS, others=BY_HAND))
 def test_a_loss_scaled_by_the_accumulation(
     playground: Playground, monkeypatch: Patch, how: Callable[[int], float]
 ) -> None:
@@ -152,7 +152,9 @@ def test_metrics_that_lie(playground: Playground, monkeypatch: Patch, name: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["score", "acc", "advantage", "response", "reward_parts"])
+@pytest.mark.parametrize(
+    "name", one_fast_in(5, ["advantage", "score", "acc", "response", "reward_parts"], others=BY_HAND)
+)
 def test_rows_of_the_samples_file_that_are_another_samples(
     playground: Playground, monkeypatch: Patch, name: str
 ) -> None:

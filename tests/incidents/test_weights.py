@@ -19,6 +19,7 @@ from tests.incidents.served import (
     serve,
     serve_old_kv,
 )
+from tests.sparse_params import BY_HAND
 
 Patch = pytest.MonkeyPatch
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -58,9 +59,14 @@ def run(playground: Playground, more: Sequence[str]) -> Run:
     return playground.run("grpo", *LEARNING, *ADAPTER, "trainer.total_training_steps=9", *more)
 
 
-FAST = {("the adapter that never reached the engine", "embedded, unmerged")}
+def marks_of(fault: str, mode: str) -> list[pytest.MarkDecorator]:
+    """Each fault once and each mode once is enough for CI."""
+    place = list(FAULTS).index(fault), list(MODES).index(mode)
+    return [pytest.mark.slow] if place[0] % len(MODES) == place[1] else [pytest.mark.slow, BY_HAND]
+
+
 CASES = [
-    pytest.param(fault, mode, marks=[] if (fault, mode) in FAST else [pytest.mark.slow])
+    pytest.param(fault, mode, marks=marks_of(fault, mode))
     for fault in FAULTS
     for mode in MODES
     # That engine keeps no keys and values between requests, and scores its tokens without any. Old ones would move its

@@ -58,6 +58,7 @@ def test_the_sample_and_the_column_are_named(
     assert len(alone) == 1 and alone[0].startswith(f"sample {sample} alone: loss nan")
 
 
+@pytest.mark.slow
 def test_weights_of_the_bundle_are_those_that_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
     spoil(bundle, lambda weights: weights["lm_head.weight"].fill_(math.inf))

@@ -30,6 +30,7 @@ from tests.rollout.drive import (
     tokens_of,
     with_engine,
 )
+from tests.sparse_params import one_fast_in
 
 NEXT = Version(0, 1)
 
@@ -70,7 +71,7 @@ def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
     with_engine(make_engine(model, shares_weights=True), story)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", one_fast_in(2, [torch.bfloat16, torch.float32]))
 def test_an_engine_that_released_its_own_weights_needs_them_again(dtype: torch.dtype) -> None:
     model, request = make_model().to(dtype), request_of(prompt_of(5), (0, 1), max_tokens=20)
     weights = [(name, weight.detach().clone()) for name, weight in model.named_parameters()]

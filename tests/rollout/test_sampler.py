@@ -76,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_fast_in(6, OPTIONS))
+@pytest.mark.parametrize("name", one_fast_in(12, OPTIONS))
 def test_frequencies_and_log_probs_of_each_option(name: str) -> None:
     sequences = rows_of(20_000, **OPTIONS[name])
     expected = np.array(brute_force(LOGITS, set(PROMPT), sequences[0].params))

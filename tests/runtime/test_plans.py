@@ -79,6 +79,7 @@ def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Pat
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     _, spec = playground.spec("ppo", *STEPS, "actor_rollout_ref.rollout.n=1", "trainer.logger=[]")

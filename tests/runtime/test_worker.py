@@ -42,6 +42,7 @@ def steps(folder: Path, kind: str) -> list[int]:
     return [record.step for record in read_metrics(folder) if record.kind == kind]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(ground: Playground) -> None:
     """Validated each third step and saved each second, a save would else carry the metric of older weights."""
     ground.write_reward(
@@ -103,6 +104,7 @@ def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Pl
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
 
 
+@pytest.mark.slow
 def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(ground: Playground) -> None:
     """Dynamic sampling leaves no group of the second half of the rows: the step before has been the last."""
     ground.write_rows([{"prompt": f"{i}=", "answer": "good" if i < 6 else "dull"} for i in range(12)])
@@ -148,6 +150,7 @@ def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_w
     assert len(notes(run.folder, "canary")) == 2, "and at the start of the resumed run"
 
 
+@pytest.mark.slow
 def test_weights_are_sent_as_often_as_the_run_says(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[tuple[int, bool]] = []
 
@@ -184,6 +187,7 @@ def ends_at(step: int) -> Callable[[Spec], Spec]:
     return lambda spec: replace(spec, data=replace(spec.data, total_steps=step))
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step(ground: Playground) -> None:
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -200,6 +204,7 @@ def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step
     assert [metrics["reward/errors"] for metrics in run.metrics()] == [0.0] * 3
 
 
+@pytest.mark.slow
 def test_of_losses_the_lowest_is_the_best(ground: Playground) -> None:
     keys = ("trainer.keep_best=true", "trainer.keep_best_metric=sft/val_loss", "trainer.save_freq=1")
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1")

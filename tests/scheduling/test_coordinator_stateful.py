@@ -445,7 +445,7 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=25)
+TestRun.settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=25)
 
 
 def walk(seed):

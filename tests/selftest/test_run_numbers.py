@@ -21,7 +21,6 @@ from distflow.selftest.run_numbers import (
 )
 from distflow.selftest.runs import PRESET_KEYS, Lab
 from tests.selftest.record import reference, write_recorded
-from tests.sparse_params import one_fast_in
 
 STEP = Step([[5, 6], [7]], [[-0.5, -4.0], [-1.0]], [[-0.5, -4.0], [-1.0]], [0.5, 0.0], {"actor/loss": 0.25})
 FIGURES = Figures(
@@ -92,7 +91,7 @@ def recorded() -> dict[str, Recorded]:
     return read_recorded(RECORDED)
 
 
-@pytest.fixture(scope="module", params=one_fast_in(2, PRESET_KEYS))
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in PRESET_KEYS])
 def replayed(
     request: pytest.FixtureRequest, recorded: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Lab, Recorded, Figures]:

@@ -127,7 +127,7 @@ class ChatTemplate:
             return None
         rendered: Any = render_jinja_template(
             [chat.messages],
-            tools=chat.tools or None,  # type: ignore[arg-type]  # declared as a list of any mappings
+            tools=chat.tools or None,
             chat_template=self._text(chat),
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **chat.kwargs},

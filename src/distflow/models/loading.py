@@ -107,7 +107,7 @@ def load_model(
         if not hasattr(model, "score"):
             raise _no_critic(source, config)
         if source.scores:
-            model.score.bias = None  # type: ignore[union-attr]  # found by its name
+            model.score.bias = None  # found by its name
             missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
         if f"{VALUE_HEAD}weight" in missing and not draws_head:
             raise UserError(f"{source} is not a reward model: its weights lack {VALUE_HEAD}weight")
@@ -211,7 +211,7 @@ class ModelSource:
         """As `pretrained`, in float32 and sharded: made without weights first, as no rank ever holds the whole."""
         model = empty_model(auto_class, config)
         if self.scores and hasattr(model, "score"):
-            model.score.bias = None  # type: ignore[union-attr]  # found by its name
+            model.score.bias = None  # found by its name
         disable_dropout(model)
         attach_packed_forward(model)
         shard_model(model, sharding)

@@ -37,7 +37,7 @@ def add_lora(
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # declared as int, but only ever divided by the rank
+        lora_alpha=alpha,
         target_modules=targets,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",

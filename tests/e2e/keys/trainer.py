@@ -359,7 +359,7 @@ TRAINER = (
     Case("trainer.imports", IMPORTED, "names of a user", allowed("trainer.imports"), given=(ONE, *NEVER_FINITE)),
 )
 TRUST = (
-    Case("trust.audit_freq", "trust.audit_freq=0", "audited steps", audits_are(2, 0)),
+    Case("trust.audit_freq", "trust.audit_freq=20", "audited steps", audits_are(0, 2)),
     Case(
         "trust.on_mismatch",
         "trust.on_mismatch=warn",

@@ -403,6 +403,7 @@ def kill_children(pid):
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
     answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
     pool = RewardPool(

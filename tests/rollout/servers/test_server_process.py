@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
@@ -17,6 +18,7 @@ SERVER = f"import subprocess, sys; print('begun', flush=True); subprocess.run([s
 WORKER = f"""
 import sys, time, torch
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
+import pytest
 folder = PrivateFolder("distflow-test-")
 saved = folder.save([("a", torch.zeros(4))], 16)
 process = ServerProcess([sys.executable, "-c", {SERVER!r}], {{}}, folder.path / "log")
@@ -51,6 +53,7 @@ def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
     assert not Path(saved).exists() and not Path(folder).exists()
 
 
+@pytest.mark.slow
 def test_what_a_worker_without_a_server_leaves_when_it_is_killed_the_next_one_removes() -> None:
     """Nobody else could: its server had ended, or is somebody else's."""
     code = """
