@@ -76,7 +76,8 @@ def find_source(preset_or_file: str) -> Path:
     elif path.is_dir() and "/" in preset_or_file:
         what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
-        what, advice = "there is no such file", f"check its path, or use a preset: {names}"
+        meant = did_you_mean(path.name, (each.name for each in path.parent.glob("*.yaml")))
+        what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
     else:
         meant = did_you_mean(preset_or_file, origins.preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
