@@ -112,6 +112,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
+        # Whether an earlier process of the run had scores: then none of the functions is given up for hanging.
+        self.has_scored = False
         parts = [part for each in functions.values() for part in each]
         self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
         self.pools = domain_pools.Pools(settings, start)
@@ -159,7 +161,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             pool.score_group,
             name,
             timeout_s=patience.timeout_s,
-            give_up_after=patience.give_up_after,
+            give_up_after=0 if self.has_scored else patience.give_up_after,
             on_repeat=lambda number: self._add({"reward/retried_calls": number}),
         )
         reward_results = await score(asked)
