@@ -292,7 +292,7 @@ def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] 
             was_scored = known.issuperset(functions_of(recorded, sample))
         added = sum(parts.get(name, math.nan) * model.weight for name, model in models.items())
         as_it_was = {"valid": True, "reward_errors": None, "scores": float(sample["scores"]) - added}
-        before.append(sample | as_it_was if was_scored else sample)
+        before.append({**sample, **as_it_was} if was_scored else sample)
     return before if models else group
 
 
