@@ -231,7 +231,7 @@ BROKEN = {
     "a section of hydra": (BASE + "hydra: {run: {dir: x}}\n", ("hydra", "run.yaml:3"), "default_local_dir"),
     "an unset variable": (
         BASE + "trainer: {project_name: '${oc.env:NO_SUCH}'}\n",
-        ("run.yaml:3",),
+        ("trainer.project_name", "run.yaml:3"),
         "${oc.env:NAME,value}",
     ),
     "an unknown reference": (BASE + "trainer: {seed: '${data.sed}'}\n", ("trainer.seed", "run.yaml:3"), "data.sed"),
