@@ -87,6 +87,38 @@ def test_the_filter_of_groups_is_found_under_any_id(node_id: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("metric", "scores", "parts", "wrong"),
+    [
+        ("acc", [1.0, 0.0], [{"math": 1.0}, {"math": 0.0}], ""),  # the judge's error came after the filter
+        ("acc", [1.0, 1.0], [{"math": 1.0}, {"math": 1.0}], "group 1 was kept, but all its samples have the acc"),
+        ("acc", [1.0, 0.0], [{"math": 1.0}, {}], "group 1 was kept"),  # the error was one of the reward function
+        ("score", [1.0, 0.0], [{"math": 1.0}, {"math": 0.0}], ""),
+        ("math", [1.0, 1.0], [{"math": 1.0}, {"math": 0.0}], ""),
+    ],
+)
+def test_a_kept_group_is_judged_by_what_the_filter_knew(
+    metric: str, scores: list[float], parts: list[dict[str, float]], wrong: str
+) -> None:
+    """Both groups are scored by a judge of the run, which has no score for the last sample."""
+    batch = sampled_batch()
+    batch["acc"], batch["valid"] = torch.tensor([1.0, 0.0, *scores]), torch.tensor([True, True, True, False])
+    said = [{"judge": 0.75}, {"judge": 0.25}, {"judge": 0.5}, {}]
+    every = [{"math": 1.0}, {"math": 0.0}, *parts]
+    batch["reward_parts"] = [part | more for part, more in zip(every, said, strict=True)]
+    batch["scores"] = torch.tensor([1.75, 0.25, 1.5, 0.0])
+    batch["reward_errors"], batch["reward_extra"] = [None, None, None, "judge: no idea"], [{}] * 4
+    role, contract = NodeRole.DYNAMIC_SAMPLING, SimpleNamespace(writes=())
+    node = SimpleNamespace(node_id="filter", node_role=role, fn=nodes.dynamic_sampling, contract=contract)
+    models = "reward_model.models={judge: {path: builtin:tiny, judge: true}}"
+    filters = ("algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}")
+    step = recorded(
+        batch, models, *filters, "reward.functions={default: [math]}", pipeline=(node, writer("reward_parts"))
+    )
+    with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
+        assert audit_groups.run(step) is None
+
+
+@pytest.mark.parametrize(
     ("changed", "wrong"),
     [
         (None, ""),
@@ -103,7 +135,8 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
     batch["turn_index"] = torch.tensor([[0, 0, 0, 1, 1, -1], [0] + [-1] * 5, [0] * 4 + [-1] * 2, [0] * 6])
     placed = torch.zeros(4, 6)
     placed[0, 2], placed[0, 4], placed[3, 5] = 0.5, 0.25, -1.0
-    batch["scores"], batch["reward_errors"], batch["reward_parts"] = placed.sum(-1), [None] * 4, [{}] * 4
+    batch["scores"], batch["reward_errors"] = placed.sum(-1), [None] * 4
+    batch["reward_parts"] = batch["reward_extra"] = [{}] * 4
     if changed is not None:
         placed[changed[:2]] = changed[2]
     batch["token_level_scores"] = batch["token_level_rewards"] = placed

@@ -99,6 +99,7 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
         f"store: {tmp_path}/judge.sqlite}}}}"
     )
     keys = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trust.audit_freq=1", "data.max_prompt_length=60")
+    keys += ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
     whole = ground.run("grpo", *keys, models, name="whole")
     rows = [row for step in (1, 2) for row in read_samples(whole, step)]
     silent = [row for row in rows if judged(row) == NOTHING]

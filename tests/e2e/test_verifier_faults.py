@@ -237,6 +237,21 @@ def test_a_reward_that_never_answers_is_reported_after_the_first_group(ground: P
 
 
 @pytest.mark.slow
+def test_a_reward_that_hangs_after_a_resume_had_scores_before(ground: Playground) -> None:
+    """A run is ended early by a function that never returned: that it did before the resume counts."""
+    ground.write_reward(FAULTY.format(fault="return 1.0"))
+    keys = ("reward.max_error_rate=0.9", "reward.timeout_s=2", "trainer.save_freq=1", "trainer.total_epochs=9")
+    assert train(ground, *keys, "trainer.total_training_steps=1") == 0
+    asked = ground.folder / "asked"
+    code = f"with open({str(asked)!r}, 'a') as file:\n        file.write('x')\n"
+    code += f"    if len(open({str(asked)!r}).read()) <= 5:\n        time.sleep(600)"
+    ground.write_reward(FAULTY.replace("if number % 4 == 0:\n        {fault}", code))
+    assert train(ground, *keys, "trainer.total_training_steps=3") == 0
+    timeouts = [record.values["reward/timeouts"] for record in read_metrics(ground.folder / "run")]
+    assert len(asked.read_text()) > 5 and sum(timeouts) >= 5
+
+
+@pytest.mark.slow
 def test_what_the_judgement_says_at_the_end_is_not_said_before_it(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:

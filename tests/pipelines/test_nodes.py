@@ -291,7 +291,7 @@ PARTS = [{"math": 1.0, "form": 0.3}, {"math": 0.0, "form": 0.3}, {"math": 1.0, "
         ([0.5, 0.7, 0.9], [True, True, True], "form", "all_equal"),
         ([0.5, 0.5, 0.5], [True, True, True], "acc", None),
         ([0.5, 0.7, 0.9], [True, False, True], "acc", "all_equal"),
-        ([0.5, 0.7, 0.9], [True, True, True], "absent", "all_equal"),
+        ([0.5, 0.7, 0.9], [True, True, True], "absent", "too_few_scores"),
         ([0.5, 0.7, 0.9], [False, False, True], "score", "too_few_scores"),
     ],
 )

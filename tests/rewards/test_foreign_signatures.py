@@ -122,6 +122,7 @@ def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:
         samples = [sample("skip", "default"), sample("x", "default"), sample("skip", "alone"), sample("x", "alone")]
         skipped, scored, alone, other = asyncio.run(router(samples))
     assert (skipped.reward_result, skipped.accuracy, scored.reward_result) == (Score(2.0), 1.0, Score(0.5))
+    assert (skipped.scores(), scored.scores()) == ({"exact_match": 1.0}, {"exact_match": 0.0, f"{file}:some": 0.5})
     assert isinstance(alone.reward_result, Error) and "None" in alone.reward_result.reason
     assert other.reward_result == Score(0.5)
 

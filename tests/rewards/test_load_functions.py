@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.rewards.load_functions import call, custom_target, load_reward
+from distflow.rewards.load_functions import call, custom_target, find_fault, load_reward
 from distflow.rewards.score import read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}
@@ -84,3 +84,8 @@ def test_whole_numbers_and_truths_too(returned):
 def test_what_is_none_is_an_error(returned):
     with pytest.raises((ValueError, RuntimeError)):
         read_score(returned)
+
+
+def test_arguments_that_have_no_name_are_refused_before_a_call() -> None:
+    assert "remove the '/'" in find_fault(lambda solution_str, ground_truth, /: 0.0)
+    assert find_fault(lambda *rest: 0.0).startswith("takes (*rest): a reward function takes some of")

@@ -6,16 +6,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.rewards.judge_cache import JudgeCache
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.engine import SamplingParams
+from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.judge_engine import Judge, ReplyStore
 from distflow.scheduling.group_states import Version
-from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge
+from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge, write_tiny_model
 
 NOTHING = ReplyStore()
 PROMPT = Segment("prompt", (7,))
@@ -33,13 +34,15 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
         template: str = "{prompt}|{level}|{response}",
         positions: int = 128,
         replies: ReplyStore = NOTHING,
+        choices: tuple[float, ...] = (),
     ) -> list:
         params = SamplingParams(4, greedy=True, stop_token_ids=(2,))
         samples = [
             Sample(f"0-{i}", 0, [PROMPT], prompt="What?", response=text, extra_info={"level": "hard"})
             for i, text in enumerate(responses)
         ]
-        return Judge(model, tokenizer, make, template, params, positions, replies).score(Batch.from_samples(samples))
+        judge = Judge(model, tokenizer, make, template, params, positions, replies, choices)
+        return judge.score(Batch.from_samples(samples))
 
     return score
 
@@ -97,3 +100,31 @@ def test_a_damaged_reply_is_asked_for_again(tmp_path: Path, ask: Ask) -> None:
     with sqlite3.connect(file) as connection:
         connection.execute("UPDATE answers SET content = '{\"score\": 7}'")
     assert ask("so a", replies=ReplyStore(file, "m")) == [before] and JudgeCache(file).spent()[0] == 2
+
+
+def test_a_judge_with_choices_gives_the_likeliest_of_them(tmp_path: Path) -> None:
+    """Compared with float64 log-probs of each question with each reply alone, by the model's own forward."""
+    folder, choices = write_tiny_model(tmp_path / "model", seed=3), (0.0, 0.25, 0.5, 1.0)
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    tokenizer.chat_template = None
+    params, file = SamplingParams(4, greedy=True), str(tmp_path / "judge.sqlite")
+    texts = ["so a", "a longer one", "3"]
+    batch = Batch.from_samples([Sample(f"0-{i}", 0, [PROMPT], prompt="Q", response=t) for i, t in enumerate(texts)])
+    judge = Judge(model, tokenizer, unused_engine, "{prompt}|{response}", params, 128, ReplyStore(file, "m"), choices)
+    found = judge.score(batch)
+    exact = load_model(folder).double()
+    for text, said in zip(texts, found, strict=True):
+        totals = []
+        for choice in choices:
+            question, reply = (tokenizer(part)["input_ids"] for part in (f"Q|{text}", f'{{"score": {choice:g}}}'))
+            logits = exact(torch.tensor([question + reply])).logits[0, len(question) - 1 : -1]
+            totals.append(logits.log_softmax(-1).gather(1, torch.tensor(reply)[:, None]).sum())
+        share, best = torch.stack(totals).detach().softmax(-1).max(-1)
+        assert said["score"] == choices[int(best)]
+        assert float(str(said["reason"]).split()[1]) == pytest.approx(float(share), abs=1e-3)
+    calls, _ = JudgeCache(file).spent()
+    assert judge.score(batch) == found and JudgeCache(file).spent()[0] == calls == 3, "what is known is not asked again"
+
+
+def unused_engine() -> RolloutEngine:
+    raise AssertionError("nothing is generated")

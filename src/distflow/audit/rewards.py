@@ -15,10 +15,11 @@ from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEA
 from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
-from distflow.audit.samples import ROUNDING, filtered_values, in_baselines
+from distflow.audit.samples import ROUNDING, does_not_apply, filtered_values, functions_of, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
+from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
 from distflow.rewards.score import RewardResult, Score
 from distflow.rewards.self_check import ECHO, echo
@@ -121,13 +122,6 @@ def _check_calls(recorded: RecordedStep) -> None:
                 raise Wrong(f"{what}, not {echo(*own)!r}: reward functions get other arguments, or give other scores")
 
 
-def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
-    """Names and weights of the reward functions of the sample's domain."""
-    domain, functions = recorded.config.data.domains.get(sample["domain"]), recorded.config.reward.functions
-    parts = (domain and domain.reward) or functions.get(sample["domain"]) or functions.get("default") or ()
-    return {part.name: part.weight for part in parts}
-
-
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
     """The sample's score, None if it has an error; raises Wrong if the sample was scored by another text, or holds
     another sample's score."""
@@ -147,7 +141,8 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
         )
     # A sample with a reward error may be valid: reward.on_error can give it a score.
     score, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
-    if valid and not any(isinstance(v, Score) and v.value == score for v in own):
+    gave = [None if DOES_NOT_APPLY in result.extra else result.value for result in own if isinstance(result, Score)]
+    if valid and score not in gave:
         raise Wrong(
             f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave {_shown(own)} for "
             "its response: scores are assigned to other samples, or a failed one was counted, as a 0 say"
@@ -409,7 +404,8 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
             return float(sample["scores"])
         total = _returned(sample, record)
     else:
-        total = sum(parts.get(name, math.nan) * weight for name, weight in weights.items())
+        every = dict.fromkeys(does_not_apply(sample), 0.0) | parts
+        total = sum(every.get(name, math.nan) * weight for name, weight in weights.items())
         total += _overlong(recorded, sample["domain"], len(sample["response_ids"]))
     if rollout.workflow == "multi_turn":
         of_policy = torch.cat([torch.zeros(1), sample["response_mask"]]) > 0

@@ -23,8 +23,10 @@ from distflow.audit.recorded_step import (
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
+from distflow.config.keys.reward import scoring_models
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
+from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rollout.engine import Generation
 from distflow.scheduling.group_states import PromptGroup
 
@@ -264,7 +266,10 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
     for number, group in groups.items():
         if group[0]["domain"] in unfiltered:
             continue
-        values = filtered_values(settings.metric, group)
+        before = _before_models(recorded, group)
+        values = filtered_values(settings.metric, before or [])
+        if before is None or any(map(math.isnan, values)):
+            continue  # a judge's error took the place of a score that is not recorded
         if len(set(values)) < 2:
             what = f"{settings.metric} {set(values)}: its advantage is 0"
             raise Wrong(f"group {number} was kept, but all its samples have the {what}")
@@ -273,13 +278,45 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
             raise Wrong(f"group {number} was kept, but the mean of its {settings.metric} is {mean:g} (mean_range)")
 
 
+def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] | None:
+    """The group as it was filtered, before models of the run scored it; None where that is unknown. A score is NaN if
+    an error of a model took its place."""
+    models = scoring_models(recorded.config.reward_model)
+    before = []
+    for sample in group if models else ():
+        parts, was_scored = sample["reward_parts"], sample["reward_errors"] is None
+        if not was_scored:
+            if not recorded.is_ours("reward_parts"):  # a workflow may leave parts out
+                return None
+            known = {*parts, *does_not_apply(sample)}
+            was_scored = known.issuperset(functions_of(recorded, sample))
+        added = sum(parts.get(name, math.nan) * model.weight for name, model in models.items())
+        as_it_was = {"valid": True, "reward_errors": None, "scores": float(sample["scores"]) - added}
+        before.append({**sample, **as_it_was} if was_scored else sample)
+    return before if models else group
+
+
+def does_not_apply(sample: Sample) -> list[str]:
+    """Reward functions that returned None for the sample, as TRL's may: they say nothing about it."""
+    return [name for key in sample["reward_extra"] for name, _, what in [key.rpartition("/")] if what == DOES_NOT_APPLY]
+
+
+def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
+    """Names and weights of the reward functions of the sample's domain."""
+    domain, functions = recorded.config.data.domains.get(sample["domain"]), recorded.config.reward.functions
+    parts = (domain and domain.reward) or functions.get(sample["domain"]) or functions.get("default") or ()
+    return {part.name: part.weight for part in parts}
+
+
 def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
     """What a filter by that metric compares, of the samples that count."""
     scored = [sample for sample in group if sample["valid"]]
     if metric in WHOLE_SCORE:
         return [float(sample["scores"]) for sample in scored]
     scored = [sample for sample in scored if not sample.get("reward_errors")]
-    return [float(s["acc"] if metric == "acc" else s["reward_parts"].get(metric, 0.0)) for s in scored]
+    if metric == "acc":
+        return [float(sample["acc"]) for sample in scored]
+    return [float(sample["reward_parts"][metric]) for sample in scored if metric in sample["reward_parts"]]
 
 
 def _check_turns(recorded: RecordedStep, sample: Sample) -> None:

@@ -119,7 +119,9 @@ class Node:
         if self.func is None and self.node_type in MARKER_TYPES:
             settle(self, "fn", all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch)
         elif self.func is None:
-            raise PipelineError(f'{where} has no func; pass a function or "module:function"')
+            loads = self.node_type is NodeType.DATA_LOAD
+            why = "; rows are loaded without a node, with data.lazy=true each where it is used" if loads else ""
+            raise PipelineError(f'{where} has no func; pass a function or "module:function"{why}')
         else:
             settle(self, "fn", resolve_func(self.func, where))
         spec = spec_of(self.fn)

@@ -16,7 +16,8 @@ class NodeType(Enum):
     `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one of the node's role.
     `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark a reshard
     and change nothing: the plan decides where one is needed. These three need no function, and run in the training
-    loop. `ENV_INTERACT` is refused: environments are workflows. The others only say what a node does.
+    loop. `ENV_INTERACT` is refused: environments are workflows. The others only say what a node does: rows of
+    the data set are there before the first node, also before one of type `DATA_LOAD`.
     """
 
     COMPUTE = "COMPUTE"

@@ -138,6 +138,7 @@ class JudgeParts(NamedTuple):
     template: str
     answer_tokens: int
     replies: ReplyStore
+    choices: tuple[float, ...]
 
 
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
@@ -150,7 +151,7 @@ def build_judge(get: Get, device: torch.device, key: str, source: Source, parts:
         make()  # a family that the engine cannot run is found here
         replies = parts.replies.of_model(source["path"], source.get("revision"))
     params = SamplingParams(parts.answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
-    return Judge(model, tokenizer, make, parts.template, params, context_length(**source), replies)
+    return Judge(model, tokenizer, make, parts.template, params, context_length(**source), replies, parts.choices)
 
 
 def _make_engine(

@@ -33,6 +33,8 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     note = recorder.note if rank in generating[:1] else None
     services = Session.of(spec, inputs.resources, writes_stacks=True, note=note)
     resources = services.resources
+    if resources.reward_fn is not None:
+        resources.reward_fn.has_scored = inputs.version.step > 0
     offload = Offload({**resources.trained(), **resources.scoring_models}, spec.options.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
     training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)

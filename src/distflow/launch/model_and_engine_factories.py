@@ -89,7 +89,9 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
-            parts = build_engines.JudgeParts(target, dtype, options, template, model.answer_tokens, replies)
+            parts = build_engines.JudgeParts(
+                target, dtype, options, template, model.answer_tokens, replies, model.choices
+            )
             factories[name] = partial(build_engines.build_judge, key=key, source=source, parts=parts)
         else:
             scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)

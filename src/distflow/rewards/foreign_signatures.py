@@ -12,8 +12,8 @@ from typing import Any, cast
 from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
 from distflow.import_target import innermost, is_async, required_parameters
 
-NOT_APPLICABLE = "not_applicable"
-"""Key of the result of a TRL function that returned None for a response: it says nothing of it, and adds 0."""
+DOES_NOT_APPLY = "not_applicable"
+"""Key of the result of a TRL function that returned None for a response: it says nothing of it and adds 0."""
 _TEXTS = "a completion is a string here, like the prompt; with data.prompt_format=chat both are messages"
 _MESSAGES = "a completion is a list of messages here, because the prompt is a chat"
 _SINGLE = ("prompt", "completion")
@@ -110,4 +110,4 @@ async def _when_there(returned: Awaitable[object]) -> object:
 def _without_none(returned: object) -> object:
     if not isinstance(returned, list | tuple):
         return returned
-    return [{"score": 0.0, NOT_APPLICABLE: True} if score is None else score for score in returned]
+    return [{"score": 0.0, DOES_NOT_APPLY: True} if score is None else score for score in returned]

@@ -118,13 +118,16 @@ def find_fault(function: Callable[..., object]) -> str:
         required = required_parameters(function)
     except ValueError:
         return "has no signature: wrap it in a Python function"
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
+        return "has parameters before a '/', but arguments are passed by name: remove the '/'"
     if is_foreign(function):
         return find_absent(function)
     wanted = tuple(BATCHED) if is_batched(function) else PARAMETERS
     if all(name in wanted for name in required) and _accepted(function, wanted):
         return ""
     return (
-        f"takes ({', '.join(required)}): a reward function takes some of ({', '.join(PARAMETERS)}), or, for all "
+        f"takes {inspect.signature(function)}: a reward function takes some of ({', '.join(PARAMETERS)}), or, for all "
         f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, or 'completion' as in "
         "verifiers, and columns of the data; one over columns of a batch is a node of a custom "
         "pipeline"

@@ -14,7 +14,7 @@ from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.foreign_signatures import NOT_APPLICABLE
+from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.load_functions import PROMPT, call_arguments
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.score import (
@@ -73,8 +73,9 @@ class RewardOutcome:
     accuracy: float = 0.0
 
     def scores(self) -> dict[str, float]:
-        """Scores of the parts that have one."""
-        return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
+        """Scores of the parts that have one, and apply to the response."""
+        scored = {name: part for name, part in self.parts.items() if isinstance(part, Score)}
+        return {name: part.value for name, part in scored.items() if DOES_NOT_APPLY not in part.extra}
 
     def discounted(self, factor: float) -> "RewardOutcome":
         """With this factor on the score; accuracy and parts are as they were."""
@@ -111,6 +112,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
+        # Whether an earlier process of the run had scores: then none of the functions is given up for hanging.
+        self.has_scored = False
         parts = [part for each in functions.values() for part in each]
         self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
         self.pools = domain_pools.Pools(settings, start)
@@ -158,7 +161,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             pool.score_group,
             name,
             timeout_s=patience.timeout_s,
-            give_up_after=patience.give_up_after,
+            give_up_after=0 if self.has_scored else patience.give_up_after,
             on_repeat=lambda number: self._add({"reward/retried_calls": number}),
         )
         reward_results = await score(asked)
@@ -182,7 +185,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
         weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
-        applicable = {name: score for name, score in scores.items() if NOT_APPLICABLE not in score.extra}
+        applicable = {name: score for name, score in scores.items() if DOES_NOT_APPLY not in score.extra}
         right = accuracy(applicable, weights) if applicable and len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
             length = sample.longest_response
@@ -229,7 +232,7 @@ def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> 
 
 def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
     own = [part for name, part in parts.items() if name != OVERLONG]
-    if all(isinstance(part, Score) and NOT_APPLICABLE in part.extra for part in own):
+    if all(isinstance(part, Score) and DOES_NOT_APPLY in part.extra for part in own):
         return Error("no reward function scores this response: each returned None for it")
     total = 0.0
     for name, part in parts.items():

@@ -4,12 +4,13 @@ import asyncio
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from distflow.models.weight_fingerprint_and_soundness import identity
 from distflow.rewards.judge_cache import JudgeCache
 from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, read_score, score_at_end
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
-from distflow.training.torch_engine import FrozenWeights
+from distflow.training.torch_engine import FrozenWeights, TorchScorer
 
 
 class ReplyStore(NamedTuple):
@@ -48,6 +49,7 @@ class Judge(FrozenWeights):
 
     make_engine: a rollout engine over the model. Each step has its own, so that between two of them nothing but the
     weights takes memory. max_positions: tokens of a question and its answer; None where the model has no limit.
+    choices: the only scores that it may give; empty where it writes one.
     """
 
     model: nn.Module
@@ -57,6 +59,7 @@ class Judge(FrozenWeights):
     params: SamplingParams
     max_positions: int | None
     replies: ReplyStore = ReplyStore()
+    choices: tuple[float, ...] = ()
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
         """Of each response `score`, from 0 to 1, and `reason`; or `error`, which is never a score of 0."""
@@ -65,22 +68,16 @@ class Judge(FrozenWeights):
             found: list[dict[str, object] | None] = [
                 {"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked
             ]
-            requests = {
-                row: GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row))
-                for row, ids in enumerate(asked)
-                if found[row] is None and not isinstance(ids, str)
-            }
-            with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
-                wanted = list(requests.values())
-                answers = thread.submit(asyncio.run, self._answer(wanted)).result() if wanted else []
-            for (row, request), result in zip(requests.items(), answers, strict=True):
-                found[row] = said = self._read(result)
+            wanted = {row: ids for row, ids in enumerate(asked) if found[row] is None and not isinstance(ids, str)}
+            answer = self._choose if self.choices else self._write
+            for (row, ids), (said, num_written) in zip(wanted.items(), answer(wanted) if wanted else (), strict=True):
+                found[row] = said
                 if not self.replies.file:
                     continue
                 try:
-                    cache.spend_tokens(len(request.prompt_ids) + len(result.generations[0].token_ids))
+                    cache.spend_tokens(len(ids) + num_written)
                     if "score" in said:
-                        cache.put(self._key(request.prompt_ids), json.dumps(said))
+                        cache.put(self._key(ids), json.dumps(said))
                 except ValueError as error:
                     found[row] = {"error": str(error)}
         return [each or {} for each in found]
@@ -97,7 +94,34 @@ class Judge(FrozenWeights):
         return None
 
     def _key(self, ids: Sequence[int]) -> str:
-        return hashlib.sha256(json.dumps([self.replies.model, self.params.max_tokens, list(ids)]).encode()).hexdigest()
+        limits = self.choices or self.params.max_tokens
+        return hashlib.sha256(json.dumps([self.replies.model, limits, list(ids)]).encode()).hexdigest()
+
+    def _choose(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
+        """Of each question the choice whose JSON object is the likeliest to follow; no token is written."""
+        texts = [f'{{"score": {choice:g}}}' for choice in self.choices]
+        replies: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        pairs = [(ids, reply) for ids in wanted.values() for reply in replies]
+        lengths = [len(reply) for _, reply in pairs]
+        batch = Batch(torch.tensor([len(ids) for ids, _ in pairs]), torch.tensor(lengths))
+        batch["prompt_ids"] = torch.tensor([token for ids, _ in pairs for token in ids])
+        batch["response_ids"] = torch.tensor([token for _, reply in pairs for token in reply])
+        log_probs = TorchScorer(self.model).forward(batch, ("log_probs",)).flat("log_probs").double().split(lengths)
+        forget_packed(self.model)
+        shares = torch.stack([each.sum() for each in log_probs]).view(len(wanted), -1).softmax(-1)
+        return [
+            ({"score": self.choices[best], "reason": f"probability {share:.3f} among the choices"}, 0)
+            for share, best in zip(*(found.tolist() for found in shares.max(-1)), strict=True)
+        ]
+
+    def _write(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
+        """What each reply says, and how many tokens it has."""
+        requests = [
+            GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row)) for row, ids in wanted.items()
+        ]
+        with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
+            results = thread.submit(asyncio.run, self._answer(requests)).result()
+        return [(self._read(result), len(result.generations[0].token_ids)) for result in results]
 
     async def _answer(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         engine = self.make_engine()

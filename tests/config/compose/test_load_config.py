@@ -229,6 +229,11 @@ BROKEN = {
     "an unknown base": ("defaults: [gropo]\n" + BASE, ("run.yaml", "defaults"), "dapo, grpo, ppo"),
     "itself as base": ("defaults: [run]\n" + BASE, ("run.yaml", "defaults"), "builds on itself"),
     "a section of hydra": (BASE + "hydra: {run: {dir: x}}\n", ("hydra", "run.yaml:3"), "default_local_dir"),
+    "an unset variable": (
+        BASE + "trainer: {project_name: '${oc.env:NO_SUCH}'}\n",
+        ("trainer.project_name", "run.yaml:3"),
+        "${oc.env:NAME,value}",
+    ),
     "an unknown reference": (BASE + "trainer: {seed: '${data.sed}'}\n", ("trainer.seed", "run.yaml:3"), "data.sed"),
     "a replaced key": (
         BASE + "trainer: {max_actor_ckpt_to_keep: 3}\n",
@@ -276,6 +281,12 @@ def test_files_that_build_on_each_other_are_refused(write):
 def test_an_unknown_preset_or_file_is_named(name, said):
     (problem,) = problems_of(name)
     assert said in str(problem)
+
+
+def test_a_missing_file_names_the_nearest_beside_it(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(BASE)
+    (near,), (far,) = problems_of(str(tmp_path / "tinny.yaml")), problems_of(str(tmp_path / "other.yaml"))
+    assert f"did you mean {tmp_path}/tiny.yaml?" in str(near) and "did you mean" not in str(far)
 
 
 def test_a_folder_in_place_of_a_file(tmp_path):

@@ -176,7 +176,7 @@ TRL = {
     "logging_steps=10": "",
     "use_liger_kernel=True": "",
     "log_completions=True": "",
-    "packing=True": "",
+    "packing=False": "",
     "assistant_only_loss=True": "",
 }
 

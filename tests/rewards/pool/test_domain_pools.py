@@ -84,6 +84,9 @@ def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> 
     with router_of("a", **settings) as router:
         judged = judge(router, [sample("a", "echo", value=2), *many[:5]])
         assert [each.reward_result for each in judged] == [Score(2.0), *[Timeout(0.3)] * 5]
+    with router_of("a", **settings) as router:
+        router.has_scored = True
+        assert [each.reward_result for each in judge(router, many[:5])] == [Timeout(0.3)] * 5
 
 
 def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path) -> None:

@@ -75,7 +75,19 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     for key in ("processing_class", "tokenizer"):
         if isinstance(found.values.get(key), Unread) or found.values.get(key) == found.values.get("model"):
             found.values.pop(key, None)
+    _weigh(found.values)
     return found
+
+
+def _weigh(values: dict[str, object]) -> None:
+    """TRL's weights of reward functions stand beside them; ours with each."""
+    functions, weights = values.get("reward.functions"), values.get("reward_weights")
+    parts = functions["default"] if isinstance(functions, dict) else []
+    if isinstance(weights, list | tuple) and len(weights) == len(parts):
+        named = [part if isinstance(part, dict) else {"name": part} for part in parts]
+        each = [part | {"weight": weight} for part, weight in zip(named, weights, strict=True)]
+        values["reward.functions"] = {"default": each}
+        del values["reward_weights"]
 
 
 class _Script:

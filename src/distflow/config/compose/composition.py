@@ -30,7 +30,7 @@ from yaml import YAMLError
 from distflow.config.compose import origins
 from distflow.config.compose.values import did_you_mean
 from distflow.config.keys.schema import schema_keys
-from distflow.errors import ConfigError, Problem
+from distflow.errors import ConfigError, Problem, nearest
 
 _RUN = "distflow_run"
 _MAX_TEXT = 1_000_000
@@ -76,7 +76,9 @@ def find_source(preset_or_file: str) -> Path:
     elif path.is_dir() and "/" in preset_or_file:
         what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
-        what, advice = "there is no such file", f"check its path, or use a preset: {names}"
+        near = nearest(path.stem, (each.stem for each in path.parent.glob("*.yaml")))
+        meant = f"did you mean {path.with_stem(near)}? " if near else ""
+        what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
     else:
         meant = did_you_mean(preset_or_file, origins.preset_names())
         what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
@@ -115,9 +117,18 @@ def compose_values(
             check_interpolations(_plain(merged, resolve=False))
             result.values = _plain(merged)
         except InterpolationResolutionError as error:
-            what = (error.msg or str(error)).splitlines()[0]
+            what = (
+                (error.msg or str(error))
+                .splitlines()[0]
+                .removeprefix("KeyError raised while resolving interpolation: ")
+            )
             subject = str(error.full_key or "${...}")
-            advice = "name an existing key, e.g. ${trainer.seed}"
+            is_of_shell = what.strip('"').startswith("Environment variable")
+            advice = (
+                "export it, or give another value: ${oc.env:NAME,value}"
+                if is_of_shell
+                else "name an existing key, e.g. ${trainer.seed}"
+            )
             places = ["default", *(setting.where for setting in result.settings if setting.key == subject)]
             result.failure = Problem(((subject, places[-1]),), what, advice)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:

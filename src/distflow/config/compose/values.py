@@ -212,6 +212,9 @@ def _convert_scalar(value: object, wanted: object) -> object:
     raise Mismatch(f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted))
 
 
+_IN_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "a text"}
+
+
 def _advise(value: object, wanted: object) -> str:
     if wanted is bool:
         return "write true or false"
@@ -219,7 +222,7 @@ def _advise(value: object, wanted: object) -> str:
         return f'put it in quotes: "{value}"; on the command line \'key="{value}"\''
     if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+", value):
         return "write it without quotes"
-    return f"write a value of type {type_name(wanted)}"
+    return f"write {_IN_WORDS.get(wanted) or f'a value of type {type_name(wanted)}'}"
 
 
 def _convert_sequence(value: object, annotation: object) -> object:

@@ -191,16 +191,18 @@ class ScoringModelConfig:
     judge: bool = key(False, "the model generates its score, from 0 to 1, as text")
     template: str = key("", "prompt template of a judge: a text, or a file with it; empty: built in")
     answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
+    choices: tuple[float, ...] = key((), "the only scores a judge may give: it chooses one and writes no reply")
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
     store: str = key("", "file that caches a judge's replies and counts its calls and tokens")
     max_calls: int = key(0, "calls of all that use the store; 0 is no bound", minimum=0)
     max_tokens: int = key(0, "tokens of all that use the store; 0 is no bound", minimum=0)
 
 
-_OF_JUDGES = {"template", "answer_tokens", "store", "max_calls", "max_tokens"}
+_OF_JUDGES = {"template", "answer_tokens", "choices", "store", "max_calls", "max_tokens"}
 REWARD_MODEL = "reward_model"
 """The name of the model of `reward_model.model.path`."""
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
+_CHOICES = "write e.g. choices: [0, 0.5, 1]"
 _TAKEN = (
     *(REWARD_MODEL, "actor", "critic", "ref", "rollout", "reward_fn", "policy", "tokenizer", "stop_token_ids"),
     *("collective", "mesh", "start_pool"),  # all that a worker's factories find by name
@@ -217,6 +219,9 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
             raise Mismatch(f"has no 'path' of the model '{name}'", _MODELS_FORM)
         for of_judges in settings.keys() & _OF_JUDGES if not settings.get("judge") else ():
             raise Mismatch(f"has '{of_judges}' of '{name}', which is a reward model", "add judge: true, or remove it")
+        choices = settings.get("choices", ())
+        if choices and (len(set(choices)) < max(len(choices), 2) or not all(0 <= choice <= 1 for choice in choices)):
+            raise Mismatch(f"has choices of '{name}' that are not at least two different numbers from 0 to 1", _CHOICES)
         if (settings.get("max_calls") or settings.get("max_tokens")) and not settings.get("store"):
             raise Mismatch(f"has a budget of '{name}' without a file that counts it", "add store: FILE.sqlite")
     return {name: ScoringModelConfig(**settings) for name, settings in found.items()}

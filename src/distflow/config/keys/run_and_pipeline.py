@@ -295,7 +295,10 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     is_marker = "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in MARKERS
     for name in ("id", "func"):
         if not isinstance(node.get(name), str) and not (name == "func" and is_marker):
-            raise Mismatch(f"has an entry {place} without '{name}'", "every node has an id and a func: module:function")
+            raise Mismatch(
+                f"has an entry {place} without '{name}'",
+                "every node has an id and a func: module:function (the data set needs no node)",
+            )
     unknown = [name for name in node if name not in NODE_KEYS]
     if unknown:
         raise Mismatch(

@@ -33,7 +33,7 @@ HARMLESS = {"any": ANY, "off": (None, False)}
 class Name:
     """A name of another system.
 
-    ours: the key with the same meaning, or whole overrides with `{}` for the value; empty if there is none.
+    ours: the key with the same meaning, or whole overrides, with `{}` for the value; empty if there is none.
     note: further advice, e.g. another unit, or why there is no such key.
     values: values with another name here: the value for `ours`, or whole overrides.
     harmless: values that change nothing here; such a setting is accepted.
@@ -53,7 +53,7 @@ class Name:
         if known and "=" in known[0]:
             return known[0]
         text = known[0] if known else "..." if value is NOT_GIVEN else as_override(value)
-        template = self.ours if not self.ours or "{}" in self.ours else f"{self.ours}={{}}"
+        template = self.ours if not self.ours or "=" in self.ours else f"{self.ours}={{}}"
         return template.replace("{}", text)
 
     def answer(self, value: object) -> str:

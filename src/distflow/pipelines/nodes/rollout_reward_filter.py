@@ -266,7 +266,8 @@ def dynamic_sampling(
     replaced; so is one whose mean is not within `mean_range`.
 
     metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
-    A sample with a reward error counts only with the whole score that `on_error` gave it. unfiltered: domains whose
+    A sample with a reward error counts only with the whole score that `on_error` gave it, and one without the part does
+    not count. unfiltered: domains whose
     groups are kept.
     """
     if domain and domain[0] in unfiltered:
@@ -279,6 +280,7 @@ def dynamic_sampling(
         if reward_parts is None:
             raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
         acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
+        valid = valid & torch.tensor([metric in part for part in reward_parts])
     reason = drop_reason(acc, valid, mean_range)
     return Drop(reason) if reason else None
 

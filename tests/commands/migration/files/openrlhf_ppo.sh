@@ -10,6 +10,6 @@ openrlhf.cli.train_ppo_ray \
    --use_kl_loss --init_kl_coef 1e-3 --kl_estimator k2 \
    --eps_clip_low_high 0.2 0.27 \
    --input_template 'Solve: {}' \
-   --vllm_num_engines 2 --bf16
+   --vllm_num_engines 2 --bf16 --use_wandb {token}
 END
 ray job submit -- python3 -m $training_commands

@@ -14,6 +14,8 @@ if __name__ == "__main__":
         num_generations=4,
         steps_per_generation=2,
         gradient_accumulation_steps=2,
+        reward_clip_range=(-5.0, 5.0),
+        reward_weights=[0.5],
         **settings,
     )
     rows = load_dataset("trl-lib/ultrafeedback-prompt", split="train")

@@ -30,4 +30,4 @@ python3 -m verl.trainer.main_ppo \
     "${DATA[@]}" \
     "${ACTOR[@]}" \
     trainer.experiment_name="sums_$(date +%m)" \
-    trainer.n_gpus_per_node=$gpus trainer.nnodes=1 "$@"
+    trainer.n_gpus_per_node=$gpus trainer.nnodes=1 trainer.resume_mode=disable "$@"
