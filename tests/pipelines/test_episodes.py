@@ -1,7 +1,7 @@
 """Episodes of a group by themselves, against an engine that fails: whatever happens, the group ends, and says why."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,6 @@ from distflow.runtime.user_calls.sync_calls import PlainCalls
 from tests.runtime.groups import bound, prompt_group, waiting_group
 from tests.tiny_models import tiny_tokenizer
 
-Run = Callable[[Chat, Row], Awaitable[object]]
 FAILS, NEVER = 8, 9
 STALENESS = pytest.mark.parametrize("staleness", [0, 2])
 
@@ -41,9 +40,15 @@ class Engine:
         return GenerateResult(tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples))
 
 
-async def run_group(run: Run, engine: Engine, staleness: int, extra_info: Mapping[str, object] | None = None) -> Group:
-    """A group of two, as the rollout loop runs it. Raises NodeError."""
-    keys = [f"async.max_staleness={staleness}"]
+async def run_group(
+    run: Callable[..., Awaitable[object]],
+    engine: Engine,
+    staleness: int,
+    extra_info: Mapping[str, object] | None = None,
+    more: Sequence[str] = (),
+) -> Group:
+    """A group of two, as the rollout loop runs it. more: keys of the config. Raises NodeError."""
+    keys = [f"async.max_staleness={staleness}", *more]
     group = waiting_group(prompt_group())
     group.row = replace(group.row, extra_info=extra_info)
     node = partial(run_episodes, workflow=Workflow("own", run, scores=False), timeout_s=60.0)

@@ -19,6 +19,7 @@ from distflow.audit.recorded_step import (
     by_group_of,
     check,
     check_close,
+    conversations_of,
     doubles,
 )
 from distflow.audit.samples import functions_of, in_baselines
@@ -82,6 +83,9 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
     options = {"f_norm": 1.0, "whiten": not is_on(settings.adv_norm), **vars(settings)}
     options |= {**settings.adv_estimator_kwargs, **weights}
     formula = estimator.formula or FORMULAS[name]
+    if settings.agent_rewards != "shared":
+        agents = [*recorded.config.actor_rollout_ref.rollout.agents]
+        formula = _by_agent(formula, agents, settings.agent_rewards == "margin")
     samples = in_baselines(recorded, settings, samples)
     found, counts = formula(samples, options), [_tokens(sample) for sample in samples]
     advantages = finished_advantages([row for row, _ in found], counts, samples, settings)
@@ -170,6 +174,39 @@ def _whitened(formula: Formula, returns_too: bool = False) -> Formula:
         if options.get("whiten", True):
             rows = whitened(rows, [_tokens(sample) for sample in samples])
         return list(zip(rows, rows if returns_too else [row for _, row in found], strict=True))
+
+    return apply
+
+
+def _by_agent(formula: Formula, agents: Sequence[str], is_margin: bool) -> Formula:
+    """The estimator over what each agent of an episode said, with rewards of its own, among the same agent's in the
+    group's other episodes."""
+
+    def apply(samples: Sequence[Sample], options: Options) -> Rows:
+        out: Rows = [([0.0] * len(s["response_mask"]), [0.0] * len(s["response_mask"])) for s in samples]
+        rows, places = list[Sample](), list[tuple[int, list[int]]]()
+        for number, sample in enumerate(samples):
+            said = {agent: list[int]() for agent in agents}
+            for talk in conversations_of(sample):
+                agent = talk.name.split(".")[0]
+                drawn = range(max(talk.first, 0), talk.first + len(talk.ids))
+                said[agent if agent in said else agents[0]] += [t for t in drawn if sample["response_mask"][t] > 0]
+            rewards = {agent: sample["token_level_rewards"][own].tolist() for agent, own in said.items() if own}
+            for agent, own in said.items():
+                mask, reward = torch.zeros_like(sample["response_mask"]), torch.zeros(len(out[number][0])).double()
+                mask[own], reward[own] = 1.0, torch.tensor(rewards.get(agent, [])).double()
+                others = [math.fsum(theirs) for other, theirs in rewards.items() if other != agent]
+                if own and others and is_margin:
+                    reward[max(own)] -= mean(others)
+                group = int(sample["group_index"]) * len(agents) + agents.index(agent)
+                changed = {"response_mask": mask, "token_level_rewards": reward, "group_index": torch.tensor(group)}
+                rows.append({**sample, **changed, "valid": sample["valid"] and bool(own)})
+                places.append((number, own))
+        for (number, own), row in zip(places, formula(rows, options), strict=True):
+            for mine, values in zip(out[number], row, strict=True):
+                for place in own:
+                    mine[place] = values[place]
+        return out
 
     return apply
 

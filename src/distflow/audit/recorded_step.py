@@ -237,12 +237,13 @@ class RecordedStep:
     def turns(self, sample: Sample) -> list["RecordedTurn"]:
         """The requests that the sample holds, in its order: those whose prompt one of its conversations begins with,
         with as much of their generation as follows there. Drafts that a node discards, and requests for a judgement,
-        are none. A request is of one conversation, also where a fork has the same tokens: streams tell them apart."""
+        are none. A request is of one conversation, also where another has the same tokens: streams tell them apart."""
+        has_streams = self.config.actor_rollout_ref.rollout.workflow is not None
         record, requests, found = self.record_of(sample), self.requests(sample), dict[int, RecordedTurn]()
         for talk in conversations_of(sample):
             stream = record.prompt_group.stream + f"/fork {talk.name}" * bool(talk.name) if record else ""
             for request, made in requests:
-                if len(sample.get("forks", ())) and request.stream.name != stream:
+                if has_streams and request.stream.name != stream:
                     continue
                 start = talk.first + (before := len(request.prompt_ids))
                 end = start + sum(takewhile(bool, map(eq, talk.ids[before:], made.token_ids)))

@@ -233,7 +233,9 @@ def _conversations(shown: "Responses") -> list[str]:
         for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
             if isinstance(turn, Mapping):
                 owner, fork = _short(str(turn.get("owner"))), _short(str(turn.get("fork") or ""))
-                who = ("drawn" if owner == "policy" else f"given, {owner}") + f" (fork {fork})" * bool(fork)
+                agent = _short(str(turn.get("agent") or ""))
+                who = f"{agent}: " * bool(agent) + ("drawn" if owner == "policy" else f"given, {owner}")
+                who += f" (fork {fork})" * bool(fork)
                 lines.append(f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}")
     return ["", "an episode of each group", *lines] if lines else []
 

@@ -12,7 +12,8 @@ class Segment:
     """Token ids with one owner. Policy segments carry one log-prob and one weight version a token.
 
     log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: what of the score
-    of the episode is this turn's.
+    of the episode is this turn's. turn: one more than that of the latest reply of the episode when this one was asked
+    for, by which replies are in order of time; those that are asked for at once share it.
     """
 
     owner: Owner
@@ -21,6 +22,7 @@ class Segment:
     sampling_log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     reward: float = 0.0
+    turn: int = 0
 
     def __post_init__(self) -> None:
         expected = len(self.token_ids) if self.owner == "policy" else 0

@@ -74,7 +74,8 @@ class Chat:
     inside, time does not count for the episode's deadline, which is for waits that have deadlines of their own.
     forked: called with each fork. name: empty for the episode's first conversation, else the numbers of the forks on
     the way to this one, "2.1". conversations: all of the episode, this one too; the one that had the last reply is the
-    last.
+    last. agent: whose conversation it is, if the episode has several. max_tokens, stop: of each of its replies, besides
+    those of the call.
     """
 
     tokens: "TurnTokens"
@@ -93,6 +94,9 @@ class Chat:
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
     forked: Callable[["Chat"], None] = lambda fork: None
     name: str = ""
+    agent: str = ""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
     conversations: list["Chat"] = field(default_factory=list, repr=False)
     _waiting: bool = field(default=False, init=False)
     _num_forks: int = field(default=0, init=False)
@@ -150,17 +154,18 @@ class Chat:
         if min(response, context) < 1:
             await asyncio.sleep(0)  # so that a workflow that asks for ever meets its deadline
             return self._replied(Reply("", (), "length" if response < 1 else "context"))
-        most = min(response, context, max_tokens or response)
+        most = min(response, context, max_tokens or response, self.max_tokens or response)
         prompt = (*self.token_ids, *given)
+        turn = 1 + max((segment.turn for each in self.conversations for segment in each.segments), default=0)
         self._waiting = True
         try:
-            drawn, reason = await self.generate(prompt, most, tuple(stop), self.num_drawn)
+            drawn, reason = await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn)
         finally:
             self._waiting = False
         if given:
             is_tools = messages[0].get("role") == "tool"
             self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))
-        self.segments.append(drawn)
+        self.segments.append(replace(drawn, turn=turn))
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
@@ -213,7 +218,8 @@ class Chat:
         if _are_ids(content):
             if history:
                 raise ChatError(
-                    "ask: token ids cannot follow the messages of a fork: ask with a text or messages first"
+                    "ask: token ids cannot follow the messages of a fork or a system prompt: ask with a text or "
+                    "messages first"
                 )
             return tuple(content), [_user(self.tokens.decode(content))]
         if isinstance(content, str) and not self.templated:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import WORKFLOWS
+from distflow.environments.agents import KEY as AGENTS_KEY
+from distflow.environments.agents import Agents
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, Prompt
 from distflow.errors import UserError, hint
@@ -47,7 +49,8 @@ RewardFn = Callable[[Any], Awaitable[Rewarded]]
 
 
 def workflow(function: F) -> F:
-    """Marks an async function `f(chat, row, *, option=...)` as a workflow. Raises UserError for any other."""
+    """Marks an async function `f(chat, row, *, option=...)`, or `f(agents, row, ...)`, as a workflow. Raises UserError
+    for any other."""
     if fault := _fault(function):
         raise UserError(f"@workflow: {getattr(function, '__name__', function)} {fault}")
     return function
@@ -55,14 +58,27 @@ def workflow(function: F) -> F:
 
 @dataclass(frozen=True)
 class Workflow:
-    """One that is ready to run. scores: whether it calls the run's reward functions."""
+    """One that is ready to run. scores: whether it calls the run's reward functions. has_agents: whether it takes the
+    chats of several agents."""
 
     name: str
     run: Run
     scores: bool
+    has_agents: bool = False
 
-    def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
-        return self.run(chat, row, **({REWARD: reward_fn} if self.scores else {}))
+    def __call__(self, chats: Chat | Agents, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
+        return self.run(chats, row, **({REWARD: reward_fn} if self.scores else {}))
+
+    def check_agents(self, declared: Mapping[str, object]) -> "Workflow":
+        """Raises UserError if the config declares agents, and this takes one chat, or the other way round."""
+        if declared and not self.has_agents:
+            raise UserError(
+                f"{AGENTS_KEY}: the workflow '{self.name}' has one chat: write async def {self.name}(agents, row), "
+                "or remove the agents"
+            )
+        if self.has_agents and not declared:
+            raise UserError(f"{KEY}: '{self.name}' takes agents: declare them, e.g. {AGENTS_KEY}={{solver: {{}}}}")
+        return self
 
 
 def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
@@ -96,8 +112,9 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
         return Workflow(name, ArealWorkflow(run), scores=False)
     if is_class and (fault := _fault(run)):
         raise UserError(f"{KEY}: an instance of '{name}' {fault}")
-    scores = REWARD in inspect.signature(run if is_class else found).parameters
-    return Workflow(name, run, bool(getattr(run, "uses_reward_fn", scores)))
+    parameters = inspect.signature(run if is_class else found).parameters
+    scores = bool(getattr(run, "uses_reward_fn", REWARD in parameters))
+    return Workflow(name, run, scores, has_agents="agents" in parameters)
 
 
 def _fault(function: object) -> str:
@@ -111,8 +128,8 @@ def _fault(function: object) -> str:
         return "is a workflow of AReaL, which needs no decorator"
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         return "is no async function: write `async def f(chat, row)`"
-    if list(inspect.signature(function).parameters)[:2] != ["chat", "row"]:
-        return "must take `chat` and `row` first: async def f(chat, row, *, option=...)"
+    if list(inspect.signature(function).parameters)[:2] not in (["chat", "row"], ["agents", "row"]):
+        return "must take `chat` (or `agents`) and `row` first: async def f(chat, row, *, option=...)"
     return ""
 
 

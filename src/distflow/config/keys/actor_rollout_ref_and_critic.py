@@ -1,5 +1,6 @@
 """Keys of `actor_rollout_ref` (model, actor, rollout, ref) and of `critic`. The names of `fsdp_config` are verl's."""
 
+import re
 from dataclasses import dataclass
 
 from distflow.builtin_names import (
@@ -17,7 +18,8 @@ from distflow.builtin_names import (
     WEIGHT_UPDATE_MODES,
     not_there_yet,
 )
-from distflow.config.keys.declare import group, key
+from distflow.config.compose.values import Mismatch, parse_differing
+from distflow.config.keys.declare import collect, group, key, plain_settings
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,26 @@ class ValKwargsConfig:
 
 
 @dataclass(frozen=True)
+class AgentConfig:
+    """One of the agents of an episode."""
+
+    trainable: bool = key(True, "train on what it says")
+    system_prompt: str = key("", "message that its conversation begins with; empty: none")
+    max_tokens: int | None = key(None, "maximum length of its replies in tokens; null: what is left", minimum=1)
+    stop: tuple[str, ...] = key((), "strings that end its replies, in addition to rollout.stop: one or a list")
+
+
+def parse_agents(value: object) -> dict[str, AgentConfig]:
+    """Agents by name from plain data. Raises Mismatch."""
+    form = "write e.g. {solver: {max_tokens: 64}, checker: {trainable: false}}"
+    found = parse_differing(value, collect(AgentConfig()), form, of="agent")
+    for name in found:
+        if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+            raise Mismatch(f"has an agent '{name}'", "name it by letters, digits and underscores")
+    return {name: AgentConfig(**settings) for name, settings in found.items()}
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Generation in training."""
 
@@ -226,6 +248,12 @@ class RolloutConfig:
         "module:attribute or file.py:attribute (docs/workflows.md); null: one prompt, one response",
     )
     workflow_kwargs: dict[str, object] = key({}, "options of the workflow")
+    agents: dict[str, AgentConfig] = key(
+        {},
+        f"name → {', '.join(collect(AgentConfig()))}: agents of an episode, for a workflow with the parameter agents",
+        parse=parse_agents,
+        plain=plain_settings,
+    )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
 
 

@@ -225,6 +225,12 @@ class AlgorithmConfig:
         plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
+    agent_rewards: str = key(
+        "shared",
+        "what an agent's advantages come from: the episode's score, the agent's own, or the margin of its own over the "
+        "mean of the others'",
+        choices=("shared", "own", "margin"),
+    )
     bootstrap_truncated: bool = key(False, "GAE bootstraps a truncated response with the critic's last value, not 0")
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)

@@ -14,6 +14,7 @@ from distflow.config.derived_settings import (
     unfiltered_domains,
 )
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on, spread
+from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config, changed_from_default, flatten
 from distflow.config.rules import ACTOR, ROLLOUT, Finding
 
@@ -131,9 +132,9 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
     for domain, algorithm in algorithms(config) if filters.should_accept is None else ():
-        if _is_over_turns(algorithm) and domain not in unfiltered_domains(config):
+        if _has_several_rewards(algorithm) and domain not in unfiltered_domains(config):
             key = f"data.domains.{domain}.filter_groups" if domain else "algorithm.filter_groups.enable"
-            what = "a group with equal scores may teach by the rewards of its turns, and would be dropped"
+            what = "a group with equal scores may teach by the rewards of its turns or agents, and would be dropped"
             estimator = f"algorithm.domains.{domain}.adv_estimator" if domain else _ESTIMATOR
             yield Finding((key, estimator), what, f"set {key}=false, or algorithm.filter_groups.should_accept")
     if filters.metric == "acc" and filters.mean_range and (filters.mean_range[0] >= 1 or filters.mean_range[1] <= 0):
@@ -237,20 +238,41 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
         )
 
 
-def _is_over_turns(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.adv_estimator == "grpo_turns" or bool(algorithm.adv_estimator_kwargs.get("over_turns"))
+def _has_several_rewards(algorithm: AlgorithmConfig) -> bool:
+    """Whether the turns or agents of an episode have advantages of their own."""
+    over_turns = algorithm.adv_estimator == "grpo_turns" or algorithm.adv_estimator_kwargs.get("over_turns")
+    return bool(over_turns) or algorithm.agent_rewards != "shared"
 
 
 def rewards_of_turns(config: Config) -> Iterator[Finding]:
-    """Where advantages are those of turns, no key makes one reward of an episode's."""
+    """Where advantages are those of turns or agents, no key makes one reward of an episode's."""
     algorithm = config.algorithm
-    if _is_over_turns(algorithm):
+    if _has_several_rewards(algorithm):
         keys = [*changed_from_default(flatten(config), _OF_SUMS[:3])]
         if is_on(algorithm.reward_norm):
             keys.append(f"{_REWARD_NORM}.{'mean' if algorithm.reward_norm.mean_level else 'std'}_level")
         for key in keys:
-            what = "turns have rewards of their own, and this makes one reward of each episode's"
+            what = "turns or agents have rewards of their own, and this makes one reward of each episode's"
             yield Finding((key, _ESTIMATOR), what, "remove it, and change the rewards in the workflow")
+
+
+def rewards_of_agents(config: Config) -> Iterator[Finding]:
+    """Agents have rewards of their own if there are agents, and nothing rewards an episode as a whole."""
+    key, agents, estimator = "algorithm.agent_rewards", f"{ROLLOUT}.agents", find_estimator(config)
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.agents and rollout.workflow is None:
+        yield Finding((agents,), "only a workflow has agents", f"set {ROLLOUT}.workflow=file.py:function")
+    if rollout.agents and not any(agent.trainable for agent in rollout.agents.values()):
+        yield Finding((agents,), "none of the agents is trained", "remove trainable: false of one of them")
+    if config.algorithm.agent_rewards == "shared":
+        return
+    if not rollout.agents:
+        yield Finding((key, agents), "an episode has no agents", f"declare them, e.g. {agents}={{solver: {{}}}}")
+    if scoring_models(config.reward_model):
+        yield Finding((key, "reward_model.models"), "a model scores episodes, not agents", f"set {key}=shared")
+    if estimator and estimator.reads_parts:
+        what = f"{config.algorithm.adv_estimator} reads the parts of the reward, which are of episodes"
+        yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo")
 
 
 def parts_of_rewards(config: Config) -> Iterator[Finding]:
@@ -278,7 +300,15 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
         )
 
 
-NORMALIZATION_RULES = (scaling, normalisations, running_moments, one_normalisation, parts_of_rewards, rewards_of_turns)
+NORMALIZATION_RULES = (
+    scaling,
+    normalisations,
+    running_moments,
+    one_normalisation,
+    parts_of_rewards,
+    rewards_of_turns,
+    rewards_of_agents,
+)
 RULES = (
     *NORMALIZATION_RULES,
     *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, oversampling),

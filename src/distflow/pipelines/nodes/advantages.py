@@ -29,6 +29,7 @@ from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.nodes.by_agent import by_agent
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
 from distflow.rewards.score import RIGHT
@@ -217,7 +218,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **kwargs}
-    return partial(estimator.fn, **options) if options else estimator.fn
+    return by_agent(partial(estimator.fn, **options) if options else estimator.fn, config)
 
 
 @algorithm_node(lambda algorithm: is_on(algorithm.adv_norm))

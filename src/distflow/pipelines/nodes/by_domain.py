@@ -101,7 +101,7 @@ def in_domains(
             end, weight = "" if domain is None else f"/{domain}", output.weight
             measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
             metrics |= {f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()}
-            for name, value in _columns(output.batch, writes).items():
+            for name, value in columns_of(output.batch, writes).items():
                 own[name] = value
         done.append(own.only(writes))
     order = torch.tensor([row for domain in parts for row in rows[domain]], dtype=torch.int64)
@@ -125,7 +125,7 @@ def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
     return dict(part.options) if part is not None else {}
 
 
-def _columns(output: object, writes: Sequence[str]) -> dict[str, Written]:
+def columns_of(output: object, writes: Sequence[str]) -> dict[str, Written]:
     """The columns that a node function returned, by name."""
     if isinstance(output, Batch):
         return {name: output.flat(name) for name in writes}

@@ -2,6 +2,7 @@
 node that takes their scores."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
+from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig
 from distflow.data.sample import Sample, Segment
+from distflow.environments.agents import Agents, begin_agents
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
@@ -52,7 +55,7 @@ _Waiting = dict[int, asyncio.Future[Generation]]
 def run_workflow(config: Config) -> Callable[..., object]:
     """The node for `rollout.workflow`. Raises UserError for one that cannot be used."""
     settings = config.actor_rollout_ref.rollout
-    workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
+    workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(settings.agents)
     node = run_scored_episodes if workflow.scores else run_episodes
     return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
 
@@ -62,6 +65,7 @@ def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Wor
     made = make_workflow(str(getattr(workflow, "__name__", type(workflow).__name__)), workflow, {})
     if config.actor_rollout_ref.rollout.workflow is None:
         raise UserError("this run has no episodes: pass a workflow to distflow.rollouts(..., workflow=...) as well")
+    made.check_agents(config.actor_rollout_ref.rollout.agents)
     if made.scores and not has_rewards:
         what = f"the workflow {made.name} calls reward functions, and this run has none"
         raise UserError(
@@ -266,6 +270,8 @@ class _Episodes:
     requests: _Requests = field(init=False)
     tokens: TurnTokens = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
+    agents: Mapping[str, AgentConfig] = field(init=False)
+    own_scores: bool = field(init=False)
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
@@ -276,6 +282,8 @@ class _Episodes:
         self.requests = _Requests(group, self.rollout, in_rounds, take_turn)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
+        self.agents = config.actor_rollout_ref.rollout.agents
+        self.own_scores = config.algorithm.agent_rewards != "shared" and not self.ctx.validating
 
     async def run(self) -> NodeOutput:
         """One sample for each episode, in order."""
@@ -314,27 +322,31 @@ class _Episodes:
         if not self.ctx.validating:
             chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         self.requests.connect(index, chat)
+        chats = begin_agents(chat, self.agents) if self.agents else chat
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         data = self.ctx.config.data
         columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: truth, **extra}
         told = Row(prompt, truth, row.domain, extra, columns)
         try:
-            outcome = await self._outcome(chat, told, index)
+            outcome = await self._outcome(chat, partial(self.workflow, chats, told), index)
         finally:
             self.requests.ended(index)
+        if isinstance(chats, Agents):
+            called = {each.agent for each in chat.conversations if each.turns}
+            chat.counts["episodes/idle_agents"] += len(chats) - len(called)
         self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
-    async def _outcome(self, chat: Chat, row: Row, index: int) -> Outcome:
-        """What the workflow returned. An error of it, by name, is no score. Raises what the engine raised."""
+    async def _outcome(self, chat: Chat, work: Callable[..., Awaitable[object]], index: int) -> Outcome:
+        """What the workflow returned. An error of it, by name, is no score. Raises what the engine raised. work: takes
+        the run's reward functions."""
         reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
-        work = partial(self.workflow, chat, row, reward)
         try:
-            returned = await self.ctx.call_user(work, self.timeout_s, index)
+            returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, index)
             if (record := on_return.get()) is not None:
                 segments = self._sample(index, chat, None).segments
                 record((tuple(token for segment in segments for token in segment.token_ids), returned))
-            outcome = read_outcome(returned)
+            outcome = read_outcome(self._by_agent(chat, returned) if self.own_scores else returned)
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
         except asyncio.CancelledError:
@@ -348,9 +360,32 @@ class _Episodes:
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
             return self._error(f"{type(error).__name__}: {error}{place}"[:1000])
-        if outcome is not None and not any(each.num_drawn for each in chat.conversations):
-            return self._error("an episode ended without a token of the policy: it must await chat.ask")
+        if outcome is not None and not self._trained(chat):
+            who = " of an agent that is trained" if self.agents else ""
+            return self._error(f"an episode ended without a token of the policy: it must await chat.ask{who}")
         return outcome
+
+    def _trained(self, chat: Chat) -> list[Chat]:
+        """The episode's conversations that drew a token to train on; the one that had the last reply is the last."""
+        talks = [each for each in chat.conversations if each.num_drawn]
+        return [each for each in talks if not self.agents or self.agents[each.agent].trainable]
+
+    def _by_agent(self, chat: Chat, returned: object) -> object:
+        """What an episode returned, once the score of each agent that is trained is on its own replies: what it earned
+        by `chat.reward` on those, the rest on its last one. Raises ValueError where an agent has none."""
+        if returned is None:
+            return None
+        talks = self._trained(chat)
+        last = {each.agent: each for each in talks}
+        if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:
+            names = ", ".join(f"{name!r}: ..." for name in self.agents)
+            rule = f"algorithm.agent_rewards={self.ctx.config.algorithm.agent_rewards} needs a score of each agent"
+            raise ValueError(f"{rule}: return {{{names}}}, without other parts")
+        own = {agent: read_score(returned[agent])[0] for agent in last}
+        for agent, talk in last.items():
+            earned = [segment.reward for each in talks if each.agent == agent for segment in each.segments]
+            talk.reward(own[agent] - math.fsum(earned))
+        return {**returned, "score": math.fsum(own.values())}
 
     def _error(self, what: str) -> RewardOutcome:
         return RewardOutcome(Error(f"workflow {self.workflow.name}: {what}"))
@@ -366,17 +401,17 @@ class _Episodes:
         return outcome
 
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
-        """All conversations of the episode that drew a token, end to end, the first one at the beginning."""
-        last = chat.conversations[-1]
-        drawn = [s for each in chat.conversations for s in each.segments if s.owner == "policy" and s.token_ids]
+        """All conversations of the episode with tokens to train on, end to end, the first one at the beginning."""
+        talks = self._trained(chat)
+        last = (talks or chat.conversations)[-1]
+        drawn = [s for each in talks for s in each.segments if s.owner == "policy" and s.token_ids]
         text = self.tokens.decode(drawn[-1].token_ids) if drawn else last.last.text if last.last is not None else ""
         sample = self.group.sample(index, None, text, last.finish_reason)
-        segments, forks = [*(chat.segments or sample.segments)], list[tuple[str, int]]()
-        said, others = self._said(chat), [each for each in chat.conversations if each.name and each.num_drawn]
-        for fork in sorted(others, key=lambda each: [int(number) for number in each.name.split(".")]):
+        is_first = not self.agents or self.agents[chat.agent].trainable
+        segments, forks = [*(is_first and chat.segments or sample.segments)], list[tuple[str, int]]()
+        for fork in sorted((each for each in talks if each.name), key=self._place):
             forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
             segments += fork.segments
-            said += self._said(fork)
         has_score = outcome is not None and isinstance(outcome.reward_result, Score)
         turns = [segment for segment in segments if segment.owner == "policy" and segment.token_ids]
         return replace(
@@ -384,15 +419,27 @@ class _Episodes:
             last_turn=next((i for i, segment in enumerate(turns) if segment is drawn[-1]), -1),
             segments=segments,
             forks=tuple(forks),
-            conversation=tuple(said),
+            conversation=tuple(self._said(chat)),
             outcome=outcome,
             valid=has_score,
             rejected=outcome is None,
         )
 
+    def _place(self, chat: Chat) -> tuple[int, list[int]]:
+        """By which conversations are sorted: by agent, then by the numbers of the forks."""
+        agent = [*self.agents].index(chat.agent) if self.agents else 0
+        return agent, [int(number) for number in chat.name.split(".") if number.isdecimal()]
+
     def _said(self, chat: Chat) -> list[dict[str, str]]:
-        fork = {"fork": chat.name} if chat.name else {}
-        return [{"owner": s.owner, "text": self.tokens.written(s.token_ids), **fork} for s in chat.segments]
+        """For people: one conversation after the other; of several agents, in the order in which they spoke."""
+        said = list[tuple[int, dict[str, str]]]()
+        for talk in sorted((each for each in chat.conversations if each.num_drawn or each is chat), key=self._place):
+            fork = talk.name.removeprefix(talk.agent).removeprefix(".")
+            names = {name: value for name, value in (("agent", talk.agent), ("fork", fork)) if value}
+            for place, own in enumerate(talk.segments):
+                turn = next((later.turn for later in talk.segments[place:] if later.owner == "policy"), 0)
+                said.append((turn, {"owner": own.owner, "text": self.tokens.written(own.token_ids), **names}))
+        return [turn for _, turn in (sorted(said, key=lambda each: each[0]) if self.agents else said)]
 
 
 def read_outcome(returned: object) -> Outcome:

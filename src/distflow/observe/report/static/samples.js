@@ -12,8 +12,8 @@ const lengths = (group) => mean(group.responses.map((response) => response.respo
 // Who said what in an episode of a workflow, each branch after the one that it comes from.
 const turns = ({ conversation, response }) => Array.isArray(conversation) && conversation.length
   ? conversation.map((turn) => {
-    const { owner, text, fork } = Object(turn);
-    const who = `${fork ? `fork ${fork}: ` : ""}${owner}${owner === "policy" ? " (drawn)" : " (given)"}`;
+    const { owner, text, agent, fork } = Object(turn);
+    const who = `${agent ? `${agent}: ` : ""}${fork ? `fork ${fork}: ` : ""}${owner}${owner === "policy" ? " (drawn)" : " (given)"}`;
     return el("div", { class: owner === "policy" ? "turn drawn" : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
   : [textBox(response)];

@@ -1,0 +1,36 @@
+"""The agents of an episode: each has a conversation of its own, and a workflow awaits whom it likes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig
+from distflow.environments.chat import Chat, ChatError
+from distflow.errors import hint
+
+KEY = "actor_rollout_ref.rollout.agents"
+
+
+class Agents(dict[str, Chat]):
+    """Their chats by name, in the order of the config. Raises ChatError for a name that no agent has."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise ChatError(f"agents[{name!r}]: {KEY} has no agent of that name{hint(str(name), self)}")
+
+
+def begin_agents(chat: Chat, agents: Mapping[str, AgentConfig]) -> Agents:
+    """The chats of an episode's agents. chat: its first conversation, which becomes that of the first agent."""
+    chats = Agents()
+    for name, settings in agents.items():
+        own = replace(chat, name=name, segments=[], messages=[]) if chats else chat
+        own.agent, own.max_tokens, own.stop = name, settings.max_tokens, settings.stop
+        own.messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        own.forked(own)
+        chats[name] = own
+    return chats
+
+
+def agent_of(conversation: str, agents: Sequence[str]) -> str:
+    """Whose conversation it is, by its name: that of an agent, or of a fork of it. The first agent's has none."""
+    first = conversation.partition(".")[0]
+    return first if first in agents else agents[0]

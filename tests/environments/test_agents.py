@@ -1,0 +1,84 @@
+"""Whole runs with several agents in an episode: they train, and the audits follow each of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.errors import TrustError
+from distflow.pipelines.nodes import by_agent
+from tests.e2e.runs import Playground
+from tests.environments.test_training import Games, saved
+
+pytestmark = pytest.mark.slow
+
+AGENTS = """
+import asyncio
+
+async def pair(agents, row):
+    solver, checker = agents["solver"], agents["checker"]
+    first = await solver.ask(row.prompt, max_tokens=3)
+    said = await checker.ask(f"{row.prompt}{first.text}?", max_tokens=2)
+    judged = await agents["judge"].ask(row.prompt, max_tokens=3)
+    if sum(said.token_ids) % 2:
+        await asyncio.gather(solver.ask("again", max_tokens=2), checker.fork().ask("wait", max_tokens=2))
+    mine = sum(first.token_ids) % 5 / 4
+    return {"solver": mine, "checker": sum(said.token_ids) % 3 / 2, "judge": 0.0}
+"""
+SOLVER, CHECKER, JUDGE = "solver: {}", "checker: {system_prompt: 'C:'}", "judge: {trainable: false}"
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    playground = Games(tmp_path)
+    (tmp_path / "pair.py").write_text(AGENTS)
+    return playground
+
+
+def keys(playground: Playground, rewards: str, *agents: str) -> list[str]:
+    return [
+        f"actor_rollout_ref.rollout.workflow={playground.folder}/pair.py:pair",
+        f"actor_rollout_ref.rollout.agents={{{', '.join(agents)}}}",
+        f"algorithm.agent_rewards={rewards}",
+        "data.max_response_length=32",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+    ]
+
+
+@pytest.mark.parametrize(("rewards", "staleness", "first"), [("margin", 0, "solver"), ("own", 1, "judge")])
+def test_agents_of_one_policy_train_and_every_audit_passes(
+    playground: Playground, rewards: str, staleness: int, first: str
+) -> None:
+    run = playground.run(
+        "grpo",
+        *keys(playground, rewards, *((JUDGE, SOLVER, CHECKER) if first == "judge" else (SOLVER, CHECKER, JUDGE))),
+        "trainer.total_training_steps=3",
+        f"async.max_staleness={staleness}",
+    )
+    assert not run.notes("warning")
+    audits = run.audits()
+    assert len(audits) == 3
+    for audit in audits:
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "rewards"} <= {*audit["proven"]}
+        assert not audit["unproven"]
+    batch = saved(run)
+    for row in range(len(batch)):
+        names = [name for name, _ in batch["forks"][row]]
+        assert [name for name in names if name[0] == "c"] in (["checker"], ["checker", "checker.1"])
+        assert ("solver" in names) == (first == "judge") and "judge" not in names
+        scores = batch["reward_parts"][row]
+        assert float(batch["scores"][row]) == pytest.approx(scores["solver"] + scores["checker"])
+
+
+def test_advantages_of_another_agent_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = by_agent._speakers
+
+    def wrong(batch: Batch, agents: Any) -> torch.Tensor:
+        return (right(batch, agents) > 5).long()
+
+    monkeypatch.setattr(by_agent, "_speakers", wrong)
+    with pytest.raises(TrustError, match=r"\(advantages\): advantages of sample"):
+        playground.run("grpo", *keys(playground, "own", SOLVER, CHECKER, JUDGE))
