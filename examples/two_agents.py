@@ -1,16 +1,18 @@
-"""Two agents agree on a language: one sees a number and says one token, the other sees only that and names the number
+"""Two agents share two jobs without a word: both choose at once, and each job counts once
 (`distflow train examples/two_agents.yaml`)."""
+
+import asyncio
 
 from distflow import workflow
 
 
-def numbers():
-    """The rows of the data: a number from 1 to 3 each."""
-    return [{"prompt": str(number), "answer": str(number)} for number in (1, 2, 3)]
+def jobs():
+    """The rows of the data: two jobs each, named by a digit."""
+    return [{"prompt": "12", "answer": ""}, {"prompt": "34", "answer": ""}]
 
 
 @workflow
-async def signal(agents, row):
-    said = await agents["speaker"].ask(row.prompt, max_tokens=1)
-    guess = await agents["listener"].ask(said.text, max_tokens=1)
-    return {"found": guess.text == row.ground_truth}
+async def share(agents, row):
+    replies = await asyncio.gather(*(agent.ask(row.prompt, max_tokens=1) for agent in agents.values()))
+    chosen = {reply.text for reply in replies}
+    return {"done": len(chosen & {*row.prompt}) / 2}

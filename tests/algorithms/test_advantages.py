@@ -244,6 +244,7 @@ def test_a_batch_without_rows_or_tokens_is_no_special_case(name: str) -> None:
             "group_index": torch.zeros(bs, dtype=torch.int64),
             "values": torch.zeros(bs, length),
             "turn_index": torch.full((bs, length), -1),
+            "turn_order": torch.full((bs, length), -1),
             "reward_baselines": torch.zeros(bs),
             "reward_parts": [{"math": 1.0}] * bs,
         }

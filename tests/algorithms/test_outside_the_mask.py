@@ -45,6 +45,7 @@ def columns_of(case: Case, fill: float, keep_invalid: bool = False) -> dict[str,
         "turn_index": torch.where(
             case.mask > 0, (torch.nn.functional.pad(case.mask, (1, 0)).diff() > 0).cumsum(1) - 1, -1
         ),
+        "turn_order": torch.where(case.mask > 0, (torch.arange(case.mask.shape[1]) // 2) % 3, -1),
         "valid": case.valid,
         "domain": ["a", "b", "c"] * (len(case.group) // 3),
         "reward_parts": [

@@ -63,6 +63,7 @@ def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
     assert {name for name, scope in scopes.items() if scope == "global"} == {
         "cpgd",
         "gae",
+        "gae_marft",
         "gdpo",
         "gpg",
         "grpo",

@@ -150,6 +150,89 @@ def test_gae_over_turns(seed: int, gamma: float, lam: float) -> None:
     close(torch.tensor([row for _, row in rows]), wanted[1])
 
 
+@dataclass
+class Talk:
+    """What agents say: (turn, agent) → reward and value of each token, in float64. A given token follows each turn."""
+
+    said: dict[tuple[int, int], list[tuple[float, float]]]
+    valid: bool
+    truncated: bool
+
+
+def talks(seed: int, num_agents: int) -> list[Talk]:
+    """Of one to three turns, in which an agent may be silent."""
+    draw, made = random.Random(seed), list[Talk]()
+    for _ in range(6):
+        said = {
+            (turn, agent): [(draw.uniform(-1, 1), draw.uniform(-1, 1)) for _ in range(draw.randint(1, 3))]
+            for turn in range(draw.randint(1, 3))
+            for agent in range(num_agents)
+            if draw.random() < 0.7 or turn == agent == 0
+        }
+        made.append(Talk(said, draw.random() > 0.2, draw.random() < 0.3))
+    return made
+
+
+def marft(talk: Talk, gamma: float, lam: float) -> dict[tuple[int, int], list[tuple[float, float]]]:
+    """(advantage, return) of each token: backward over turns, within a turn over agents in reverse order; the value
+    after an agent's last token is that of the next speaker's first."""
+    speakers, out = sorted(talk.said), {}
+    last = talk.said[speakers[-1]][-1][1]
+    after, running = (last if talk.truncated else 0.0), 0.0
+    for speaker in reversed(speakers):
+        own = []
+        for reward, value in reversed(talk.said[speaker]):
+            running = reward + gamma * after - value + gamma * lam * running
+            own.insert(0, (running, running + value))
+            after = value
+        out[speaker] = own
+    return out
+
+
+def by_conversation(made: list[Talk], rows: list[dict[tuple[int, int], list[float]]], fill: float) -> torch.Tensor:
+    """One agent's turns after the other's, as a sample has them, with a given token after each turn."""
+    agents = sorted({agent for talk in made for _, agent in talk.said})
+    lines = []
+    for row in rows:
+        turns = [row[key] for agent in agents for key in sorted(row) if key[1] == agent]
+        lines.append([value for turn in turns for value in (*turn, fill)])
+    length = max(map(len, lines))
+    return torch.tensor([line + [fill] * (length - len(line)) for line in lines], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_agents", [1, 2, 3, 4])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
+def test_gae_over_agents(num_agents: int, gamma: float, lam: float) -> None:
+    made = talks(num_agents, num_agents)
+
+    def column(fill: float, of: Any) -> torch.Tensor:
+        rows = [{key: [of(talk, key, t) for t in range(len(talk.said[key]))] for key in talk.said} for talk in made]
+        return by_conversation(made, rows, fill)
+
+    found = [marft(talk, gamma, lam) for talk in made]
+    given = {
+        "token_level_rewards": column(math.nan, lambda talk, key, t: talk.said[key][t][0]),
+        "response_mask": column(0.0, lambda talk, key, t: 1.0),
+        "values": column(math.inf, lambda talk, key, t: talk.said[key][t][1]),
+        "turn_order": column(-1.0, lambda talk, key, t: float(sorted(talk.said).index(key))).long(),
+        "valid": torch.tensor([talk.valid for talk in made]),
+        "truncated": torch.tensor([talk.truncated for talk in made]),
+    }
+    options = {"gamma": gamma, "lam": lam, "bootstrap_truncated": True, "whiten": False}
+    actual = find_adv_est("gae_marft").fn(*given.values(), **options)
+    rows = FORMULAS["gae_marft"](samples(given), options)
+    for part in range(2):
+        own = {
+            (id(talk), key): [each[part] * talk.valid for each in row[key]]
+            for talk, row in zip(made, found, strict=True)
+            for key in row
+        }
+        wanted = column(0.0, lambda talk, key, t, own=own: own[id(talk), key][t])
+        close(actual[part], wanted)
+        close(torch.tensor([row[part] for row in rows]), wanted)
+    assert num_agents == 1 or not torch.equal(given["turn_order"], given["turn_order"].cummax(1).values)
+
+
 def test_with_one_turn_an_episode_it_is_grpo() -> None:
     made = [Episode(each.group, each.turns[:1], each.gaps[:1], each.values[:1]) for each in episodes(1)]
     given = columns([each for each in made if each.group != 2])  # a group of one has nothing to compare with here

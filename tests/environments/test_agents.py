@@ -25,7 +25,7 @@ async def pair(agents, row):
     if sum(said.token_ids) % 2:
         await asyncio.gather(solver.ask("again", max_tokens=2), checker.fork().ask("wait", max_tokens=2))
     mine = sum(first.token_ids) % 5 / 4
-    return {"solver": mine, "checker": sum(said.token_ids) % 3 / 2, "judge": 0.0}
+    return {"solver": mine, "checker": sum(said.token_ids) % 3 / 2, "judge": 0.5}
 """
 SOLVER, CHECKER, JUDGE = "solver: {}", "checker: {system_prompt: 'C:'}", "judge: {trainable: false}"
 
@@ -71,6 +71,20 @@ def test_agents_of_one_policy_train_and_every_audit_passes(
         assert ("solver" in names) == (first == "judge") and "judge" not in names
         scores = batch["reward_parts"][row]
         assert float(batch["scores"][row]) == pytest.approx(scores["solver"] + scores["checker"])
+
+
+def test_agents_are_compared_with_the_values_of_the_next_speaker(playground: Playground) -> None:
+    run = playground.run(
+        "ppo",
+        *keys(playground, "shared", SOLVER, CHECKER, JUDGE),
+        f"critic.model.path={playground.folder}/model",
+        "algorithm.adv_estimator=gae_marft",
+        "trainer.total_training_steps=2",
+    )
+    audits = run.audits()
+    assert len(audits) == 2 and all({"advantages", "turns"} <= {*audit["proven"]} for audit in audits)
+    orders = [[turn for turn in row.tolist() if turn >= 0] for row in saved(run)["turn_order"]]
+    assert any(order != sorted(order) for order in orders), "the solver spoke again after the checker"
 
 
 def test_advantages_of_another_agent_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,8 @@ def test_own_rewards_lie_on_the_replies_of_their_agent() -> None:
     )
     assert batch["response_ids"][0].tolist() == [5, 6, 5, 7, 5]
     assert batch["token_level_scores"][0].tolist() == [0.75, 0, 0.25, 0, 0.25]
+    assert batch["turn_index"][0].tolist() == [0, -1, 1, -1, 2]
+    assert batch["turn_order"][0].tolist() == [0, -1, 2, -1, 1], "the checker spoke second"
     assert batch["scores"].tolist() == [1.25, 1.25] and batch["acc"].tolist() == [1.0, 1.0], "without the judge's"
 
 

@@ -111,8 +111,8 @@ def audit_moments(recorded: RecordedStep) -> str | None:
     if "advantages" in batch and "returns" in batch:  # a rank may have no sample, or train another model
         counted = (batch.flat("response_mask") > 0) & batch["valid"].bool().repeat_interleave(batch.lengths("response"))
         values, before = doubles(batch.flat("advantages"))[counted], torch.zeros(1).double()
-        if name == "reinforce_plus_plus" or (name == "gae" and "values" in batch):
-            before = doubles(batch.flat("returns") - (batch.flat("values") if name == "gae" else 0.0))[counted]
+        if name == "reinforce_plus_plus" or (name in ("gae", "gae_marft") and "values" in batch):
+            before = doubles(batch.flat("returns") - (batch.flat("values") if name.startswith("gae") else 0.0))[counted]
         moments = [float(part) for each in (values, before) for part in (each.sum(), each.square().sum())]
         sums = dict(zip(sums, (float(len(values)), *moments), strict=True))
     count, total, squares, of_before, squares_before = recorded.run.ranks.sum(sums).values()
@@ -370,6 +370,25 @@ def _gae(samples: Sequence[Sample], options: Options) -> Rows:
     return rows
 
 
+def _gae_marft(samples: Sequence[Sample], options: Options) -> Rows:
+    gamma, lam, rows = options["gamma"], options["lam"], []
+    for sample in samples:
+        rewards, values, counted = sample["token_level_rewards"].tolist(), sample["values"].tolist(), _tokens(sample)
+        turns: dict[int, list[int]] = {}
+        for place, turn in enumerate(sample["turn_order"].tolist()):
+            if counted[place]:
+                turns.setdefault(turn, []).append(place)
+        row, back, running, following = [0.0] * len(counted), [0.0] * len(counted), 0.0, 0.0
+        if turns and options["bootstrap_truncated"] and bool(sample["truncated"]):
+            following = values[turns[max(turns)][-1]]
+        for turn in sorted(turns, reverse=True):
+            for t in reversed(turns[turn]):
+                running = rewards[t] + gamma * following - values[t] + gamma * lam * running
+                row[t], back[t], following = running, running + values[t], values[t]
+        rows.append((row, back))
+    return rows
+
+
 FORMULAS: dict[str, Formula] = {
     "grpo": _grpo,
     "gdpo": _gdpo,
@@ -385,6 +404,7 @@ FORMULAS: dict[str, Formula] = {
     "reinforce_plus_plus": _whitened(_reinforce),
     "reinforce_plus_plus_baseline": _whitened(_by_sample(_centred), returns_too=True),
     "gae": _whitened(_gae),
+    "gae_marft": _whitened(_gae_marft),
 }
-GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gae_marft")
 """Estimators that need the whole step, on all ranks."""

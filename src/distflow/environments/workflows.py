@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import WORKFLOWS
+from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig
 from distflow.environments.agents import KEY as AGENTS_KEY
-from distflow.environments.agents import Agents
+from distflow.environments.agents import Agents, begin_agents
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, Prompt
 from distflow.errors import UserError, hint
@@ -68,6 +69,10 @@ class Workflow:
 
     def __call__(self, chats: Chat | Agents, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
         return self.run(chats, row, **({REWARD: reward_fn} if self.scores else {}))
+
+    def chats(self, chat: Chat, agents: Mapping[str, AgentConfig]) -> Chat | Agents:
+        """What it is called with. chat: the first conversation of its episode."""
+        return begin_agents(chat, agents) if agents else chat
 
     def check_agents(self, declared: Mapping[str, object]) -> "Workflow":
         """Raises UserError if the config declares agents, and this takes one chat, or the other way round."""

@@ -45,6 +45,7 @@ _WRITERS = {
     "advantages": "compute_advantage writes it",
     "token_level_scores": "compute_reward writes it",
     "turn_index": "episodes have it: set actor_rollout_ref.rollout.workflow",
+    "turn_order": "episodes have it: set actor_rollout_ref.rollout.workflow",
 }
 """The standard node that writes a column, for a pipeline that lacks it."""
 

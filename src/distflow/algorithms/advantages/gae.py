@@ -2,8 +2,11 @@
 first.
 
 Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead of tokens: the value
-of a turn is that before its first token, its reward the sum over its tokens.
+of a turn is that before its first token, its reward the sum over its tokens. Over agents (MARFT, Liao et al. 2025,
+arXiv:2504.16129), tokens are in the order in which the turns of all agents were asked for.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,3 +100,38 @@ def compute_gae_advantage(
     if whiten:
         advantages = masked_whiten(advantages, tokens, reduce)
     return advantages.float(), returns.float()
+
+
+def _describe_agents(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:
+    return f"{_describe(gamma, lam, bootstrap_truncated, whiten, False)}, over agents in the order in which they spoke"
+
+
+@register_adv_est("gae_marft", scope="global", describe=_describe_agents)
+def compute_gae_marft_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    turn_order: Tensor,
+    valid: Tensor | None = None,
+    truncated: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_truncated: bool = False,
+    whiten: bool = True,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gae` over the tokens of all agents of an episode: the value after the last token of a turn is that before the
+    first token of the next speaker. Turns that were asked for at once are in the order of the agents.
+
+    turn_order: `(bs, response_length)`, the place of each token's turn. Raises ValueError as `gae` does.
+    """
+    length = response_mask.shape[1]
+    places = torch.arange(length, device=response_mask.device)
+    turns = torch.where(response_mask > 0, turn_order, length)  # given tokens come last
+    order = (turns * length + places).argsort(dim=1)
+    rewards, mask, values = (each.gather(1, order) for each in (token_level_rewards, response_mask, values))
+    options: dict[str, Any] = {"gamma": gamma, "lam": lam, "bootstrap_truncated": bootstrap_truncated, "whiten": whiten}
+    found = compute_gae_advantage(rewards, mask, values, valid, truncated, reduce=reduce, **options)
+    back = order.argsort(dim=1)
+    return found[0].gather(1, back), found[1].gather(1, back)

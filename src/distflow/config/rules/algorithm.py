@@ -240,7 +240,9 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
 
 def _has_several_rewards(algorithm: AlgorithmConfig) -> bool:
     """Whether the turns or agents of an episode have advantages of their own."""
-    over_turns = algorithm.adv_estimator == "grpo_turns" or algorithm.adv_estimator_kwargs.get("over_turns")
+    over_turns = algorithm.adv_estimator in ("grpo_turns", "gae_marft") or algorithm.adv_estimator_kwargs.get(
+        "over_turns"
+    )
     return bool(over_turns) or algorithm.agent_rewards != "shared"
 
 

@@ -16,9 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
-from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig
 from distflow.data.sample import Sample, Segment
-from distflow.environments.agents import Agents, begin_agents
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
@@ -270,7 +268,6 @@ class _Episodes:
     requests: _Requests = field(init=False)
     tokens: TurnTokens = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
-    agents: Mapping[str, AgentConfig] = field(init=False)
     own_scores: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -282,7 +279,7 @@ class _Episodes:
         self.requests = _Requests(group, self.rollout, in_rounds, take_turn)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
-        self.agents = config.actor_rollout_ref.rollout.agents
+        self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
         self.own_scores = config.algorithm.agent_rewards != "shared" and not self.ctx.validating
 
     async def run(self) -> NodeOutput:
@@ -322,18 +319,19 @@ class _Episodes:
         if not self.ctx.validating:
             chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         self.requests.connect(index, chat)
-        chats = begin_agents(chat, self.agents) if self.agents else chat
         prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
         data = self.ctx.config.data
         columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: truth, **extra}
         told = Row(prompt, truth, row.domain, extra, columns)
         try:
-            outcome = await self._outcome(chat, partial(self.workflow, chats, told), index)
+            outcome = await self._outcome(
+                chat, partial(self.workflow, self.workflow.chats(chat, self.agents), told), index
+            )
         finally:
             self.requests.ended(index)
-        if isinstance(chats, Agents):
+        if self.agents:
             called = {each.agent for each in chat.conversations if each.turns}
-            chat.counts["episodes/idle_agents"] += len(chats) - len(called)
+            chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
         self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
@@ -343,10 +341,12 @@ class _Episodes:
         reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
         try:
             returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, index)
+            if self.own_scores:
+                returned = self._by_agent(chat, returned)
             if (record := on_return.get()) is not None:
                 segments = self._sample(index, chat, None).segments
                 record((tuple(token for segment in segments for token in segment.token_ids), returned))
-            outcome = read_outcome(self._by_agent(chat, returned) if self.own_scores else returned)
+            outcome = read_outcome(returned)
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
         except asyncio.CancelledError:

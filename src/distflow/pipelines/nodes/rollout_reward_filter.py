@@ -81,7 +81,7 @@ async def load_pairs(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[S
 
 
 SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
-EPISODE_FIELDS = (*SCORED_FIELDS, "token_level_scores", "turn_index")
+EPISODE_FIELDS = (*SCORED_FIELDS, "token_level_scores", "turn_index", "turn_order")
 NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 
 
@@ -162,16 +162,20 @@ async def reward_episodes(
         step = _step(earned, scores)
         turns = [_by_turn(*each, step) for each in zip(samples, scores, earned, strict=True)]
         tokens = [token for sample in turns for token in sample]
-        placed, index = torch.tensor([reward for reward, _ in tokens]), torch.tensor([turn for _, turn in tokens])
-        return {**columns, "token_level_scores": placed.float(), "turn_index": index.long()}
+        placed, index, order = (torch.tensor([token[part] for token in tokens]) for part in range(3))
+        written = {"token_level_scores": placed.float(), "turn_index": index.long(), "turn_order": order.long()}
+        return {**columns, **written}
     return columns
+
+
+def _drawn(sample: Sample) -> list[Segment]:
+    return [segment for segment in sample.response_segments if segment.owner == "policy" and segment.token_ids]
 
 
 def _earned(sample: Sample) -> list[float]:
     """What each turn has earned, in the order of the sample; 0 if the episode has no score."""
-    drawn = [segment for segment in sample.response_segments if segment.owner == "policy" and segment.token_ids]
     has_score = isinstance(sample.outcome, RewardOutcome) and isinstance(sample.outcome.reward_result, Score)
-    return [segment.reward * has_score for segment in drawn]
+    return [segment.reward * has_score for segment in _drawn(sample)]
 
 
 def _step(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
@@ -182,19 +186,23 @@ def _step(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
     return math.ldexp(1.0, math.frexp(largest)[1] - 23) if any(sizes) else 0.0
 
 
-def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int]]:
-    """Of each response token: the reward on it, and the number of its turn, -1 if it has none. What a turn has earned
-    is on its last token, and what is left of the score on that of the last turn in time. step: see `_step`."""
+def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int, int]]:
+    """Of each response token: the reward on it, the number of its turn, and that turn's place in time, -1 if it has
+    none. What a turn has earned is on its last token, and what is left of the score on that of the last turn in time.
+    step: see `_step`."""
     score, *earned = (round(value / step) * step if step else value for value in (score, *earned))
     if earned:
         earned[sample.last_turn] += score - math.fsum(earned)
-    tokens, turn = list[tuple[float, int]](), 0
+    in_time = sorted(range(len(earned)), key=[segment.turn for segment in _drawn(sample)].__getitem__)
+    places = {turn: place for place, turn in enumerate(in_time)}
+    tokens, turn = list[tuple[float, int, int]](), 0
     for segment in sample.response_segments:
         length = len(segment.token_ids)
         if segment.owner != "policy":
-            tokens += [(0.0, -1)] * length
+            tokens += [(0.0, -1, -1)] * length
         elif length:
-            tokens += [*[(0.0, turn)] * (length - 1), (earned[turn], turn)]
+            of_turn = turn, places[turn]
+            tokens += [*[(0.0, *of_turn)] * (length - 1), (earned[turn], *of_turn)]
             turn += 1
     return tokens
 
