@@ -1,18 +1,16 @@
-"""Two agents share two jobs without a word: both choose at once, and each job counts once
+"""Two agents share two jobs: the second one hears what the first one chose, and does well to choose the other
 (`distflow train examples/two_agents.yaml`)."""
-
-import asyncio
 
 from distflow import workflow
 
 
 def jobs():
-    """The rows of the data: two jobs each, named by a digit."""
-    return [{"prompt": "12", "answer": ""}, {"prompt": "34", "answer": ""}]
+    """The rows of the data: two jobs, named by a digit each."""
+    return [{"prompt": "12", "answer": ""}]
 
 
 @workflow
 async def share(agents, row):
-    replies = await asyncio.gather(*(agent.ask(row.prompt, max_tokens=1) for agent in agents.values()))
-    chosen = {reply.text for reply in replies}
-    return {"done": len(chosen & {*row.prompt}) / 2}
+    first = await agents["ann"].ask(row.prompt, max_tokens=1)
+    second = await agents["bob"].ask(f"{row.prompt}, not {first.text}", max_tokens=1)
+    return {"done": len({first.text, second.text} & {*row.prompt}) / 2}

@@ -80,6 +80,14 @@ def test_guess_number(tmp_path: Path) -> None:
         assert score == float(text == answer)
 
 
+def test_two_agents(tmp_path: Path) -> None:
+    batch = train("two_agents", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    assert [[name for name, _ in forks] for forks in batch["forks"]] == [["bob"]] * len(batch)
+    for said, score in zip(batch["conversation"], batch["scores"].tolist(), strict=True):
+        chosen = {turn["text"] for turn in said if turn["owner"] == "policy"}
+        assert score == len(chosen & {"1", "2"}) / 2
+
+
 def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = train("custom_advantage", tmp_path)
     assert "median: examples.custom_advantage.compute_median_advantage(scale=0.5)" in capsys.readouterr().out

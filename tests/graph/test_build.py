@@ -229,7 +229,7 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"plane": "train"}, "did you mean 'training'?"),
         ({"writes": 3}, "expected names, got 3"),
         ({"writes": ("values", "values")}, "'values' is named twice"),
-        ({"agent_group": 3}, "'agent_group' is not implemented yet"),
+        ({"agent_group": 3}, "'agent_group' does not exist: the agents of an episode are declared in"),
         ({"filter_plugin": nothing}, "a filter is a node whose function returns Drop(reason)"),
         ({"func": None}, "has no func"),
         ({"func": 3}, "cannot be called"),

@@ -2,13 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig
 from distflow.environments.chat import Chat, ChatError
 from distflow.errors import hint
 
 KEY = "actor_rollout_ref.rollout.agents"
+
+
+class Agent(Protocol):
+    """An agent as the config declares it."""
+
+    @property
+    def system_prompt(self) -> str: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
 
 
 class Agents(dict[str, Chat]):
@@ -18,7 +28,7 @@ class Agents(dict[str, Chat]):
         raise ChatError(f"agents[{name!r}]: {KEY} has no agent of that name{hint(str(name), self)}")
 
 
-def begin_agents(chat: Chat, agents: Mapping[str, AgentConfig]) -> Agents:
+def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
     """The chats of an episode's agents. chat: its first conversation, which becomes that of the first agent."""
     chats = Agents()
     for name, settings in agents.items():

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import WORKFLOWS
-from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig
 from distflow.environments.agents import KEY as AGENTS_KEY
-from distflow.environments.agents import Agents, begin_agents
+from distflow.environments.agents import Agent, Agents, begin_agents
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, Prompt
 from distflow.errors import UserError, hint
@@ -70,7 +69,7 @@ class Workflow:
     def __call__(self, chats: Chat | Agents, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
         return self.run(chats, row, **({REWARD: reward_fn} if self.scores else {}))
 
-    def chats(self, chat: Chat, agents: Mapping[str, AgentConfig]) -> Chat | Agents:
+    def chats(self, chat: Chat, agents: Mapping[str, Agent]) -> Chat | Agents:
         """What it is called with. chat: the first conversation of its episode."""
         return begin_agents(chat, agents) if agents else chat
 

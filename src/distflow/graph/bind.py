@@ -137,7 +137,8 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
 
 
 _NOT_HERE = {
-    "agent_group": "is not implemented yet (several agents in one pipeline); independent policies have policy=NAME",
+    "agent_group": "does not exist: the agents of an episode are declared in actor_rollout_ref.rollout.agents, and "
+    "independent policies have policy=NAME",
     "filter_plugin": "does not exist: a filter is a node whose function returns Drop(reason) for a prompt group",
 }
 """Arguments of other systems' `add_node`."""
