@@ -133,7 +133,7 @@ def _fault(function: object) -> str:
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         return "is no async function: write `async def f(chat, row)`"
     if list(inspect.signature(function).parameters)[:2] not in (["chat", "row"], ["agents", "row"]):
-        return "must take `chat` (or `agents`) and `row` first: async def f(chat, row, *, option=...)"
+        return "must take `chat` and `row` first, or `agents` and `row`: async def f(chat, row, *, option=...)"
     return ""
 
 
