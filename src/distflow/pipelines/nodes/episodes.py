@@ -280,7 +280,7 @@ class _Episodes:
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
         self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
-        self.own_scores = config.algorithm.agent_rewards != "shared" and not self.ctx.validating
+        self.own_scores = config.algorithm.agent_rewards != "shared"
 
     async def run(self) -> NodeOutput:
         """One sample for each episode, in order."""
