@@ -25,6 +25,8 @@ CASES: tuple[Case, ...] = (
 ELSEWHERE = {
     "actor_rollout_ref.rollout.workflow": "tests/environments/test_training.py",
     "actor_rollout_ref.rollout.workflow_kwargs": "tests/environments/test_training.py",
+    "actor_rollout_ref.rollout.agents": "tests/pipelines/test_agents.py",
+    "algorithm.agent_rewards": "tests/pipelines/test_agents.py",
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
     "algorithm.domains": "tests/e2e/test_rlvr.py",
     "algorithm.filter_groups.mean_range": "tests/e2e/test_group_filters.py",

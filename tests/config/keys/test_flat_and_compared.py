@@ -255,6 +255,8 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.data_parallel_size": 2,
     "actor_rollout_ref.rollout.workflow": "games.py:guess",
     "actor_rollout_ref.rollout.workflow_kwargs": {"max_turns": 2},
+    "actor_rollout_ref.rollout.agents": {"solver": {"max_tokens": 4}, "judge": {"trainable": False}},
+    "algorithm.agent_rewards": "own",
     "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"max_model_len": 512}},
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",
@@ -319,11 +321,16 @@ def test_keys_that_exclude_others_can_be_set_too(name):
         keys["policy_loss"] = "decoupled"
     if rest == ["rollout"]:
         keys["name"] = "vllm"
+    if key == "agents":
+        keys["workflow"] = "games.py:talk"
     for part in rest:
         keys = {part: keys}
     if group == "data":
         keys = {"train_files": [], "domains": TWO_DOMAINS, **keys}
-    config = good(**{group: keys})
+    others = {}
+    if key == "agent_rewards":
+        others["actor_rollout_ref"] = {"rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}}
+    config = good(**{group: keys}, **others)
     assert name in {key for key, _, _ in diff(config, good())}
     assert config_from_dict(to_dict(config)) == config
 
