@@ -33,6 +33,8 @@ from distflow.runtime.group_columns import Group
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 
+_SINGLE_TURN = "single_turn"
+
 _SHARES_WITHIN_S = 0.01
 """How long the first request of a group waits for those of its other episodes, with which it shares the prefill."""
 
@@ -105,14 +107,21 @@ class _Requests:
 
     in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
     depends on no timing. An episode that has forked has asked when one of its conversations has, none waits for a
-    reply, and no reward function scores it. take_turn: returns after what user code was about to do.
-    failure: what the engine raised.
+    reply, and no reward function scores it. take_turn: returns after what user code was about to do. may_continue: an
+    episode may have several turns. failure: what the engine raised.
     """
 
     def __init__(
-        self, group: Group, rollout: RolloutEngine, in_rounds: bool, take_turn: Callable[[], Awaitable[None]]
+        self,
+        group: Group,
+        rollout: RolloutEngine,
+        in_rounds: bool,
+        take_turn: Callable[[], Awaitable[None]],
+        may_continue: bool,
     ) -> None:
         self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
+        self._may_continue = may_continue
+        self.num_prompt_tokens = self.num_cached_tokens = 0
         self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
         self._sent: dict[asyncio.Task[None], _Waiting] = {}
@@ -230,7 +239,8 @@ class _Requests:
         asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
         for (fork, prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: (min(item[1]), item[0][0])):
             stream = self._group.stream.fork(fork)
-            request = GenerateRequest(prompt, tuple(sorted(waiting)), params, stream, num_drawn)
+            samples = tuple(sorted(waiting))
+            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue)
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
             task.add_done_callback(self._done)
@@ -242,6 +252,9 @@ class _Requests:
     async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
         try:
             made = {each.sample: each for each in (await self._rollout.generate(request)).generations}
+            cached = [each.num_cached_tokens for each in made.values() if each.num_cached_tokens is not None]
+            self.num_prompt_tokens += len(request.prompt_ids) * len(cached)
+            self.num_cached_tokens += sum(cached)
             for index, future in waiting.items():
                 if not future.done():
                     future.set_result(made[index])
@@ -273,7 +286,8 @@ class _Episodes:
             self.workflow = group.row.workflow
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
-        self.requests = _Requests(group, self.rollout, in_rounds, take_turn)
+        may_continue = self.workflow.name != _SINGLE_TURN
+        self.requests = _Requests(group, self.rollout, in_rounds, take_turn, may_continue)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
 
@@ -301,6 +315,8 @@ class _Episodes:
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
             **self.counts,
         }
+        if prompted := self.requests.num_prompt_tokens:
+            metrics["episodes/prefix_cache_hit_rate"] = self.requests.num_cached_tokens / prompted
         return NodeOutput(list(samples), metrics)
 
     async def _episode(self, index: int) -> Sample:
