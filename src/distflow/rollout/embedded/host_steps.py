@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.models.packed_attention import BLOCK
-from distflow.rollout.embedded.kv_slots import KeysValues, KVSlots, PromptCache, joined_blocks
+from distflow.rollout.embedded.kv_slots import KeysValues, KVSlots, PromptCache, joined_blocks, num_tokens
 from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.sampler import Draws, joined, rows_by_law, sample
 from distflow.rollout.embedded.scheduler import (
@@ -58,11 +58,11 @@ class RequestLane:
     prompts: PromptCache
     decoder: DecoderView
     slots: KVSlots = field(init=False, default_factory=KVSlots)
-    prefixes: PrefixCache[KeysValues] = field(init=False, default_factory=partial(PrefixCache, PREFIX_BLOCK))
+    prefixes: PrefixCache[KeysValues] = field(init=False, default_factory=partial(PrefixCache, PREFIX_BLOCK, True))
     _root: tuple[object] = field(init=False, default=(None,))
 
     def __post_init__(self) -> None:
-        self.scheduler.num_cached = lambda sequence: PREFIX_BLOCK * len(self._found(sequence))
+        self.scheduler.num_cached = lambda sequence: num_tokens(self._found(sequence))
 
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
         """These sequences have left the scheduler; with the last one all memory is dropped."""
@@ -89,7 +89,9 @@ class RequestLane:
             return
         for slot, sequence in enumerate(self.scheduler.running):
             if sequence in kept:
-                self.prefixes.add(self._root, sequence.context[:-1], partial(self.slots.block, slot, PREFIX_BLOCK))
+                kept_tokens = sequence.context[:-1]  # the last one was not fed
+                content = partial(self.slots.block, slot, len(kept_tokens), PREFIX_BLOCK)
+                self.prefixes.add(self._root, kept_tokens, content)
         while len(self.prefixes) * PREFIX_BLOCK * self.slots.bytes_per_token > PREFIX_CACHE_BYTES:
             self.prefixes.pop_oldest()
 
@@ -127,7 +129,7 @@ class RequestLane:
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
         for blocks, starts in zip(found, prefill.values(), strict=True):
             for sequence in starts:
-                sequence.num_cached = PREFIX_BLOCK * len(blocks)
+                sequence.num_cached = num_tokens(blocks)
         forward = self.decoder.prefill_after(list(prefill), [joined_blocks(blocks) for blocks in found])
         return [(forward, row) for row in range(len(prefill))]
 

@@ -58,9 +58,9 @@ class KVSlots:
             self.values[:, destination] = self.values[:, source]
 
     @torch.inference_mode()
-    def block(self, slot: int, size: int, index: int) -> KeysValues:
-        """A copy of `size` tokens, those of the block with this number."""
-        tokens = slice(index * size, (index + 1) * size)
+    def block(self, slot: int, length: int, size: int, index: int) -> KeysValues:
+        """A copy of the block with this number, of `size` tokens, of a sequence of this length."""
+        tokens = slice(index * size, min(length, (index + 1) * size))
         return self.keys[:, slot, :, tokens].clone(), self.values[:, slot, :, tokens].clone()
 
     @property
@@ -86,6 +86,10 @@ class KVSlots:
             region = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
             shape = (max(num_slots, num_wanted), rounded)
             self.keys, self.values = _moved(self.keys, region, shape), _moved(self.values, region, shape)
+
+
+def num_tokens(blocks: Sequence[KeysValues]) -> int:
+    return sum(keys.shape[-2] for keys, _ in blocks)
 
 
 def joined_blocks(blocks: Sequence[KeysValues]) -> KeysValues:

@@ -1,8 +1,9 @@
 """Keys and values of finished requests, found again by the tokens that a prompt begins with.
 
-They are in blocks of equally many tokens. A block is known by its tokens and by the block before it, as in vLLM's and
-nano-vllm's prefix caching, which compare hashes; here the tokens themselves are compared. The first block of a prompt
-follows a root, which names the weights: what other weights computed is never found.
+They are in blocks of equally many tokens; the last one of a row may have fewer, where such ends are kept. A block is
+known by its tokens and by the block before it, as in vLLM's and nano-vllm's prefix caching, which compare hashes; here
+the tokens themselves are compared. The first block of a prompt follows a root, which names the weights: what other
+weights computed is never found.
 """
 
 import itertools
@@ -19,8 +20,8 @@ _Name = tuple[Hashable, tuple[int, ...]]
 class PrefixCache(Generic[T]):
     """Blocks with their contents, the least recently used first; a block is used whenever one after it is."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, block_tokens: int, keeps_ends: bool = False) -> None:
+        self.block_tokens, self._keeps_ends = block_tokens, keeps_ends
         self._blocks: OrderedDict[_Name, tuple[int, T]] = OrderedDict()
         self._numbers = itertools.count()
 
@@ -31,17 +32,23 @@ class PrefixCache(Generic[T]):
     def find(self, root: tuple[Hashable, ...], tokens: tuple[int, ...]) -> list[T]:
         """The contents of the longest row of blocks with which `tokens` begin."""
         names = self._known(root, tokens)
+        before, rest = self._next(root, names, tokens)
+        for count in range(len(rest) if self._keeps_ends else 0, 0, -1):
+            if (before, rest[:count]) in self._blocks:
+                names.append((before, rest[:count]))
+                break
         self._use(names)
         return [self._blocks[name][1] for name in names]
 
     def add(self, root: tuple[Hashable, ...], tokens: tuple[int, ...], content: Callable[[int], T]) -> None:
-        """Keep all full blocks of `tokens`. content: of the block with this number in the row, where it is new."""
+        """Keep the blocks of `tokens`. content: of the block with this number in the row, where it is new."""
         names = self._known(root, tokens)
-        before: Hashable = self._blocks[names[-1]][0] if names else root
-        for index in range(len(names), len(tokens) // self.block_tokens):
-            names.append((before, self._tokens_of(index, tokens)))
-            before = number = next(self._numbers)
-            self._blocks[names[-1]] = (number, content(index))
+        while (rest := self._next(root, names, tokens))[1]:
+            if len(rest[1]) < self.block_tokens and not self._keeps_ends:
+                break
+            if rest not in self._blocks:
+                self._blocks[rest] = (next(self._numbers), content(len(names)))
+            names.append(rest)
         self._use(names)
 
     def pop_oldest(self) -> T:
@@ -52,19 +59,17 @@ class PrefixCache(Generic[T]):
         self._blocks.clear()
 
     def _known(self, root: Hashable, tokens: tuple[int, ...]) -> list[_Name]:
+        """Without an end."""
         names: list[_Name] = []
-        before: Hashable = root
-        for index in range(len(tokens) // self.block_tokens):
-            name = (before, self._tokens_of(index, tokens))
-            if name not in self._blocks:
-                break
+        while (name := self._next(root, names, tokens)) in self._blocks and len(name[1]) == self.block_tokens:
             names.append(name)
-            before = self._blocks[name][0]
         return names
+
+    def _next(self, root: Hashable, names: list[_Name], tokens: tuple[int, ...]) -> _Name:
+        """Of the block after these."""
+        start = len(names) * self.block_tokens
+        return self._blocks[names[-1]][0] if names else root, tokens[start : start + self.block_tokens]
 
     def _use(self, names: list[_Name]) -> None:
         for name in reversed(names):  # none is older than those after it, which nobody could find without it
             self._blocks.move_to_end(name)
-
-    def _tokens_of(self, index: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        return tokens[index * self.block_tokens : (index + 1) * self.block_tokens]
