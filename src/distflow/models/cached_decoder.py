@@ -136,8 +136,9 @@ class DecoderView:
         ids = send(torch.tensor([rest + (0,) * (width - len(rest)) for rest in rests]), self.device)
         first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
         positions, extent = first[:, None] + torch.arange(width, device=self.device), max(begins) + width
-        hidden = self._body.embed_tokens(ids)
-        keys = hidden.new_zeros(self.num_layers, len(prompts), self.num_kv_heads, extent, self.head_dim)
+        hidden = self._embed(ids)
+        shape = (self.num_layers, len(prompts), self.num_kv_heads, extent, self.head_dim)
+        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         values = torch.zeros_like(keys, dtype=self._values_dtype)
         for row, (old_keys, old_values) in enumerate(prefixes):
             keys[:, row, :, : begins[row]], values[:, row, :, : begins[row]] = old_keys, old_values
@@ -157,8 +158,8 @@ class DecoderView:
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )
             hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
-        longest = max(len(prompt) for prompt in prompts)
-        return PromptKV(keys[..., :longest, :], values[..., :longest, :], self._body.norm(hidden[rows, last]))
+        longest, hidden = max(len(prompt) for prompt in prompts), self._norm(self._body.norm, hidden[rows, last])
+        return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
 
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token for each row, written to the memory at its position and attending up to it.
