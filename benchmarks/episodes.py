@@ -8,8 +8,6 @@ groups in the place of one, with no more responses in flight than there are epis
 `distflow.rollouts` with all that ships: recording, rewards, checks. Nothing is trained in between, so the engine gets a
 new version of the same weights. The first step warms up. Rounds are interleaved in one process; ratios are medians over
 rounds, by the clock and by the processor time of the process, which other processes of a busy machine move less.
-
-What profiling found is in `RESULTS.md`.
 """
 
 import argparse
@@ -152,7 +150,9 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
                 found[case].append(both)
     for case, runs in found.items():
         row = [name, f"{CASES[case]}", f"{delays[case] * 1000:.0f}"]
-        row += [f"{statistics.median(each.tokens / each.seconds for each in side):,.0f}" for side in zip(*runs)]
+        row += [
+            f"{statistics.median(each.tokens / each.seconds for each in side):,.0f}" for side in zip(*runs, strict=True)
+        ]
         for what in ("seconds", "cpu"):
             ratios = [getattr(single, what) / getattr(episodes, what) for single, episodes in runs]
             row.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
@@ -168,7 +168,9 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
-    print("| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by processor time | hits |")
+    print(
+        "| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by processor time | hits |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name in arguments.work:
         measure(name, arguments)
