@@ -168,9 +168,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
-    print(
-        "| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by processor time | hits |"
-    )
+    print("| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by CPU time | hits |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name in arguments.work:
         measure(name, arguments)

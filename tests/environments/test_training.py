@@ -366,8 +366,8 @@ async def slow(chat, row):
 
 
 def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
-    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does not matter. Later turns
-    find the keys and values of earlier ones of the same step, and of no other."""
+    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does not matter. Later
+    turns find the keys and values of earlier ones of the same step, and of no other."""
     (playground.folder / "slow.py").write_text(SLOW)
     playground.write_rows([{"prompt": f"{'ab' * 12}{i}=", "answer": "7"} for i in range(4)])
     common = (
