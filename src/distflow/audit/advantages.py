@@ -21,7 +21,7 @@ from distflow.audit.recorded_step import (
     check_close,
     doubles,
 )
-from distflow.audit.rewards import functions_of
+from distflow.audit.reward_calls import functions_of
 from distflow.audit.samples import in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from distflow.audit import optimizer_steps, rewards
+from distflow.audit import optimizer_steps, reward_calls, rewards
 from distflow.audit.advantages import audit_advantages, audit_moments
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
+from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import audit_metrics, audit_sample_rows, audit_staleness
@@ -44,8 +45,9 @@ AFTER: tuple[Check, ...] = (
     audit_groups,
     audit_responses,
     audit_masks,
-    rewards.audit_reward_functions,
-    rewards.audit_dropped,
+    audit_episodes,
+    reward_calls.audit_reward_functions,
+    reward_calls.audit_dropped,
     rewards.audit_rewards,
     rewards.audit_kl_control,
     audit_correction,
@@ -81,11 +83,11 @@ LOOK_AFTER = tuple(
 QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("responses", "reward_results", "kl_control"))
 """Run there if a look costs too much, on one group; the models are not run, and no reward function is called."""
 
-OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, rewards.audit_reward_functions)
+OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, reward_calls.audit_reward_functions)
 """Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
 
 AT_RELEASE: tuple[Check, ...] = (audit_curriculum, replace(audit_metrics, run=audit_staleness))
 """Run in every step on its metrics, once the sample queue has added its own."""
 
-CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION, audit_curriculum)
+CHECKS = (*AT_START, *AFTER[:10], *BEFORE, *AFTER[10:], *OF_VALIDATION, audit_curriculum)
 """All checks in the order of a step, for readers."""

@@ -16,10 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
+from distflow.environments.episode_events import on_event
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
-from distflow.runtime.audit_protocol import on_return
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
@@ -30,13 +30,16 @@ MAX_STRIPED = 2**24
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """generated: each request with its result. scored: the reward function's name, arguments and result. returned:
-    the tokens of each episode, and what its workflow returned."""
+    """generated: each request with its result. scored: the reward function's name, arguments and result. events: of
+    each episode, by its index, see `on_event`."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
     scored: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
-    returned: list[tuple[tuple[int, ...], object]] = field(default_factory=list)
+    events: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+
+    def add_event(self, index: int, *event: object) -> None:
+        self.events.setdefault(index, []).append(event)
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
@@ -57,7 +60,7 @@ class GroupRecords:
     def begin(self, prompt_group: PromptGroup) -> None:
         record = GroupRecord(prompt_group)
         _current.set(record)
-        on_return.set(record.returned.append)
+        on_event.set(record.add_event)
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         if (record := _current.get()) is not None:
