@@ -14,6 +14,7 @@ from distflow.audit.recorded_step import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.rollout_engine import audit_sampled_tokens, audit_versions, audit_weights
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
+from distflow.audit.skipped_rows import audit_skipped_rows
 from distflow.audit.validation import audit_validation
 
 REMEMBERED_BEFORE = (rewards.remember_rewards, remember_domains)
@@ -86,8 +87,8 @@ QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("response
 OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, reward_calls.audit_reward_functions)
 """Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
 
-AT_RELEASE: tuple[Check, ...] = (audit_curriculum, replace(audit_metrics, run=audit_staleness))
+AT_RELEASE: tuple[Check, ...] = (audit_curriculum, audit_skipped_rows, replace(audit_metrics, run=audit_staleness))
 """Run in every step on its metrics, once the sample queue has added its own."""
 
-CHECKS = (*AT_START, *AFTER[:10], *BEFORE, *AFTER[10:], *OF_VALIDATION, audit_curriculum)
+CHECKS = (*AT_START, *AFTER[:10], *BEFORE, *AFTER[10:], *OF_VALIDATION, audit_curriculum, audit_skipped_rows)
 """All checks in the order of a step, for readers."""

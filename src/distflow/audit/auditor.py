@@ -208,7 +208,7 @@ class Auditor:
                 remember(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
-                self._recorded.measured = self._measured
+                self._recorded.measured, self._recorded.after = self._measured, taken.batch
                 self.groups.dropped = None
                 self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
@@ -269,6 +269,7 @@ class Auditor:
                 if role not in self._gradients:
                     self._gradients[role] = GradientWatch(engine)
                 self._gradients[role].begin(taken.updates[-1], self._updates.get(role, 0))
+                loss = self._gradients[role]
                 if changed := taken.updates[-1].changed:
                     what = f"{', '.join(changed)} of the {role} changed between two optimizer steps"
                     self._run.warn(

@@ -106,7 +106,7 @@ def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
     if Counter(each[0] for each in drawn) != {name: len(own) for name, own in places.items()}:
         return None
     left = {name: iter(own) for name, own in places.items()}
-    return [Said(*each, next(left[each[0]])) for each in drawn]
+    return [Said(*each, next(left[each[0]])) for each in drawn]  # type: ignore[call-arg]  # as many as it has
 
 
 def _check_given(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
@@ -206,7 +206,7 @@ def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said])
     rollout = recorded.config.actor_rollout_ref.rollout
     if rollout.workflow not in MAX_TURNS:
         return
-    most = int(rollout.workflow_kwargs.get("max_turns", MAX_TURNS[rollout.workflow]))
+    most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS[rollout.workflow])
     if len(turns) > most or (sample["finish_reason"] == "max_turns" and len(turns) != most):
         raise Wrong(f"sample {sample['uid']} ended ({sample['finish_reason']}) after {len(turns)} of {most} turns")
     feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)

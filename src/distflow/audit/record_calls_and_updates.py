@@ -276,8 +276,9 @@ class UpdateWatch:
 
 class GradientWatch:
     """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: what is left over from
-    the step before, the norm that the optimizer is given, and one weight's sum over micro-batches and ranks. It reads
-    no other tensor, so that every update is watched."""
+    the step before, the norm that the optimizer is given, one weight's sum over micro-batches and ranks, and which
+    samples the loss function is called with, in whose place it is called. It reads no other tensor, so that every
+    update is watched."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._group = engine, getattr(engine, "group", OneRank())
@@ -285,11 +286,13 @@ class GradientWatch:
         self._striped = [] if any(isinstance(p, DTensor) for _, p in self._trained) else _small(self._trained)
         self._handles = list[Any]()
         self._last: tuple[int, str, Stripe] | None = None
+        self._record: UpdateRecord
+        self.outputs: tuple[str, ...] = ()
 
     def begin(self, record: UpdateRecord, turn: int) -> None:
         """turn: the number of optimizer steps before. Two in a row watch the same weight, so that it is known whether
         anything else changed it, or its moments, between them."""
-        record.leftover = _leftover(self._trained)
+        self._record, self.outputs, record.leftover = record, record.loss.outputs, _leftover(self._trained)
         if not self._striped:
             return
         optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
@@ -307,6 +310,16 @@ class GradientWatch:
             stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
 
         self._handles += [parameter.register_hook(stripe.contribute), optimizer.register_step_pre_hook(before_step)]
+
+    def counts(self, batch: Batch) -> Counts:
+        return self._record.loss.counts(batch)
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+        self._record.micros.append(MicroRecord(list(micro["uid"]), [], {}))
+        return self._record.loss(outputs, micro, counts)
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        return self._record.loss.finish(sums, counts)
 
     def end(self, record: UpdateRecord) -> None:
         """Call after the step, on all ranks that share the mini-batch."""

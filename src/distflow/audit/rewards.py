@@ -3,6 +3,7 @@ score minus the KL, by the coefficient of the config or the controller."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def _check_processed(
     makes_one = is_on(algorithm.reward_norm) or algorithm.reward_clip is not None
     makes_one |= (algorithm.reward_shift, algorithm.reward_scale) != (0, 1)
     counts = [[bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
+    _check_reported(recorded, domain, algorithm, samples, moments)
     rows = []
     for sample, counted, reward in zip(samples, counts, finished_rewards(samples, algorithm, moments), strict=True):
         last = max((token for token, counts_too in enumerate(counted) if counts_too), default=-1)
@@ -95,6 +97,31 @@ def _check_processed(
             reason = f", by its scores {dict(sample['reward_parts'])}"
             check_close(sample, "token_level_rewards", torch.tensor(row, dtype=torch.float64), LIMIT, reason)
     return None
+
+
+def _check_reported(
+    recorded: RecordedStep,
+    domain: str,
+    algorithm: AlgorithmConfig,
+    samples: Sequence[Sample],
+    moments: Mapping[str, float] | None,
+) -> None:
+    """The running moments, and the share of rewards that were clipped."""
+    end, wanted, bound = f"/{domain}" if domain else "", dict[str, float](), algorithm.reward_clip
+    if moments is not None and moments["count"] > algorithm.reward_norm.std_unbiased:
+        freedom = moments["count"] - algorithm.reward_norm.std_unbiased
+        wanted["reward_norm/running_mean"] = moments["mean"]
+        wanted["reward_norm/running_std"] = math.sqrt(moments["squares"] / freedom)
+    if bound is not None and recorded.is_whole and not recorded.partial:
+        rewards = finished_rewards(samples, replace(algorithm, reward_clip=None), moments)
+        scored = [abs(value) for value, sample in zip(rewards, samples, strict=True) if sample["valid"]]
+        if not any(abs(value - bound) <= LIMIT for value in scored):  # there rounding decides
+            wanted["reward_clip/clipped"] = sum(value > bound for value in scored) / max(len(scored), 1)
+    for name, value in wanted.items():
+        recorded.run.compared.add(f"{name}{end}")
+        found = recorded.metrics.get(f"{name}{end}", value)
+        if not abs(found - value) <= LIMIT * max(abs(value), 1.0):
+            raise Wrong(f"the metric {name}{end} is reported as {found:.6g}, but by its scores it is {value:.6g}")
 
 
 def remember_rewards(recorded: RecordedStep) -> None:
@@ -142,6 +169,7 @@ def _check_coefficient(
     if recorded.is_whole and recorded.is_ours("token_level_rewards"):
         _same_mean(recorded, algorithm, suffix, samples)
     found = recorded.metrics.get(f"actor/kl_coef{suffix}")
+    recorded.run.compared.update((f"actor/kl_coef{suffix}", f"actor/reward_kl_penalty{suffix}"))
     if found is None:
         return "the pipeline does not report its coefficient"
     before = recorded.run.state.get("kl_control", {}).get(domain)
