@@ -28,7 +28,7 @@ COLUMNS |= {name: name for name in ("domain", "finish_reason", "reward_parts")}
     limit=f"{LIMIT:g} relative",
 )
 def audit_metrics(recorded: RecordedStep) -> str | None:
-    _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
+    audit_step_metrics(recorded)
     own = {name: (values, weight) for name, values, weight in parts_of(recorded)}
     wanted = merged(recorded.run.ranks.gather(own))
     _compare(recorded, ((name, between(recorded.metrics.get(name, 0.0), values)) for name, values in wanted))
@@ -36,8 +36,21 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
     return f"nothing computes {', '.join(left[:5])} again" if left else None
 
 
+def audit_step_metrics(recorded: RecordedStep) -> str | None:
+    """Those that cost the least."""
+    _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
+    return None
+
+
 def _has_reason(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in NOT_RECOMPUTED)
+
+
+def remember_trained(recorded: RecordedStep) -> None:
+    """Count the groups that were trained on since the run's start."""
+    kept = recorded.run.state.setdefault("trained", {})
+    if kept or recorded.step == 0:
+        kept["groups"] = kept.get("groups", 0) + len(recorded.group_ids)
 
 
 def audit_staleness(recorded: RecordedStep) -> str | None:
@@ -98,7 +111,8 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     is_truncated = torch.tensor(
         [reason in ("length", "context") for reason in batch["finish_reason"]], dtype=torch.bool
     )
-    longest = torch.tensor([*map(_longest, recorded.samples)])
+    has_forks = "forks" in batch and any(batch["forks"])
+    longest = torch.tensor([*map(_longest, recorded.samples)]) if has_forks else lengths
     columns = (longest, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
     own = torch.stack([column.double() for column in columns])
     parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict
@@ -154,8 +168,9 @@ def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, flo
 def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     """The staleness of generated tokens, over all ranks, each of which calls it."""
     versions = recorded.batch.flat("versions")
-    ages = (recorded.step - versions)[versions >= 0]
-    tokens = sum(recorded.run.ranks.gather(Counter(ages.tolist())), Counter[int]())
+    ages, counts = (recorded.step - versions)[versions >= 0].unique(return_counts=True)
+    own = Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
+    tokens = sum(recorded.run.ranks.gather(own), Counter[int]())
     if number := tokens.total():
         yield "async/version_diff/mean", sum(age * count for age, count in tokens.items()) / number
         yield "async/version_diff/max", max(tokens)
@@ -166,18 +181,15 @@ def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
 
 def _of_groups(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     """Counts of groups, which must add up. Groups that were trained on are counted from the run's start."""
-    metrics, kept, data = recorded.metrics, recorded.run.state.setdefault("trained", {}), recorded.run.spec.data
+    metrics, kept, data = recorded.metrics, recorded.run.state.get("trained"), recorded.run.spec.data
     dropped = [count for name, count in metrics.items() if name.startswith("async/dropped/")]
     yield "async/rejected", math.fsum(dropped)
     yield "async/stale_data_count", metrics.get("async/dropped/stale", 0.0)
     yield "async/submitted", metrics.get("async/enqueued", 0.0)
-    if kept or recorded.step == 0:
-        own = len(set(recorded.batch["group_index"].tolist()))
-        kept["groups"] = kept.get("groups", 0) + int(recorded.run.ranks.sum(float(own)))
-        if not (data.max_staleness or data.oversampling or data.skips):
-            yield "async/accepted", float(kept["groups"])
-            known = metrics.get("async/accepted", 0.0) + metrics.get("async/rejected", 0.0)
-            yield "async/enqueued", known + metrics.get("async/running", 0.0)
+    if kept and not (data.max_staleness or data.oversampling or data.skips):
+        yield "async/accepted", float(kept["groups"])
+        known = metrics.get("async/accepted", 0.0) + metrics.get("async/rejected", 0.0)
+        yield "async/enqueued", known + metrics.get("async/running", 0.0)
 
 
 def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:

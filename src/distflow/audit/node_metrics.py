@@ -11,7 +11,7 @@ from torch import Tensor
 from distflow.audit.normalization import share_right
 from distflow.audit.policy_losses import importance_weights
 from distflow.audit.recorded_step import RecordedStep, Sample, by_group_of, doubles
-from distflow.audit.reward_calls import functions_of
+from distflow.audit.reward_calls import parts_of_domain
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.data.batch import Batch
 
@@ -134,7 +134,7 @@ def _rewards(recorded: RecordedStep) -> Iterator[Part]:
         return
     failed = [each for each in batch["reward_errors"] if each is not None]
     yield "reward/error_rate", [len(failed) / len(batch)], 1.0
-    names = {name for sample in recorded.samples for name in functions_of(recorded, sample)}
+    names = {part.name for domain in set(batch["domain"]) for part in parts_of_domain(recorded, domain)}
     late = sum("timed out" in each or "no answer within" in each for each in failed)
     if len(names) == 1 and not late:
         ends = ("", *(f"/{name}" for name in names if f"reward/errors/{name}" in metrics))

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW
+from distflow.algorithms.sample_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
 from distflow.audit.samples import ROUNDING, filtered_values
+from distflow.builtin_names import ESTIMATORS, REWARDS
+from distflow.config.derived_settings import algorithm_of
+from distflow.config.keys.reward import RewardPart, on_error_of
+from distflow.data.batch import Batch
 from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
 from distflow.rewards.score import RewardResult, Score
 from distflow.rewards.self_check import ECHO, echo
@@ -77,6 +81,8 @@ def audit_dropped(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     record, reason, batch = recorded.dropped
     settings = recorded.config.algorithm.filter_groups
+    if reason == TOO_FEW_SCORES:
+        return _check_too_few(recorded, record, batch)
     if reason not in (ALL_EQUAL, MEAN_TOO_LOW, MEAN_TOO_HIGH):
         return NOT_APPLICABLE
     part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
@@ -91,6 +97,21 @@ def audit_dropped(recorded: RecordedStep) -> str | None:
     for name in functions_of(part, scored[0]) if scored and recorded.is_ours("reward_parts") else ():
         if name not in recorded.run.state.get("not_deterministic", []):
             recorded.run.doubts.extend(filter(None, [_compare(part, record, scored[0], name)]))
+    return None
+
+
+def _check_too_few(recorded: RecordedStep, record: GroupRecord, batch: Batch) -> str | None:
+    """The group had fewer samples with a score than its estimator compares. Its columns lack the scores."""
+    part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
+    names, domain = functions_of(part, part.samples[0]), part.samples[0]["domain"]
+    estimator = ESTIMATORS.get(algorithm_of(recorded.config, domain).adv_estimator)
+    if on_error_of(recorded.config.reward, domain) == "drop" or "reward_baselines" in batch or estimator is None:
+        return NOT_APPLICABLE
+    known = {(name, given.get("solution_str")) for name, given, own in record.scored if isinstance(own, Score)}
+    scored = [each for each in part.samples if all((name, each["responses"]) in known for name in names)]
+    if len(scored) >= (2 if estimator.needs_group else 1):
+        number = record.prompt_group.group_id
+        raise Wrong(f"group {number} was dropped for too few scores, but {len(scored)} of its samples have one")
     return None
 
 
@@ -115,9 +136,12 @@ def _check_calls(recorded: RecordedStep) -> None:
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
     """Names and weights of the reward functions of the sample's domain."""
-    domain, functions = recorded.config.data.domains.get(sample["domain"]), recorded.config.reward.functions
-    parts = (domain and domain.reward) or functions.get(sample["domain"]) or functions.get("default") or ()
-    return {part.name: part.weight for part in parts}
+    return {part.name: part.weight for part in parts_of_domain(recorded, sample["domain"])}
+
+
+def parts_of_domain(recorded: RecordedStep, name: str) -> Sequence[RewardPart]:
+    domain, functions = recorded.config.data.domains.get(name), recorded.config.reward.functions
+    return (domain and domain.reward) or functions.get(name) or functions.get("default") or ()
 
 
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
@@ -157,11 +181,34 @@ def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -
     text = _arguments(recorded, sample)["solution_str"]
     scores = [own for _, given, own in called if given.get("solution_str") == text and isinstance(own, Score)]
     accuracies = [acc if isinstance(acc := own.extra.get("acc"), float) else own.value for own in scores]
+    weights = functions_of(recorded, sample)
+    parts = [part for part in sample["reward_parts"] if part in weights]
+    if len(parts) > 1 and len({name for name, given, _ in called if given.get("solution_str") == text}) == len(parts):
+        # Of those with a weight: one that says it, one that compares with the ground truth, the user's, the heaviest.
+        of_part = {name: own for name, given, own in called if given.get("solution_str") == text}
+        able = [name for name in parts if weights[name] > 0] or parts
+        if all(isinstance(own, Score) and "not_applicable" not in own.extra for own in of_part.values()):
+            first = min(able, key=lambda name: (_rank(name, of_part[name]), -weights[name], parts.index(name)))
+            accuracies = [_said(of_part[first])]
     if accuracies and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in accuracies):
         raise Wrong(
             f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but its reward functions gave "
-            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample"
+            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample, or another part decided it"
         )
+
+
+def _said(result: RewardResult) -> float:
+    """A function's own accuracy, or else its score."""
+    assert isinstance(result, Score), "only those that scored decide"
+    return acc if isinstance(acc := result.extra.get("acc"), float) else result.value
+
+
+def _rank(name: str, result: RewardResult) -> int:
+    if isinstance(result, Score) and result.extra.get("acc") is not None:
+        return 0
+    if name in REWARDS:
+        return 1 if REWARDS[name].needs_answer else 3
+    return 2
 
 
 def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:

@@ -95,10 +95,14 @@ async def compute_score(
     asked = _request(model, content, temperature, answer_tokens, structured)
     cache = _cache_of(store)
     key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
+    about = json.dumps([base_url, model, solution_str, ground_truth], default=str)
+    about = hashlib.sha256(about.encode()).hexdigest()
     cached = cache.find(key)
     if cached is not None:
         with suppress(ValueError):  # damaged: it is requested again
-            return read_score(cached)
+            reward_result = read_score(cached)
+            cache.name_older(key, about)
+            return reward_result
     secret = _secret(key_variable, base_url)
     try:
         body = await _ask(asked, _client(base_url, secret), retries, cache, (max_calls, max_tokens))
@@ -116,7 +120,7 @@ async def compute_score(
     else:
         reward_result["reason"] = _without(secret, str(reward_result["reason"]))
         if store:  # an invalid answer is not cached
-            cache.put(key, json.dumps(reward_result))
+            cache.put(key, json.dumps(reward_result), about)
         return reward_result
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
 
