@@ -30,25 +30,29 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
     kept = state.get("skips", {})
     if kept.get("step") != recorded.step or "reward_errors" not in recorded.batch:
         return "steps before this one were not followed"
-    groups, left, seen = by_group_of(recorded.samples), kept["left"], set[str]()
-    for number in range(kept["next"], max(groups, default=-1) + 1):
-        row = str(recorded.place_of(PromptGroup(number, 0, 0, data.group_size, 0))[1])
-        if row in seen:
+    groups, left = by_group_of(recorded.samples), kept["left"]
+    row_of, in_turn = dict[int, str](), 0
+    for number in range(kept["next"], max(groups, default=-1) + 1):  # all of a step start before any has a score
+        row = row_of[number] = str(recorded.place_of(PromptGroup(number, 0, 0, data.group_size, 0))[1])
+        in_turn = 0 if number in groups else in_turn + 1
+        if in_turn == data.num_rows:  # the next one is taken, whatever it is
             state["skips"] = {}
-            return "a row came twice in a step"
+            return "all rows of an epoch were skipped"
         if number in groups and row in left:
             raise Wrong(f"group {number} is of row {row}, which data.skip_outside skips {left[row]} more times")
-        if row in left:
+        if number not in groups and row in left:
             kept["skipped"] += 1
             left[row] -= 1
             if not left[row]:
                 del left[row]
-        elif number in groups:
-            seen.add(row)
-        if number in groups and (share := _share_right(groups[number])) is not None:
-            low, high = next(iter(data.skips.outside.values()))
-            if not low <= share <= high:
-                left[row] = data.skips.epochs
+    (low, high), outside = next(iter(data.skips.outside.values())), dict[str, set[bool]]()
+    for number, group in groups.items():
+        if (share := _share_right(group)) is not None:
+            outside.setdefault(row_of[number], set()).add(not low <= share <= high)
+    if any(len(verdicts) > 1 for verdicts in outside.values()):
+        state["skips"] = {}
+        return "a row came twice in a step"
+    left.update({row: data.skips.epochs for row, verdicts in outside.items() if True in verdicts})
     kept["step"], kept["next"] = recorded.step + 1, max([kept["next"] - 1, *groups]) + 1
     names = ("async/dropped/too_easy", "async/dropped/too_hard")
     found = sum(recorded.metrics.get(name, 0.0) for name in names)
