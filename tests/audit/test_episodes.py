@@ -131,9 +131,7 @@ def test_tokens_between_turns(ground: Games, monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         TurnTokens, "_render", lambda self, m, tools=(), prompts=True: render(self, m, tools, prompts=False)
     )
-    with pytest.raises(
-        TrustError, match=r"found \(episodes\): the tokens before token 0 of .* of what its workflow said"
-    ):
+    with pytest.raises(TrustError, match=r"found \(episodes\): the tokens before token .* of what its workflow said"):
         run_chats(ground)
 
 

@@ -7,7 +7,6 @@ from distflow.audit.advantages import audit_advantages, audit_moments
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
 from distflow.audit.episodes import audit_episodes
-from distflow.audit.judge_answers import audit_judge_answers
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
 from distflow.audit.metrics import (
@@ -55,7 +54,7 @@ AFTER: tuple[Check, ...] = (
     audit_masks,
     audit_episodes,
     reward_calls.audit_reward_functions,
-    audit_judge_answers,
+    reward_calls.audit_judge_answers,
     reward_calls.audit_dropped,
     rewards.audit_rewards,
     rewards.audit_kl_control,

@@ -23,7 +23,6 @@ from distflow.audit.recorded_step import (
     index_of,
 )
 from distflow.builtin_names import PROMPT_CHAT
-from distflow.environments.chat import Prompt
 
 MOST, FEW = 16, 2
 _QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
@@ -119,7 +118,7 @@ def _check_given(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
             raise Wrong(f"conversation {talk.name} of sample {sample['uid']} does not begin with what it forked from")
         for turn in (turn for turn in turns if turn.name == talk.name):
             start = turn.place.start - talk.first
-            told = _told(recorded, sample, turn, talk.ids[:before], history)
+            told = _rendered(recorded, sample, turn, talk.ids[:before], history)
             if told is not None and talk.ids[before:start] != told:
                 decode = recorded.run.resources.tokenizer.decode
                 raise Wrong(
@@ -130,15 +129,16 @@ def _check_given(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
             before, history = turn.place.end - talk.first, []
 
 
-def _told(
+def _rendered(
     recorded: RecordedStep, sample: Sample, turn: Said, before: Sequence[int], history: Sequence[Mapping[str, Any]]
 ) -> list[int] | None:
     """The tokens of what was said after the tokens `before`, none at the beginning; None if they cannot be known."""
     tokenizer: Any = recorded.run.resources.tokenizer
     said, begins = turn.said, not before
-    if isinstance(said, Prompt) and begins and not turn.tools and not history:
+    is_prompt = begins and hasattr(said, "token_ids")  # of a row
+    if is_prompt and not turn.tools and not history:
         return list(said.token_ids)
-    if isinstance(said, Prompt) and begins:
+    if is_prompt:
         said = list(said.messages) or str(said)
     if isinstance(said, list | tuple) and said and type(said[0]) is int:
         return list(said)

@@ -46,6 +46,7 @@ NOT_RECOMPUTED = {
     "actor/behave_*": "only weights are checked, in loss",
     "actor/rollout_is_*": "weights within the loss are checked there",
     "actor/entropy": "checked for mini-batches; a pass before the update reports its own over all samples",
+    "sample_mask/alone*": "the samples are checked, in masks",
     "rm/accuracy": "scores are checked, in loss",
     "rm/margin": "scores are checked, in loss",
 }

@@ -7,6 +7,7 @@ from distflow.config.derived_settings import filters_groups
 from distflow.scheduling.group_states import PromptGroup
 
 RIGHT = 1 - 1e-6
+EASY, HARD = "async/dropped/too_easy", "async/dropped/too_hard"
 
 
 @check(
@@ -26,7 +27,7 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
     if is_mixed or len(recorded.run.spec.plan.ranks) > 1 or data.num_rows < 2 * data.consumer_batch:
         return "which rows were known when a group started does not follow from the steps"
     if recorded.step == 0:
-        state["skips"] = {"step": 0, "next": 0, "left": {}, "skipped": 0}
+        state["skips"] = {"step": 0, "next": 0, "left": {}, "skipped": {}}
     kept = state.get("skips", {})
     if kept.get("step") != recorded.step or "reward_errors" not in recorded.batch:
         return "steps before this one were not followed"
@@ -39,27 +40,26 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
             state["skips"] = {}
             return "all rows of an epoch were skipped"
         if number in groups and row in left:
-            raise Wrong(f"group {number} is of row {row}, which data.skip_outside skips {left[row]} more times")
+            raise Wrong(f"group {number} is of row {row}, which data.skip_outside skips {left[row][0]} more times")
         if number not in groups and row in left:
-            kept["skipped"] += 1
-            left[row] -= 1
-            if not left[row]:
+            name = left[row][1]
+            kept["skipped"][name] = kept["skipped"].get(name, 0) + 1
+            left[row][0] -= 1
+            if not left[row][0]:
                 del left[row]
-    (low, high), outside = next(iter(data.skips.outside.values())), dict[str, set[bool]]()
+    (low, high), reasons = next(iter(data.skips.outside.values())), dict[str, set[str]]()
     for number, group in groups.items():
         if (share := _share_right(group)) is not None:
-            outside.setdefault(row_of[number], set()).add(not low <= share <= high)
-    if any(len(verdicts) > 1 for verdicts in outside.values()):
+            reasons.setdefault(row_of[number], set()).add(EASY if share > high else HARD if share < low else "")
+    if any(len(found) > 1 for found in reasons.values()):
         state["skips"] = {}
         return "a row came twice in a step"
-    left.update({row: data.skips.epochs for row, verdicts in outside.items() if True in verdicts})
+    left.update({row: [data.skips.epochs, name] for row, (name,) in reasons.items() if name})
     kept["step"], kept["next"] = recorded.step + 1, max([kept["next"] - 1, *groups]) + 1
-    names = ("async/dropped/too_easy", "async/dropped/too_hard")
-    found = sum(recorded.metrics.get(name, 0.0) for name in names)
-    if found != kept["skipped"]:
-        raise Wrong(
-            f"{found:.0f} rows were skipped so far by data.skip_outside, but {kept['skipped']} should have been"
-        )
+    for name in (EASY, HARD):
+        found, expected = recorded.metrics.get(name, 0.0), kept["skipped"].get(name, 0)
+        if found != expected:
+            raise Wrong(f"{found:.0f} rows were skipped so far as {name}, but by their responses {expected} should be")
     return None
 
 

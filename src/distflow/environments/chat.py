@@ -10,8 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from distflow.data.episode_events import note_event
 from distflow.data.sample import Segment
-from distflow.environments.episode_events import note_event
 from distflow.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch, and the processes of tools and environments import this package

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.key_usage import peek
+from distflow.data.episode_events import note_event, on_event
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
-from distflow.environments.episode_events import note_event, on_event
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow, make_workflow
