@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
+from distflow.data.episode_events import note_event, on_event
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
@@ -27,7 +28,6 @@ from distflow.rewards.pool.pool import GivenUp
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
-from distflow.runtime.audit_protocol import on_return
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group
 from distflow.runtime.user_calls.async_calls import deadline_paused
@@ -321,6 +321,8 @@ class _Episodes:
 
     async def _episode(self, index: int) -> Sample:
         group, row = self.group, self.group.row
+        if (note := on_event.get()) is not None:
+            on_event.set(partial(note, index))
         extra, truth = deepcopy((dict[str, Any](row.extra_info or {}), row.ground_truth))  # episodes may change them
         messages = extra.pop(PROMPT_CHAT, None)
         longest = group.params.max_tokens
@@ -347,9 +349,8 @@ class _Episodes:
         work = partial(self.workflow, chat, row, reward)
         try:
             returned = await self.ctx.call_user(work, self.timeout_s, index)
-            if (record := on_return.get()) is not None:
-                segments = self._sample(index, chat, None).segments
-                record((tuple(token for segment in segments for token in segment.token_ids), returned))
+            segments = self._sample(index, chat, None).segments
+            note_event("returned", tuple(token for segment in segments for token in segment.token_ids), returned)
             outcome = read_outcome(returned)
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
@@ -375,6 +376,7 @@ class _Episodes:
         """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last one), or a text."""
         assert self.reward_fn is not None
         in_episode.set(True)
+        note_event("judged", reply.text if isinstance(reply, Reply) else reply)
         sample = self._sample(index, chat, None)
         text = reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
         with self.requests.scoring(index):
