@@ -139,7 +139,7 @@ KEYS = {
 """Of each preset the checks that do not apply, and the columns that are compared with the models' own forward."""
 
 
-ELSEWHERE = {"resume", "turns", "validation", "curriculum"}
+ELSEWHERE = {"resume", "turns", "validation", "curriculum", "episodes", "judge_answers", "skipped_rows"}
 
 
 @pytest.mark.parametrize("preset", KEYS)

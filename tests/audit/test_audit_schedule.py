@@ -99,11 +99,13 @@ def test_quick_looks_come_where_looks_have_used_up_their_share(clock: list[float
     schedule = AuditSchedule(20, 0)
     clock[0] = 1000.0
     assert schedule.looks_at(0) is schedule.looks_at(10) is Depth.LOOK
-    spend(schedule, clock, 20, Depth.LOOK, 9.0)
+    spend(schedule, clock, 20, Depth.LOOK, 4.5)
     assert schedule.looks_at(9) is Depth.LOOK, "one of the first is made whatever it costs"
     assert schedule.looks_at(21) is Depth.QUICK
-    spend(schedule, clock, 21, Depth.QUICK, 9.0)
-    assert schedule.looks_at(22) is Depth.NONE
+    spend(schedule, clock, 21, Depth.QUICK, 2.5)
+    assert schedule.looks_at(22) is Depth.BASE
+    spend(schedule, clock, 22, Depth.BASE, 8.5)
+    assert schedule.looks_at(22) is Depth.NONE, "the share of what most steps have is used up too"
     clock[0] = 1200.0
     assert schedule.looks_at(23) is Depth.LOOK
     assert AuditSchedule(0, 0).looks_at(0) is Depth.NONE
@@ -117,13 +119,13 @@ def test_what_the_first_ones_cost_is_made_up_for_and_said(clock: list[float]) ->
     assert "audits took 100.0 s, 10.0% of the run's time, more than 2%: the first 3 audits" in schedule.cost(5.0)
     assert schedule.cost(200.0) == ""
     spend(schedule, clock, 30, Depth.LOOK, 5.0)
-    assert schedule.looks_at(31) is Depth.QUICK, "half of the share of 8 s while more than 2 % is spent"
+    assert schedule.looks_at(31) is Depth.QUICK, "half of the share of 4 s while more than 2 % is spent"
     spend(schedule, clock, 31, Depth.NONE, 0.0)
     clock[0] = 6000.0
     assert schedule.cost(0.0) == ""
     spend(schedule, clock, 32, Depth.LOOK, 40.0)
     assert schedule.looks_at(33) is Depth.QUICK
-    clock[0] = 7300.0
+    clock[0] = 11300.0
     assert schedule.looks_at(33) is Depth.LOOK, "all of the share again"
 
 

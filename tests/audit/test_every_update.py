@@ -29,7 +29,7 @@ NORM = ("algorithm.adv_norm.mean_level=batch", "algorithm.adv_norm.std_level=bat
 
 @pytest.fixture
 def playground(tmp_path: Path, monkeypatch: Patch) -> Playground:
-    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.BASE)
     return Playground(tmp_path, num_rows=64)
 
 

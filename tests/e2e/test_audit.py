@@ -11,7 +11,7 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
-from distflow.audit import rewards as audit_rewards
+from distflow.audit import reward_calls
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
@@ -563,7 +563,7 @@ FAULTS = {
             patch.setattr(
                 module, "call_arguments", lambda domain, text, *rest: call_arguments(domain, text.strip(), *rest)
             )
-            for module in (router, audit_rewards)
+            for module in (router, reward_calls)
         ],
         "reward_results",
     ),

@@ -366,11 +366,14 @@ async def slow(chat, row):
 
 
 def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
-    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does not matter."""
+    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does not matter. Later
+    turns find the keys and values of earlier ones of the same step, and of no other."""
     (playground.folder / "slow.py").write_text(SLOW)
+    playground.write_rows([{"prompt": f"{'ab' * 12}{i}=", "answer": "7"} for i in range(4)])
     common = (
         "grpo",
         f"{WORKFLOW}={playground.folder}/slow.py:slow",
+        "data.max_prompt_length=32",
         "data.max_response_length=30",
         "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
         "trainer.save_freq=2",
@@ -380,5 +383,6 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> 
     playground.run(*common, "trainer.total_training_steps=2", name="parts")
     parts = playground.run(*common, "trainer.total_training_steps=4", name="parts")
     assert max(row["episodes/turns"] for row in whole.metrics()) > 1.2
+    assert min(row["episodes/prefix_cache_hit_rate"] for row in whole.metrics()) > 0.1
     for name, weight in whole.weights(4).items():
         assert torch.equal(weight, parts.weights(4)[name]), name

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from distflow.audit.auditor import Auditor
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.kv_slots import PromptCache
+from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.hf import HFEngine
 
 BEGIN = 6
@@ -146,4 +147,19 @@ def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
     patch.setattr(PromptCache, "clear", lambda self: None)
     patch.setattr(PromptCache, "rows", rows)
     patch.setattr(HFEngine, "_generate", by_transformers)
+    return late
+
+
+def serve_old_prefixes(patch: pytest.MonkeyPatch) -> Late:
+    """What turns of episodes left in the prefix cache is found after weight updates."""
+    late, find, add, clear = Late(patch), PrefixCache.find, PrefixCache.add, PrefixCache.clear
+
+    def found(self: PrefixCache[Any], root: Any, tokens: tuple[int, ...]) -> list[Any]:
+        blocks = find(self, ("any",) if late.begun else root, tokens)
+        late.times += bool(blocks) and late.begun
+        return blocks
+
+    patch.setattr(PrefixCache, "find", found)
+    patch.setattr(PrefixCache, "add", lambda self, root, *rest: add(self, ("any",) if late.begun else root, *rest))
+    patch.setattr(PrefixCache, "clear", lambda self: None if late.begun else clear(self))
     return late

@@ -18,6 +18,7 @@ from tests.incidents.served import (
     scaled,
     serve,
     serve_old_kv,
+    serve_old_prefixes,
 )
 from tests.sparse_params import BY_HAND
 
@@ -90,3 +91,35 @@ def test_the_same_run_without_a_fault(playground: Playground, mode: str) -> None
     assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
     looks = [event.fields["checks"] for event in read_events(found.folder) if event.kind == "looks"]
     assert sum(checks.get("loss", 0) for checks in looks) > 0
+
+
+TURNS = """
+async def turns(chat, row):
+    reply = await chat.ask(row.prompt, max_tokens=18)
+    while chat.turns < 3:
+        reply = await chat.ask("=?", max_tokens=18)
+    return float(sum(reply.token_ids) % 7)
+"""
+
+
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_planted", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_turns_over_keys_and_values_of_older_weights(
+    playground: Playground, monkeypatch: Patch, is_planted: bool, max_staleness: int
+) -> None:
+    """NVIDIA-NeMo/RL#4018 again, in the prefix cache of episodes. Without the fault the same run is silent."""
+    (playground.folder / "turns.py").write_text(TURNS)
+    playground.write_rows([{"prompt": f"{'ab' * 12}{i}=", "answer": "7"} for i in range(4)])
+    keys = [line for line in playground.overrides("run") if "reward" not in line.partition("=")[0]]
+    monkeypatch.setattr(playground, "overrides", lambda name, *more: [*keys, *more])
+    options = (f"{ROLLOUT}.workflow={playground.folder}/turns.py:turns", f"async.max_staleness={max_staleness}")
+    lengths = ("data.max_prompt_length=32", "data.max_response_length=90", "trainer.total_training_steps=9")
+    if not is_planted:
+        found = playground.run("grpo", *LEARNING, *options, *lengths, "trust.audit_freq=2")
+        assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
+        assert all(row["episodes/prefix_cache_hit_rate"] > 0.3 for row in found.metrics())
+        return
+    late = serve_old_prefixes(monkeypatch)
+    with pytest.raises(TrustError, match=r"KV of old weights|canary: .*prefix cache|found \((draws|versions)\)"):
+        playground.run("grpo", *LEARNING, *options, *lengths)
+    assert late.times and BEGIN <= late.taken <= BEGIN + 2

@@ -5,6 +5,7 @@ The formulas are implemented again here, by brute force: one sample after anothe
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,13 +62,13 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
         return "an update of the step was skipped: something in it is not finite"
     why_not = [
         why
-        for _, settings, samples in recorded.by_algorithm()
-        if samples and (why := _check_samples(recorded, settings, samples))
+        for domain, settings, samples in recorded.by_algorithm()
+        if samples and (why := _check_samples(recorded, domain, settings, samples))
     ]
     return why_not[0] if why_not else None
 
 
-def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
+def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """For samples with the same settings."""
     name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
     over_step = {
@@ -89,11 +90,30 @@ def _check_samples(recorded: RecordedStep, settings: AlgorithmConfig, samples: l
     samples = in_baselines(recorded, settings, samples)
     found, counts = formula(samples, options), [_tokens(sample) for sample in samples]
     advantages = finished_advantages([row for row, _ in found], counts, samples, settings)
+    _check_clipped(recorded, domain, settings, samples, [row for row, _ in found])
     for sample, *rows in zip(samples, advantages, [row for _, row in found], strict=True):
         reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
         for column, values in zip(("advantages", "returns"), rows, strict=True):
             check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
     return None
+
+
+def _check_clipped(
+    recorded: RecordedStep, domain: str, settings: AlgorithmConfig, samples: Sequence[Sample], rows: list[list[float]]
+) -> None:
+    """The reported share of the policy's tokens whose advantage was clipped."""
+    bound, name = settings.advantage_clip, "advantage_clip/clipped" + (f"/{domain}" if domain else "")
+    if bound is None or not recorded.is_whole or recorded.partial:
+        return
+    counts = [[m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
+    plain = replace(settings, advantage_clip=None, difficulty_weight=None, length_weight=None)
+    before = finished_advantages(rows, [_tokens(sample) for sample in samples], samples, plain)
+    values = [abs(v) for row, own in zip(before, counts, strict=True) for v, c in zip(row, own, strict=True) if c]
+    expected = sum(value > bound for value in values) / max(len(values), 1)
+    recorded.run.compared.add(name)
+    found = recorded.metrics.get(name, expected)
+    if abs(found - expected) > LIMIT and not any(abs(value - bound) <= LIMIT for value in values):
+        raise Wrong(f"the metric {name} is reported as {found:.6g}, but of the step's advantages it is {expected:.6g}")
 
 
 def audit_moments(recorded: RecordedStep) -> str | None:

@@ -2,20 +2,28 @@
 
 from dataclasses import replace
 
-from distflow.audit import optimizer_steps, rewards
+from distflow.audit import optimizer_steps, reward_calls, rewards
 from distflow.audit.advantages import audit_advantages, audit_moments
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
+from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
-from distflow.audit.metrics import audit_metrics, audit_sample_rows, audit_staleness
+from distflow.audit.metrics import (
+    audit_metrics,
+    audit_sample_rows,
+    audit_staleness,
+    audit_step_metrics,
+    remember_trained,
+)
 from distflow.audit.recorded_step import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.rollout_engine import audit_sampled_tokens, audit_versions, audit_weights
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
+from distflow.audit.skipped_rows import audit_skipped_rows
 from distflow.audit.validation import audit_validation
 
-REMEMBERED_BEFORE = (rewards.remember_rewards, remember_domains)
+REMEMBERED_BEFORE = (rewards.remember_rewards, remember_domains, remember_trained)
 """Keep what the checks of this and of later steps need, in every step, before its checks."""
 
 REMEMBERED_AFTER = (rewards.remember_coefficients,)
@@ -44,8 +52,10 @@ AFTER: tuple[Check, ...] = (
     audit_groups,
     audit_responses,
     audit_masks,
-    rewards.audit_reward_functions,
-    rewards.audit_dropped,
+    audit_episodes,
+    reward_calls.audit_reward_functions,
+    reward_calls.audit_judge_answers,
+    reward_calls.audit_dropped,
     rewards.audit_rewards,
     rewards.audit_kl_control,
     audit_correction,
@@ -60,16 +70,19 @@ AFTER: tuple[Check, ...] = (
 )
 """Run at the step's end."""
 
-OF_EVERY_STEP: tuple[Check, ...] = (
+OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),
     replace(optimizer_steps.audit_mini_batches, run=optimizer_steps.audit_each_sample_once),
     replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
     optimizer_steps.audit_gradients,
     replace(audit_advantages, run=audit_moments),
-    audit_metrics,
+    replace(audit_metrics, run=audit_step_metrics),
 )
-"""Cheap enough for every step: rows of groups, mini-batches, learning rates, sum and norm of each gradient, mean and
-variance of whitened advantages, and metrics."""
+"""Cheap enough for most steps: rows of groups, mini-batches, learning rates, sum and norm of each gradient, mean and
+variance of whitened advantages, and metrics of samples and updates."""
+
+OF_LOOKS: tuple[Check, ...] = (*OF_MOST_STEPS[:-1], audit_metrics)
+"""The same for steps that are looked at."""
 
 LOOK_AFTER = tuple(
     check
@@ -81,11 +94,14 @@ LOOK_AFTER = tuple(
 QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("responses", "reward_results", "kl_control"))
 """Run there if a look costs too much, on one group; the models are not run, and no reward function is called."""
 
-OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, rewards.audit_reward_functions)
+OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, reward_calls.audit_reward_functions)
 """Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
 
-AT_RELEASE: tuple[Check, ...] = (audit_curriculum, replace(audit_metrics, run=audit_staleness))
+AT_RELEASE: tuple[Check, ...] = (audit_curriculum, audit_skipped_rows)
 """Run in every step on its metrics, once the sample queue has added its own."""
 
-CHECKS = (*AT_START, *AFTER[:9], *BEFORE, *AFTER[9:], *OF_VALIDATION, audit_curriculum)
+OF_RELEASED: tuple[Check, ...] = (replace(audit_metrics, run=audit_staleness),)
+"""Run there in most steps."""
+
+CHECKS = (*AT_START, *AFTER[:11], *BEFORE, *AFTER[11:], *OF_VALIDATION, audit_curriculum, audit_skipped_rows)
 """All checks in the order of a step, for readers."""

@@ -13,7 +13,8 @@ from distflow.audit.recorded_step import RecordedStep
 
 SHARE = 0.02
 """The share of the run's time that everything here may take. If the first audits and looks, which are made whatever
-they cost, took more, later ones have half of their shares until that is made up for."""
+they cost, took more, later ones have half of their shares until that is made up for; not what most steps have, which
+finds rare faults."""
 
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
@@ -23,17 +24,19 @@ NUM_FIRST_LOOKS = 10
 
 
 class Depth(IntEnum):
-    """How much of a step is checked, besides what is checked of every step: something of a group and of one update; of
-    two groups, and the models on one sample; all of it."""
+    """How much of a step is checked: nothing but counts; each update's gradient and the metrics; besides something of a
+    group and of one update; of two groups, and the models on one sample; all of it."""
 
     NONE = 0
-    QUICK = 1
-    LOOK = 2
-    AUDIT = 3
+    BASE = 1
+    QUICK = 2
+    LOOK = 3
+    AUDIT = 4
 
 
-SHARES = {Depth.AUDIT: 0.004, Depth.LOOK: 0.008, Depth.QUICK: 0.008}
-"""The shares of audits, of looks at other steps, and of quick looks at the steps that are left."""
+SHARES = {Depth.AUDIT: 0.004, Depth.LOOK: 0.004, Depth.QUICK: 0.002, Depth.BASE: 0.008}
+"""The shares of audits, of looks at other steps, of quick looks at the steps that are left, and of what most others
+have. The rest is what counts take."""
 
 
 class AuditSchedule:
@@ -83,7 +86,7 @@ class AuditSchedule:
             return Depth.NONE
         if step < self._first_step + NUM_FIRST_LOOKS or self._affords(Depth.LOOK):
             return Depth.LOOK
-        return Depth.QUICK if self._affords(Depth.QUICK) else Depth.NONE
+        return next((depth for depth in (Depth.QUICK, Depth.BASE) if self._affords(depth)), Depth.NONE)
 
     def begins(self, step: int) -> None:
         """Call when an audit starts."""
@@ -138,7 +141,7 @@ class AuditSchedule:
 
     def _affords(self, depth: Depth) -> bool:
         run_s = time.monotonic() - self._began
-        is_behind = self._spent_s > SHARE * run_s
+        is_behind = self._spent_s > SHARE * run_s and depth is not Depth.BASE
         return self._spent_s_of[depth] <= SHARES[depth] * run_s * (0.5 if is_behind else 1.0)
 
     def _is_named(self, step: int) -> bool:

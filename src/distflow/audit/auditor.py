@@ -99,6 +99,7 @@ class Auditor:
         """How often looks made each check since they were last told."""
         self._watch: UpdateWatch | None = None
         self._gradients: dict[str, GradientWatch] = {}
+        self._gradient: GradientWatch | None = None  # of the current update
         self._validated = -1  # steps before the last validation
         self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
@@ -107,7 +108,7 @@ class Auditor:
     def _group_kept(self, record: GroupRecord, batch: Batch) -> None:
         """On a worker that only generates, which takes no step: check a group as it goes to the sample queue."""
         group = record.prompt_group
-        if self._schedule.looks_at(group.version):
+        if self._schedule.looks_at(group.version) > Depth.BASE:
             with self._schedule.timed(group.version, Depth.LOOK):
                 part = RecordedStep(self._run, group.version, {group.group_id: record}, (), batch, None, {}, {})
                 part.partial = True
@@ -188,9 +189,10 @@ class Auditor:
             self._watch = None
         elif step is not None and step.updates:
             step.updates[-1].metrics = metrics
-            if role in self._gradients:
-                with self._schedule.timed(step.step, Depth.NONE):
-                    self._gradients[role].end(step.updates[-1])
+            if self._gradient is not None:
+                with self._schedule.timed(step.step, self._looks):
+                    self._gradient.end(step.updates[-1])
+                self._gradient = None
         self._updates[role] = self._updates.get(role, 0) + int(not metrics.get("skipped"))
 
     def step_trained(self, metrics: Mapping[str, float]) -> None:
@@ -199,7 +201,7 @@ class Auditor:
             return
         audits = self._due or self._recorded is not None
         depth = Depth.AUDIT if audits else self._looks
-        may_draw = depth is not Depth.NONE  # functions of the user's, which may be called again
+        may_draw = depth > Depth.BASE  # functions of the user's, which may be called again
         lent = global_generators.lent(global_generators.states()) if may_draw else nullcontext()
         with self._schedule.timed(taken.step, depth), lent:
             if audits and self._recorded is None:
@@ -208,12 +210,12 @@ class Auditor:
                 remember(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
-                self._recorded.measured = self._measured
+                self._recorded.measured, self._recorded.after = self._measured, taken.batch
                 self.groups.dropped = None
                 self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
-            elif self._schedule.frequency > 0:
+            elif self._looks:
                 self._look_after(taken, metrics)
         self._tell(taken.step)
         taken.metrics = metrics
@@ -225,8 +227,9 @@ class Auditor:
         if self._schedule.frequency > 0:
             released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
             released.metrics = metrics
-            with self._schedule.timed(step, Depth.NONE):
-                self._count(self._check(all_checks.AT_RELEASE, released))
+            is_due = self._due or self._looks > Depth.NONE
+            with self._schedule.timed(step, self._looks):
+                self._count(self._check((*all_checks.AT_RELEASE, *all_checks.OF_RELEASED[: int(is_due)]), released))
             every = self._run.spec.data.validates.steps if self._run.spec.validation else 0
             knows = self._run.spec.plan.generates or self._run.resources.actor is not None
             leads = self._run.inputs.ports.everyone.rank == 0 and knows
@@ -258,17 +261,18 @@ class Auditor:
     def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """Check the models on one sample before the first update, and watch one drawn update of each role."""
         number = len(taken.updates_of(role))
-        if self._looks and self._look is None:
+        if self._looks > Depth.BASE and self._look is None:
             self._look = self._few_groups(taken, batch)
             if self._looks is Depth.LOOK:
                 self._run.bring()
                 self._count(self._check(all_checks.LOOK_BEFORE, self._look))
         if self._look is None or number != drawn_update(taken, role):
             taken.updates.append(UpdateRecord(role, engine, loss, batch))
-            if self._schedule.frequency > 0:
+            if self._looks:
                 if role not in self._gradients:
                     self._gradients[role] = GradientWatch(engine)
-                self._gradients[role].begin(taken.updates[-1], self._updates.get(role, 0))
+                loss = self._gradient = self._gradients[role]
+                self._gradient.begin(taken.updates[-1], self._updates.get(role, 0))
                 if changed := taken.updates[-1].changed:
                     what = f"{', '.join(changed)} of the {role} changed between two optimizer steps"
                     self._run.warn(
@@ -299,8 +303,9 @@ class Auditor:
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
         whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
         whole.updates, whole.metrics = taken.updates, metrics
-        self._check(all_checks.OF_EVERY_STEP, whole)
-        if not self._looks:
+        is_looked_at = self._looks > Depth.BASE
+        self._check(all_checks.OF_LOOKS if is_looked_at else all_checks.OF_MOST_STEPS, whole)
+        if not is_looked_at:
             return
         look = self._look or self._few_groups(taken, taken.batch)
         watched = {uid for update in taken.updates for micro in update.micros for uid in micro.recorded}

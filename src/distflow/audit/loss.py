@@ -1,8 +1,10 @@
 """Checks: correction weights are the trainer's probability over the engine's; the loss is the sum of its terms, and its
 gradient by each token's log-prob is the formula's."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from distflow.audit.policy_losses import (
     FORMULAS,
     Formula,
     Tokens,
+    bounds,
     importance_weights,
     may_be_selected,
     ratio_to,
@@ -241,8 +244,11 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
         if update.role == "critic":
             is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
             expected["vf_clipfrac"] = float(is_clipped[counted].double().mean())
+            expected["vpred_mean"] = float(batch.outputs["values"][counted].mean())
         elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
-            expected["ppo_kl"] = float((batch.columns["old_log_probs"] - batch.outputs["log_probs"])[counted].mean())
+            expected |= _of_ratios(batch, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
+    prefix = "actor" if update.role == "actor" else "critic"
+    recorded.run.compared.update({f"{prefix}/{name}" for name in expected})
     for name, value in expected.items():
         found = float(update.metrics.get(name, value))
         if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
@@ -250,6 +256,25 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
                 f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but its micro-batches on "
                 f"all ranks give {value:.6g}: it includes padding, or uses another mean than the config's"
             )
+
+
+def _of_ratios(
+    batch: MiniBatch, options: Mapping[str, Any], name: str, reported: Mapping[str, float]
+) -> dict[str, float]:
+    """Statistics of the ratio to the old policy. Where rounding decides whether a token is clipped, either counts."""
+    gap, advantages = (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted], batch.columns
+    found = {"ppo_kl": float(-gap.mean()), "log_ratio_abs": float(gap.abs().mean())}
+    if name != "vanilla":
+        return found
+    own, (low, high), most = advantages["advantages"][batch.counted], bounds(options), options["clip_ratio_c"]
+    shares, lower = list[float](), list[float]()
+    for moved in (-KINK, 0.0, KINK):
+        ratio = ratio_to(gap, torch.zeros_like(gap)) * math.exp(moved)
+        shares.append(float((((own > 0) & (ratio > 1 + high)) | ((own < 0) & (ratio < 1 - low))).double().mean()))
+        lower.append(float(((own < 0) & (ratio > most)).double().mean()) if most is not None else 0.0)
+    for key, values in (("pg_clipfrac", shares), ("pg_clipfrac_lower", lower)):
+        found[key] = min(values, key=lambda value: abs(value - reported.get(key, value)))
+    return found
 
 
 def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:

@@ -3,9 +3,11 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 
+from distflow.audit.node_metrics import NOT_RECOMPUTED, between, merged, parts_of
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
 from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
@@ -26,13 +28,34 @@ COLUMNS |= {name: name for name in ("domain", "finish_reason", "reward_parts")}
     limit=f"{LIMIT:g} relative",
 )
 def audit_metrics(recorded: RecordedStep) -> str | None:
+    audit_step_metrics(recorded)
+    own = {name: (values, weight) for name, values, weight in parts_of(recorded)}
+    wanted = merged(recorded.run.ranks.gather(own))
+    _compare(recorded, ((name, between(recorded.metrics.get(name, 0.0), values)) for name, values in wanted))
+    left = [name for name in recorded.metrics if name not in recorded.run.compared and not _has_reason(name)]
+    return f"nothing computes {', '.join(left[:5])} again" if left else None
+
+
+def audit_step_metrics(recorded: RecordedStep) -> str | None:
+    """Those that cost the least."""
     _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
     return None
 
 
+def _has_reason(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in NOT_RECOMPUTED)
+
+
+def remember_trained(recorded: RecordedStep) -> None:
+    """Count the groups that were trained on since the run's start."""
+    kept = recorded.run.state.setdefault("trained", {})
+    if kept or recorded.step == 0:
+        kept["groups"] = kept.get("groups", 0) + len(recorded.group_ids)
+
+
 def audit_staleness(recorded: RecordedStep) -> str | None:
     """Of the metrics that a step has once it is released."""
-    _compare(recorded, _of_versions(recorded))
+    _compare(recorded, (*_of_versions(recorded), *_of_groups(recorded)))
     return None
 
 
@@ -69,6 +92,7 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
 
 def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> None:
     for name, expected in wanted:
+        recorded.run.compared.add(name)
         found = recorded.metrics.get(name, expected)
         if repr(found) != repr(expected) and not abs(found - expected) <= LIMIT * abs(expected) + 1e-6:
             raise Wrong(
@@ -87,7 +111,8 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     is_truncated = torch.tensor(
         [reason in ("length", "context") for reason in batch["finish_reason"]], dtype=torch.bool
     )
-    longest = torch.tensor([*map(_longest, recorded.samples)])
+    has_forks = "forks" in batch and any(batch["forks"])
+    longest = torch.tensor([*map(_longest, recorded.samples)]) if has_forks else lengths
     columns = (longest, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
     own = torch.stack([column.double() for column in columns])
     parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict
@@ -143,12 +168,28 @@ def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, flo
 def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     """The staleness of generated tokens, over all ranks, each of which calls it."""
     versions = recorded.batch.flat("versions")
-    ages = (recorded.step - versions)[versions >= 0]
-    tokens = sum(recorded.run.ranks.gather(Counter(ages.tolist())), Counter[int]())
+    ages, counts = (recorded.step - versions)[versions >= 0].unique(return_counts=True)
+    own = Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
+    tokens = sum(recorded.run.ranks.gather(own), Counter[int]())
     if number := tokens.total():
         yield "async/version_diff/mean", sum(age * count for age, count in tokens.items()) / number
         yield "async/version_diff/max", max(tokens)
+        yield "async/version_start", recorded.step - max(tokens)
+        yield "async/version_end", recorded.step - min(tokens)
         yield from ((f"async/staleness/{age}", count / number) for age, count in tokens.items())
+
+
+def _of_groups(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
+    """Counts of groups, which must add up. Groups that were trained on are counted from the run's start."""
+    metrics, kept, data = recorded.metrics, recorded.run.state.get("trained"), recorded.run.spec.data
+    dropped = [count for name, count in metrics.items() if name.startswith("async/dropped/")]
+    yield "async/rejected", math.fsum(dropped)
+    yield "async/stale_data_count", metrics.get("async/dropped/stale", 0.0)
+    yield "async/submitted", metrics.get("async/enqueued", 0.0)
+    if kept and not (data.max_staleness or data.oversampling or data.skips):
+        yield "async/accepted", float(kept["groups"])
+        known = metrics.get("async/accepted", 0.0) + metrics.get("async/rejected", 0.0)
+        yield "async/enqueued", known + metrics.get("async/running", 0.0)
 
 
 def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
@@ -179,3 +220,5 @@ def _of_updates(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
         for name, values in found.items() if names.count(prefix) == 1 else ():
             if name not in ("skipped", "empty"):
                 yield f"{prefix}/{name}", math.fsum(values) / len(values)
+        for name in ("skipped", "empty") if names.count(prefix) == 1 else ():
+            yield f"{prefix}/{name}", math.fsum(metrics.get(name, 0.0) for metrics in updates)

@@ -47,6 +47,13 @@ def audit_each_sample_once(recorded: RecordedStep) -> str | None:
         return "a user's node chooses the mini-batches"
     for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
         _each_once(recorded, role, recorded.updates_of(role))
+    for update in recorded.updates:
+        uids = [uid for micro in update.micros for uid in micro.uids]
+        if update.micros and sorted(uids) != sorted(update.uids):
+            raise Wrong(
+                f"the micro-batches of a mini-batch of the {update.role} hold {len(uids)} samples, the mini-batch "
+                f"{len(update.uids)}: some were left out or used twice"
+            )
     return None
 
 

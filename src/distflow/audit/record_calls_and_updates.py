@@ -16,10 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
+from distflow.data.episode_events import on_event
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
-from distflow.runtime.audit_protocol import on_return
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
@@ -30,13 +30,16 @@ MAX_STRIPED = 2**24
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """generated: each request with its result. scored: the reward function's name, arguments and result. returned:
-    the tokens of each episode, and what its workflow returned."""
+    """generated: each request with its result. scored: the reward function's name, arguments and result. events: of
+    each episode, by its index, see `on_event`."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
     scored: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
-    returned: list[tuple[tuple[int, ...], object]] = field(default_factory=list)
+    events: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
+
+    def add_event(self, index: int, *event: object) -> None:
+        self.events.setdefault(index, []).append(event)
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
@@ -57,7 +60,7 @@ class GroupRecords:
     def begin(self, prompt_group: PromptGroup) -> None:
         record = GroupRecord(prompt_group)
         _current.set(record)
-        on_return.set(record.returned.append)
+        on_event.set(record.add_event)
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         if (record := _current.get()) is not None:
@@ -273,8 +276,9 @@ class UpdateWatch:
 
 class GradientWatch:
     """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: what is left over from
-    the step before, the norm that the optimizer is given, and one weight's sum over micro-batches and ranks. It reads
-    no other tensor, so that every update is watched."""
+    the step before, the norm that the optimizer is given, one weight's sum over micro-batches and ranks, and which
+    samples the loss function is called with, in whose place it is called. It reads no other tensor, so that every
+    update is watched."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._group = engine, getattr(engine, "group", OneRank())
@@ -282,11 +286,13 @@ class GradientWatch:
         self._striped = [] if any(isinstance(p, DTensor) for _, p in self._trained) else _small(self._trained)
         self._handles = list[Any]()
         self._last: tuple[int, str, Stripe] | None = None
+        self._record: UpdateRecord
+        self.outputs: tuple[str, ...] = ()
 
     def begin(self, record: UpdateRecord, turn: int) -> None:
         """turn: the number of optimizer steps before. Two in a row watch the same weight, so that it is known whether
         anything else changed it, or its moments, between them."""
-        record.leftover = _leftover(self._trained)
+        self._record, self.outputs, record.leftover = record, record.loss.outputs, _leftover(self._trained)
         if not self._striped:
             return
         optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
@@ -304,6 +310,16 @@ class GradientWatch:
             stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
 
         self._handles += [parameter.register_hook(stripe.contribute), optimizer.register_step_pre_hook(before_step)]
+
+    def counts(self, batch: Batch) -> Counts:
+        return self._record.loss.counts(batch)
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+        self._record.micros.append(MicroRecord(list(micro["uid"]), [], {}))
+        return self._record.loss(outputs, micro, counts)
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        return self._record.loss.finish(sums, counts)
 
     def end(self, record: UpdateRecord) -> None:
         """Call after the step, on all ranks that share the mini-batch."""

@@ -56,7 +56,7 @@ class AuditedRun:
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
     that persist across audits and are in every checkpoint. compare_memory: with what the saved run had, before the
     first update of a step; see `Check.run`. doubts: why the next step is to be audited whole. positions: the last
-    group's number, and its place in its domain, by stream.
+    group's number, and its place in its domain, by stream. compared: metrics that were computed again.
     """
 
     inputs: WorkerInputs
@@ -70,6 +70,7 @@ class AuditedRun:
     compare_memory: Callable[[int], str | None] = lambda step: NOT_APPLICABLE
     doubts: list[str] = field(default_factory=list)
     positions: dict[str, list[int]] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
     _warnings: set[str] = field(default_factory=set)
 
     @property
@@ -145,10 +146,10 @@ class RecordedStep:
     nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
     reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
-    metrics: of the step. measured: by its nodes on this rank, if it is audited. partial: only a few groups of the step.
-    plain: scores of samples that the policy was run on again. drawn: such scores by the weights that generated each
-    token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that are the same in every step,
-    if they are known already.
+    metrics: of the step. measured: by its nodes on this rank, if it is audited, and after: its columns then. partial:
+    only a few groups of the step. plain: scores of samples that the policy was run on again. drawn: such scores by the
+    weights that generated each token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that
+    are the same in every step, if they are known already.
     """
 
     run: AuditedRun
@@ -164,6 +165,7 @@ class RecordedStep:
     updates: list[UpdateRecord] = field(default_factory=list, init=False)
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
     measured: Sequence[Measured] = field(default=(), init=False)
+    after: Batch | None = field(default=None, init=False)
     partial: bool = field(default=False, init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)

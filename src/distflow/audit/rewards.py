@@ -1,238 +1,39 @@
-"""Checks: a sample's scores are its own, and its reward functions give them again; the score is their weighted sum, on
-the sample's last token; the reward is the score minus the KL, by the coefficient of the config or the controller."""
+"""Checks: the score is the weighted sum of a sample's scores, on the tokens where it was earned; the reward is the
+score minus the KL, by the coefficient of the config or the controller."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW
+from distflow.audit.episodes import rewards_of_turns
 from distflow.audit.normalization import finished_rewards, whitened
 from distflow.audit.record_calls_and_updates import GroupRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check, check_close, doubles
-from distflow.audit.samples import ROUNDING, does_not_apply, filtered_values, functions_of, in_baselines
+from distflow.audit.recorded_step import (
+    NOT_APPLICABLE,
+    RecordedStep,
+    Sample,
+    Wrong,
+    check,
+    check_close,
+    doubles,
+    index_of,
+)
+from distflow.audit.reward_calls import LIMIT
+from distflow.audit.samples import does_not_apply, functions_of, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
-from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
-from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
-from distflow.rewards.score import RewardResult, Score
-from distflow.rewards.self_check import ECHO, echo
-
-LIMIT = 1e-4
-MOST, FEW = 16, 2
-TRIES, MOST_TWICE = 6, 4
-_DECIDES_WITHIN_S = 5.0
-"""Minimum time to find the cause of a difference, so that a busy machine is not taken for a nondeterministic
-function."""
-
-
-@check(
-    "reward_results",
-    "each reward function was called with the sample's own text and ground truth; its score is the sample's, and is "
-    "equal in a second call; the accuracy is that of one of the scores",
-    needs="deterministic functions of reward.functions; for batched functions only the arguments are checked",
-    limit=f"equal, {MOST} samples, as far as time allows",
-)
-def audit_reward_functions(recorded: RecordedStep) -> str | None:
-    if recorded.run.resources.reward_fn is None:
-        return NOT_APPLICABLE
-    if not recorded.is_ours("reward_parts"):
-        return "no built-in node or workflow decides the scores"
-    if recorded.budget_s:
-        _check_calls(recorded)
-    seen, differing = 0, list[tuple[Sample, str, str]]()
-    drawn = recorded.some_samples(MOST)
-    if not recorded.is_ours("responses"):  # an episode that fails may never have asked for a score
-        drawn = [sample for sample in drawn if sample["valid"] and sample["reward_errors"] is None]
-    for sample in drawn:
-        if (record := recorded.record_of(sample)) is not None:
-            for name in functions_of(recorded, sample):
-                _own_score(recorded, record, sample, name)
-            _own_accuracy(recorded, record, sample)
-    drawn.sort(key=lambda sample: (not sample["valid"], float(sample["token_level_scores"].sum())))
-    began = time.monotonic()  # so that a busy machine has time for one call
-    for sample in drawn[: FEW if recorded.partial else MOST]:  # the lowest: a failure may be one
-        record = recorded.record_of(sample)
-        budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
-        if record is None or time.monotonic() - began >= budget_s:
-            continue
-        for name in functions_of(recorded, sample):
-            if name not in recorded.run.state.get("not_deterministic", []):
-                what = _compare(recorded, record, sample, name)
-                differing += [(sample, name, what)] if what is not None else []
-                seen += 1
-    if recorded.partial:  # one sample cannot say why
-        recorded.run.doubts.extend(what for _, _, what in differing)
-    else:
-        _explain_differences(recorded, differing, seen)
-    return None if seen else "no reward function could be called again in time, or none is deterministic"
-
-
-@check(
-    "dropped",
-    "a group that the filter dropped has equal values on all its samples, or a mean outside `mean_range`, by scores "
-    "of a second call",
-    needs="a group that was dropped since the last audit, not by a user's function",
-    limit="equal, one group",
-)
-def audit_dropped(recorded: RecordedStep) -> str | None:
-    if recorded.dropped is None:
-        return NOT_APPLICABLE
-    record, reason, batch = recorded.dropped
-    settings = recorded.config.algorithm.filter_groups
-    if reason not in (ALL_EQUAL, MEAN_TOO_LOW, MEAN_TOO_HIGH):
-        return NOT_APPLICABLE
-    part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
-    scored = [sample for sample in part.samples if sample["valid"] and sample.get("reward_errors") is None]
-    values, (low, high) = filtered_values(settings.metric, part.samples), settings.mean_range or (-math.inf, math.inf)
-    mean, number = math.fsum(values) / max(len(values), 1), record.prompt_group.group_id
-    if reason == ALL_EQUAL and max(values, default=0.0) - min(values, default=0.0) > ROUNDING:
-        what = f"for one {settings.metric} on all its samples, but has {sorted(set(values))}"
-        raise Wrong(f"group {number} was dropped {what}")
-    if (reason == MEAN_TOO_LOW and mean > low + ROUNDING) or (reason == MEAN_TOO_HIGH and mean < high - ROUNDING):
-        raise Wrong(f"group {number} was dropped as {reason}, but the mean of its {settings.metric} is {mean:g}")
-    for name in functions_of(part, scored[0]) if scored and recorded.is_ours("reward_parts") else ():
-        if name not in recorded.run.state.get("not_deterministic", []):
-            recorded.run.doubts.extend(filter(None, [_compare(part, record, scored[0], name)]))
-    return None
-
-
-def _check_calls(recorded: RecordedStep) -> None:
-    """A function that fails gives no score; one that returns a number made of its arguments gives that of a sample's,
-    so that nothing cuts, swaps, rounds or caches on the way to a reward function and back."""
-    failed = recorded.run.call_reward(FAILS, call_arguments("", "", "", {}))
-    if isinstance(failed, Score):
-        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
-    known = [(sample, record) for sample in recorded.some_samples(1) if (record := recorded.record_of(sample))]
-    for sample, record in known:
-        row, text = recorded.run.spec.rows[record.prompt_group.row], str(sample["responses"])
-        first, last = f" {text}{ECHO}", f"{text[::-1]}\n"
-        texts = (first + last, first + "x" + last, (first + last)[::-1].replace(ECHO[::-1], ECHO))
-        for said in texts[:1] if recorded.partial else texts:
-            own = (said, row.ground_truth, row.extra_info or {})
-            result = recorded.run.call_reward(FAILS, call_arguments(row.domain, *own))
-            if isinstance(result, Score) and result.value != echo(*own):
-                what = f"a number made of the arguments of sample {sample['uid']} came back as {result.value!r}"
-                raise Wrong(f"{what}, not {echo(*own)!r}: reward functions get other arguments, or give other scores")
-
-
-def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
-    """The sample's score, None if it has an error; raises Wrong if the sample was scored by another text, or holds
-    another sample's score."""
-    wanted = _arguments(recorded, sample)
-    del wanted[PROMPT]  # a user's rollout may ask something else than the row
-    own = [
-        result
-        for called, given, result in record.scored
-        if called == name
-        and {**{key: given.get(key) for key in wanted}, "extra_info": given.get("extra_info") or {}} == wanted
-    ]
-    if not own:
-        text, truth = wanted["solution_str"][:80], str(wanted["ground_truth"])[:80]
-        raise Wrong(
-            f"reward function '{name}' was never called with the response of sample {sample['uid']} ({text!r}) and the "
-            f"ground truth ({truth!r}), domain and extra_info of its row: it was scored with another's data"
-        )
-    # A sample with a reward error may be valid: reward.on_error can give it a score.
-    score, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
-    gave = [None if DOES_NOT_APPLY in result.extra else result.value for result in own if isinstance(result, Score)]
-    if valid and score not in gave:
-        raise Wrong(
-            f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave {_shown(own)} for "
-            "its response: scores are assigned to other samples, or a failed one was counted, as a 0 say"
-        )
-    if not valid and sample.get("reward_errors") is None:
-        raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
-    return score if valid else None
-
-
-def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -> None:
-    """`acc`, by which groups are filtered and a sample is right, is that of one of the sample's own scores."""
-    called = [(name, given, own) for name, given, own in record.scored if name in functions_of(recorded, sample)]
-    if not sample["valid"] or sample.get("reward_errors") is not None or not recorded.is_ours("acc"):
-        return
-    text = _arguments(recorded, sample)["solution_str"]
-    scores = [own for _, given, own in called if given.get("solution_str") == text and isinstance(own, Score)]
-    accuracies = [acc if isinstance(acc := own.extra.get("acc"), float) else own.value for own in scores]
-    if accuracies and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in accuracies):
-        raise Wrong(
-            f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but its reward functions gave "
-            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample"
-        )
-
-
-def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
-    """How the sample's score differs from a new one."""
-    score = _own_score(recorded, record, sample, name)
-    reward_fn = recorded.run.resources.reward_fn
-    if reward_fn is not None and name in reward_fn.pools.takes_groups:
-        return None  # alone it may get another score than in its group
-    again = recorded.run.call_reward(name, _arguments(recorded, sample))
-    if score is None or not isinstance(again, Score) or again.value == score:
-        return None
-    return f"the score was {score}, and is {_shown([again])} in a second call"
-
-
-def _explain_differences(recorded: RecordedStep, differing: Sequence[tuple[Sample, str, str]], num_called: int) -> None:
-    """Samples have recorded scores that the reward function does not give again. If many differ, and the function is
-    consistent over repeated calls, scores were given to other samples before they were recorded; else the function is
-    not deterministic, and is left out from here on."""
-    for name in sorted({name for _, name, _ in differing}):
-        of_this = [(sample, what) for sample, other, what in differing if other == name]
-        sample, what = of_this[0]
-        if len(of_this) >= max(3, num_called / 4) and _are_swapped(recorded, name, [s for s, _ in of_this]):
-            raise Wrong(
-                f"sample {sample['uid']}: {what} by reward function '{name}', and {len(of_this) - 1} more samples "
-                "differ: each has the score of another. Scores were given to other samples"
-            )
-        recorded.run.state.setdefault("not_deterministic", []).append(name)
-        recorded.run.warn(
-            f"reward function '{name}' is not deterministic: for sample {sample['uid']} {what}. Its scores cannot be "
-            "checked, and are left out of the audit from here on. If it scores a sandbox or service that fails, or a "
-            "timeout, as 0, let it raise instead: reward errors are retried, then left out of the loss and counted"
-        )
-
-
-def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -> bool:
-    """Whether the reward function is consistent over repeated calls, within the time budget, and the samples have its
-    scores of other samples."""
-    began, few = time.monotonic(), samples[:MOST_TWICE]
-    calls = [_arguments(recorded, sample) for sample in few]
-    scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
-    for _ in range(TRIES - 1):
-        if time.monotonic() - began > max(recorded.budget_s, _DECIDES_WITHIN_S):
-            return False
-        if scores != [_shown([recorded.run.call_reward(name, call)]) for call in calls]:
-            return False
-    differ = {sample["uid"] for sample in samples}
-    others = [sample for sample in recorded.some_samples(MOST) if sample["uid"] not in differ]
-    known = {*scores, *(str(sample["reward_parts"].get(name)) for sample in others)}
-    return all(str(sample["reward_parts"].get(name)) in known for sample in few)
-
-
-def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
-    """Of a call for the sample alone, by its row and its tokens. A user's node says itself which text is scored."""
-    row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
-    text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
-    text = text if recorded.is_ours("responses") else sample["responses"]
-    truth, extra_info = row.ground_truth, row.extra_info or {}
-    return {PROMPT: row.prompt_text, **call_arguments(row.domain, text, truth, extra_info)}
-
-
-def _shown(results: Sequence[RewardResult]) -> str:
-    return ", ".join(str(each.value) if isinstance(each, Score) else f"no score ({each})" for each in results)
+from distflow.rewards.score import Score
 
 
 @check(
     "rewards",
     "a sample's score is the weighted sum of its own scores and the overlong penalty, or what a workflow returned, on "
-    "its last token, or split over the last tokens of its turns; its rewards are the score minus the KL penalty",
+    "its last token, or each turn's reward on that turn's last one; its rewards are the score minus the KL penalty",
     needs="scores of the built-in reward nodes",
     limit=f"{LIMIT:g} relative",
 )
@@ -244,7 +45,8 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
         if not bool(sample["valid"]):
             continue
         total = _total(recorded, sample)
-        expected = _of_turns(sample)
+        expected = rewards_of_turns(recorded, sample, total)
+        expected = _of_turns(sample) if expected is None else expected
         policy = (sample["response_mask"] > 0).nonzero()
         if len(policy):
             expected[int(policy[-1])] += total - expected.sum()
@@ -258,7 +60,7 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
 
 
 def _of_turns(sample: Sample) -> Tensor:
-    """The rewards of an episode's turns, which only its workflow knows: nothing but the last token of a turn has one.
+    """The rewards of an episode's turns where its events are not known: nothing but the last token of a turn has one.
     0 on all tokens of other samples."""
     if "turn_index" not in sample:
         return torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
@@ -281,6 +83,7 @@ def _check_processed(
     makes_one = is_on(algorithm.reward_norm) or algorithm.reward_clip is not None
     makes_one |= (algorithm.reward_shift, algorithm.reward_scale) != (0, 1)
     counts = [[bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()] for sample in samples]
+    _check_reported(recorded, domain, algorithm, samples, moments)
     rows = []
     for sample, counted, reward in zip(samples, counts, finished_rewards(samples, algorithm, moments), strict=True):
         last = max((token for token, counts_too in enumerate(counted) if counts_too), default=-1)
@@ -294,6 +97,31 @@ def _check_processed(
             reason = f", by its scores {dict(sample['reward_parts'])}"
             check_close(sample, "token_level_rewards", torch.tensor(row, dtype=torch.float64), LIMIT, reason)
     return None
+
+
+def _check_reported(
+    recorded: RecordedStep,
+    domain: str,
+    algorithm: AlgorithmConfig,
+    samples: Sequence[Sample],
+    moments: Mapping[str, float] | None,
+) -> None:
+    """The running moments, and the share of rewards that were clipped."""
+    end, wanted, bound = f"/{domain}" if domain else "", dict[str, float](), algorithm.reward_clip
+    if moments is not None and moments["count"] > algorithm.reward_norm.std_unbiased:
+        freedom = moments["count"] - algorithm.reward_norm.std_unbiased
+        wanted["reward_norm/running_mean"] = moments["mean"]
+        wanted["reward_norm/running_std"] = math.sqrt(moments["squares"] / freedom)
+    if bound is not None and recorded.is_whole and not recorded.partial:
+        rewards = finished_rewards(samples, replace(algorithm, reward_clip=None), moments)
+        scored = [abs(value) for value, sample in zip(rewards, samples, strict=True) if sample["valid"]]
+        if not any(abs(value - bound) <= LIMIT for value in scored):  # there rounding decides
+            wanted["reward_clip/clipped"] = sum(value > bound for value in scored) / max(len(scored), 1)
+    for name, value in wanted.items():
+        recorded.run.compared.add(f"{name}{end}")
+        found = recorded.metrics.get(f"{name}{end}", value)
+        if not abs(found - value) <= LIMIT * max(abs(value), 1.0):
+            raise Wrong(f"the metric {name}{end} is reported as {found:.6g}, but by its scores it is {value:.6g}")
 
 
 def remember_rewards(recorded: RecordedStep) -> None:
@@ -341,6 +169,7 @@ def _check_coefficient(
     if recorded.is_whole and recorded.is_ours("token_level_rewards"):
         _same_mean(recorded, algorithm, suffix, samples)
     found = recorded.metrics.get(f"actor/kl_coef{suffix}")
+    recorded.run.compared.update((f"actor/kl_coef{suffix}", f"actor/reward_kl_penalty{suffix}"))
     if found is None:
         return "the pipeline does not report its coefficient"
     before = recorded.run.state.get("kl_control", {}).get(domain)
@@ -419,15 +248,16 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
 
 
 def _returned(sample: Sample, record: GroupRecord) -> float:
-    """What the workflow returned for the sample's tokens: a number, parts or their `score`, or a reward's result."""
-    ids, found = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist()), list[float]()
-    for returned in (returned for episode, returned in record.returned if episode == ids):
+    """What the workflow returned for the sample's episode: a number, parts or their `score`, or a reward's result."""
+    ids = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
+    for tokens, returned in (values for kind, *values in record.events.get(index_of(sample), ()) if kind == "returned"):
+        if tokens != ids:
+            raise Wrong(f"sample {sample['uid']} has other tokens than its episode")
         value = getattr(getattr(returned, "reward_result", returned), "value", returned)
         parts: Any = value if isinstance(value, Mapping) else {"score": value}
         own = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]
-        with suppress(TypeError, ValueError):  # of a failed or rejected episode with the same tokens
-            found.append(math.fsum(float(value) for value in own))
-    return min(found, key=lambda value: abs(value - float(sample["scores"])), default=math.nan)  # NaN is never close
+        return math.fsum(float(value) for value in own)
+    return math.nan  # it is never close
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:

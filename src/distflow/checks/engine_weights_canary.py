@@ -67,7 +67,8 @@ class Canary:
         params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
 
         async def sample(row: int, prompt: tuple[int, ...]) -> Sample:
-            request = GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row))
+            # The next canary would find the keys and values that this one leaves, if they outlived their weights.
+            request = GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row), may_continue=True)
             (response,) = (await self.rollout.generate(request)).generations
             log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
             policy = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))

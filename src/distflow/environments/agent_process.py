@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from tempfile import TemporaryFile
 from typing import Any, cast
@@ -31,6 +32,15 @@ _NO_EPISODE = {
 there."""
 
 
+_IMPORTED_LATE = {
+    "openai": ("openai.resources.chat.chat", "openai.resources.responses.responses"),
+    "anthropic": ("anthropic.resources.messages.messages",),
+    "httpx": ("httpcore",),
+    "httpx2": ("httpcore2",),
+}
+"""What clients import only with their first call."""
+
+
 class Agent:
     """Loaded in the server process; run in that of an episode."""
 
@@ -41,8 +51,10 @@ class Agent:
         self._function = _loaded("function", function, GIVEN) if function is not None else None
         self._command = command
         self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None
-        for package in {"openai", "anthropic"} & sys.modules.keys():  # here once, and not in each episode
-            import_module(f"{package}.resources")
+        for package in _IMPORTED_LATE.keys() & sys.modules.keys():  # here once, and not in each episode
+            for name in _IMPORTED_LATE[package]:
+                with suppress(ImportError):  # other versions have other modules
+                    import_module(name)
 
     def run(self, environment: Mapping[str, str | None], given: dict[str, Any]) -> object:
         """What the function returns, or the command prints. environment: changes of it; None removes one."""

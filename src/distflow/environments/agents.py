@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
+from distflow.data.episode_events import note_event
 from distflow.environments.chat import Chat, ChatError
 from distflow.errors import hint
 
@@ -35,6 +36,7 @@ def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
         own = replace(chat, name=name, segments=[], messages=[]) if chats else chat
         own.agent, own.max_tokens, own.stop = name, settings.max_tokens, settings.stop
         own.messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        note_event("forked", own.name, (), list(own.messages))
         own.forked(own)
         chats[name] = own
     return chats

@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from distflow.data.episode_events import note_event
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 
@@ -142,6 +144,7 @@ class Chat:
             raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
+        said = content if isinstance(content, str) else deepcopy(content)  # whose owner may change it
         given, messages = self._encoded(content, tools)
         begins = not self.segments
         if begins and len(given) >= self.limits.context:
@@ -166,6 +169,7 @@ class Chat:
             is_tools = messages[0].get("role") == "tool"
             self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))
         self.segments.append(replace(drawn, turn=turn))
+        note_event("turn", self.name, self.templated, said, self.tools, drawn.token_ids)
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
@@ -178,6 +182,7 @@ class Chat:
         of the score is the last turn's. Raises ChatError."""
         if not math.isfinite(value):
             raise ChatError(f"reward({value!r}): pass a finite number")
+        note_event("paid", self.name, value)
         places = [place for place, segment in enumerate(self.segments) if segment.owner == "policy"]
         if not places:
             raise ChatError("reward: there is no reply yet: await chat.ask first")
@@ -196,6 +201,7 @@ class Chat:
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
         fork = replace(self, name=name, segments=begun, messages=history, turns=0, last=None, finish_reason="stop")
+        note_event("forked", name, self.token_ids if begun else (), deepcopy(history))
         self.forked(fork)
         return fork
 

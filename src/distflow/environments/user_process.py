@@ -26,6 +26,7 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
 from distflow.data import global_generators
+from distflow.data.episode_events import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
 
@@ -119,6 +120,7 @@ class UserProcess:
             raise ProcessEnded(str(answer["died"]))
         if "error" in answer:
             raise CallFailed(str(answer["error"]))
+        note_event("called", method, arguments, answer["value"])
         return answer["value"]
 
     def close(self) -> None:

@@ -127,6 +127,40 @@ class DecoderView:
         last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         return PromptKV(keys, values, self._norm(self._body.norm, last))
 
+    def prefill_after(self, prompts: list[tuple[int, ...]], prefixes: list[tuple[Tensor, Tensor]]) -> PromptKV:
+        """As `prefill`, where only the tokens after each prompt's prefix are run, at least one. prefixes: keys and
+        values of the first tokens, `(layers, kv_heads, tokens, head_dim)`."""
+        begins = [keys.shape[-2] for keys, _ in prefixes]
+        rests = [prompt[begin:] for prompt, begin in zip(prompts, begins, strict=True)]
+        width = max(len(rest) for rest in rests)
+        ids = send(torch.tensor([rest + (0,) * (width - len(rest)) for rest in rests]), self.device)
+        first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
+        positions, extent = first[:, None] + torch.arange(width, device=self.device), max(begins) + width
+        hidden = self._embed(ids)
+        shape = (self.num_layers, len(prompts), self.num_kv_heads, extent, self.head_dim)
+        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        values = torch.zeros_like(keys, dtype=self._values_dtype)
+        for row, (old_keys, old_values) in enumerate(prefixes):
+            keys[:, row, :, : begins[row]], values[:, row, :, : begins[row]] = old_keys, old_values
+        cos, sin = (table[positions][:, :, None] for table in self._rotary_rows(extent, hidden))
+        rows = torch.arange(len(prompts), device=self.device)
+        seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
+        for index, layer in enumerate(self._body.layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            keys[index][rows[:, None], :, positions] = key
+            values[index][rows[:, None], :, positions] = value.to(values.dtype)
+            mixed = scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys[index],
+                values[index].to(keys.dtype),
+                attn_mask=seen,
+                scale=layer.self_attn.scaling,
+                enable_gqa=self.num_heads != self.num_kv_heads,
+            )
+            hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
+        longest, hidden = max(len(prompt) for prompt in prompts), self._norm(self._body.norm, hidden[rows, last])
+        return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
+
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token for each row, written to the memory at its position and attending up to it.
 

@@ -56,7 +56,7 @@ class ServedPolicy:
         ) -> tuple[Segment, str]:
             texts = (text for text in stop if isinstance(text, str))
             own = replace(params, max_tokens=most, stop=(*params.stop, *texts))
-            request = GenerateRequest(prompt, (0,), own, stream, num_drawn)
+            request = GenerateRequest(prompt, (0,), own, stream, num_drawn, may_continue=True)
             (made,) = (await generate_whole(self._engine.generate, request)).generations
             return policy_segment(made), made.finish_reason
 

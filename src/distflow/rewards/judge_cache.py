@@ -1,12 +1,17 @@
 """Replies of judges, and what they cost, in one SQLite file that all processes and later runs share."""
 
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
 INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
+"""
+_ABOUT = """
+ALTER TABLE answers ADD COLUMN about TEXT NOT NULL DEFAULT '';
+CREATE INDEX answers_about ON answers (about);
 """
 _BUSY_S = 30.0
 
@@ -27,6 +32,9 @@ class JudgeCache:
         try:
             self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
             self._connection.executescript(_TABLES)
+            if not any(column[1] == "about" for column in self._connection.execute("PRAGMA table_info(answers)")):
+                with suppress(sqlite3.OperationalError):  # another process has just added it
+                    self._connection.executescript(_ABOUT)
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
@@ -35,8 +43,13 @@ class JudgeCache:
         row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
         return None if row is None else str(row[0])
 
-    def put(self, key: str, content: str) -> None:
-        self._do("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, content)
+    def put(self, key: str, content: str, about: str = "") -> None:
+        """about: a hash of what the answer is about, which an audit finds it by, whatever its key."""
+        self._do("INSERT OR REPLACE INTO answers (key, content, about) VALUES (?, ?, ?)", key, content, about)
+
+    def name_older(self, key: str, about: str) -> None:
+        """An answer of a version that kept no hash gets it."""
+        self._do("UPDATE answers SET about = ? WHERE key = ? AND about = ''", about, key)
 
     def spend_call(self, max_calls: int, max_tokens: int) -> None:
         """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent if none is left."""

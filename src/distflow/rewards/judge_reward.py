@@ -94,11 +94,10 @@ async def compute_score(
     content = fill_template(judge_template(template), values, response_characters)
     asked = _request(model, content, temperature, answer_tokens, structured)
     cache = _cache_of(store)
-    key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
-    cached = cache.find(key)
-    if cached is not None:
-        with suppress(ValueError):  # damaged: it is requested again
-            return read_score(cached)
+    key = _hash(json.dumps([base_url, asked], sort_keys=True))
+    about = json.dumps([base_url, model, solution_str, ground_truth], default=str)
+    if (known := _known(cache, key, about)) is not None:
+        return known
     secret = _secret(key_variable, base_url)
     try:
         body = await _ask(asked, _client(base_url, secret), retries, cache, (max_calls, max_tokens))
@@ -116,9 +115,24 @@ async def compute_score(
     else:
         reward_result["reason"] = _without(secret, str(reward_result["reason"]))
         if store:  # an invalid answer is not cached
-            cache.put(key, json.dumps(reward_result))
+            cache.put(key, json.dumps(reward_result), _hash(about))
         return reward_result
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _known(cache: JudgeCache, key: str, about: str) -> dict[str, object] | None:
+    """The cached answer; None if there is none, or if it is damaged: it is requested again."""
+    cached = cache.find(key)
+    with suppress(ValueError):
+        if cached is not None:
+            reward_result = read_score(cached)
+            cache.name_older(key, _hash(about))
+            return reward_result
+    return None
 
 
 def _request(model: str, content: str, temperature: float, max_tokens: int, structured: bool) -> dict[str, object]:

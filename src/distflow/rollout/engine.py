@@ -64,6 +64,8 @@ class GenerateRequest:
     """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
 
     num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
+    may_continue: prompts of later requests may begin with this prompt and its response, so an engine may keep their
+    keys and values until its weights change.
     """
 
     prompt_ids: tuple[int, ...]
@@ -71,6 +73,7 @@ class GenerateRequest:
     params: SamplingParams
     stream: Stream
     num_drawn: int = 0
+    may_continue: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Generation:
     rollout_log_probs: under softmax(logits / T), before truncations and penalties.
     sampling_log_probs: under the distribution that tokens were drawn from.
     versions: the step of the weights that produced each token.
+    num_cached_tokens: of the prompt, whose keys and values an earlier request left; None if the engine does not say.
     """
 
     sample: int
@@ -88,6 +92,7 @@ class Generation:
     sampling_log_probs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Protocols of a run's checks and audit: what they are called with, and when. `launch` builds the implementations."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +16,6 @@ from distflow.training.engine import Collective, LossFn, TrainEngine
 
 AUDIT_STATE = "trust.audit"
 """Key of the audit's state in the node state: no node's id has a dot."""
-
-on_return: ContextVar[Callable[[tuple[tuple[int, ...], object]], None] | None] = ContextVar("on_return", default=None)
-"""Called with all tokens of an episode and what its workflow returned, in the tasks of its group."""
 
 
 class GroupRecorder(Protocol):

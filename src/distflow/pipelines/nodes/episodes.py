@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
+from distflow.data.episode_events import note_event, on_event
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
@@ -28,11 +29,12 @@ from distflow.rewards.pool.pool import GivenUp
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
-from distflow.runtime.audit_protocol import on_return
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed
+
+_SINGLE_TURN = "single_turn"
 
 _SHARES_WITHIN_S = 0.01
 """How long the first request of a group waits for those of its other episodes, with which it shares the prefill."""
@@ -107,14 +109,21 @@ class _Requests:
 
     in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
     depends on no timing. An episode that has forked has asked when one of its conversations has, none waits for a
-    reply, and no reward function scores it. take_turn: returns after what user code was about to do.
-    failure: what the engine raised.
+    reply, and no reward function scores it. take_turn: returns after what user code was about to do. may_continue: an
+    episode may have several turns. failure: what the engine raised.
     """
 
     def __init__(
-        self, group: Group, rollout: RolloutEngine, in_rounds: bool, take_turn: Callable[[], Awaitable[None]]
+        self,
+        group: Group,
+        rollout: RolloutEngine,
+        in_rounds: bool,
+        take_turn: Callable[[], Awaitable[None]],
+        may_continue: bool,
     ) -> None:
         self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
+        self._may_continue = may_continue
+        self.num_prompt_tokens = self.num_cached_tokens = 0
         self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
         self._sent: dict[asyncio.Task[None], _Waiting] = {}
@@ -232,7 +241,8 @@ class _Requests:
         asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
         for (fork, prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: (min(item[1]), item[0][0])):
             stream = self._group.stream.fork(fork)
-            request = GenerateRequest(prompt, tuple(sorted(waiting)), params, stream, num_drawn)
+            samples = tuple(sorted(waiting))
+            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue)
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
             task.add_done_callback(self._done)
@@ -244,6 +254,9 @@ class _Requests:
     async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
         try:
             made = {each.sample: each for each in (await self._rollout.generate(request)).generations}
+            cached = [each.num_cached_tokens for each in made.values() if each.num_cached_tokens is not None]
+            self.num_prompt_tokens += len(request.prompt_ids) * len(cached)
+            self.num_cached_tokens += sum(cached)
             for index, future in waiting.items():
                 if not future.done():
                     future.set_result(made[index])
@@ -276,7 +289,8 @@ class _Episodes:
             self.workflow = group.row.workflow
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
-        self.requests = _Requests(group, self.rollout, in_rounds, take_turn)
+        may_continue = self.workflow.name != _SINGLE_TURN
+        self.requests = _Requests(group, self.rollout, in_rounds, take_turn, may_continue)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
         self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
@@ -306,10 +320,14 @@ class _Episodes:
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
             **self.counts,
         }
+        if prompted := self.requests.num_prompt_tokens:
+            metrics["episodes/prefix_cache_hit_rate"] = self.requests.num_cached_tokens / prompted
         return NodeOutput(list(samples), metrics)
 
     async def _episode(self, index: int) -> Sample:
         group, row = self.group, self.group.row
+        if (note := on_event.get()) is not None:
+            on_event.set(partial(note, index))
         extra, truth = deepcopy((dict[str, Any](row.extra_info or {}), row.ground_truth))  # episodes may change them
         messages = extra.pop(PROMPT_CHAT, None)
         longest = group.params.max_tokens
@@ -343,9 +361,8 @@ class _Episodes:
             returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, index)
             if self.own_scores:
                 returned = self._by_agent(chat, returned)
-            if (record := on_return.get()) is not None:
-                segments = self._sample(index, chat, None).segments
-                record((tuple(token for segment in segments for token in segment.token_ids), returned))
+            segments = self._sample(index, chat, None).segments
+            note_event("returned", tuple(token for segment in segments for token in segment.token_ids), returned)
             outcome = read_outcome(returned)
         except DeadlinePassed as late:
             return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
@@ -394,6 +411,7 @@ class _Episodes:
         """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last one), or a text."""
         assert self.reward_fn is not None
         in_episode.set(True)
+        note_event("judged", reply.text if isinstance(reply, Reply) else reply)
         sample = self._sample(index, chat, None)
         text = reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
         with self.requests.scoring(index):

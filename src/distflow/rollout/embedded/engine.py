@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 import torch
@@ -51,8 +51,9 @@ class EmbeddedEngine:
 
     Each draw is determined by the request's stream, the sample index and the number of tokens drawn before it. If the
     rounding of a row depends on its batch, bit-equality needs the same batches: when no request is left
-    all slots and caches are dropped, so the same requests submitted in the same order while paused, and then resumed,
-    give the same bits, whatever ran before.
+    all slots and cached prompts are dropped, so the same requests submitted in the same order while paused, and then
+    resumed, give the same bits, whatever ran before. Requests that `may_continue` leave their keys and values until the
+    next `load_weights`: with them the same must have run since.
 
     Requests of the stream "train" have a lane of their own, and all others have one. The other lane goes first: while
     an evaluation runs, training sequences keep their slots and wait, and their batches are the same as without it.
@@ -141,7 +142,9 @@ class EmbeddedEngine:
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         lane = self._train if request.stream.name.partition("/")[0] == TRAIN else self._other
-        sequences = sequences_of(number, request)
+        sequences = sequences_of(
+            number, replace(request, may_continue=request.may_continue and not self.batch_invariant)
+        )
         self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences)))
         try:
             await future
@@ -183,7 +186,8 @@ class EmbeddedEngine:
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Load weights between two steps, all or nothing; no pause is needed. Cached prompts are dropped;
-        `kv_on_update` decides about begun sequences. None: only the version changes; nothing is dropped.
+        `kv_on_update` decides about begun sequences. None: only the version changes, and the prefix cache alone is
+        dropped, so that what is found there does not depend on how many versions ran in this process.
         Raises ValueError as `EngineWeights.load`.
         """
         return await self._loop.call(partial(self._load_weights, version, weights))
@@ -213,6 +217,7 @@ class EmbeddedEngine:
             sequence.finish_reason = finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
             if sequence.finish_reason is not None:
                 finished.append(sequence)
+        lane.keep(finished)
         self.num_generated_tokens += len(step_tokens.sequences)
         self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences))
         self._finish(lane, finished)
@@ -263,6 +268,7 @@ class EmbeddedEngine:
         pending, self._pending = list(self._pending.values()), {}
         for lane in self._lanes:
             self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
+            lane.forget_prefixes()
         if self._steps is not None:
             self._steps.release()  # NaN may be in it
         for waiting in pending:
@@ -272,6 +278,8 @@ class EmbeddedEngine:
         self._settle()
         receipt = self._weights.load(self.version, version, weights)
         self.version = version
+        for lane in self._lanes:
+            lane.forget_prefixes()
         if weights is not None:
             self._num_loads += 1
             self._refresh_weights()

@@ -15,15 +15,30 @@ makes tiles smaller, down to single rows.
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from distflow.models.cached_decoder import DecoderView
+from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.models.packed_attention import BLOCK
-from distflow.rollout.embedded.kv_slots import KVSlots, PromptCache
+from distflow.rollout.embedded.kv_slots import KeysValues, KVSlots, PromptCache, joined_blocks, num_tokens
+from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.sampler import Draws, joined, rows_by_law, sample
-from distflow.rollout.embedded.scheduler import DrawInputs, Move, Scheduler, Sequence, StepTokens, Work, draw_inputs
+from distflow.rollout.embedded.scheduler import (
+    DrawInputs,
+    Move,
+    Prefill,
+    Scheduler,
+    Sequence,
+    StepTokens,
+    Work,
+    draw_inputs,
+)
+
+PREFIX_BLOCK = 16
+PREFIX_CACHE_BYTES = 2**29
+"""Of the prefix cache of a lane. The same on every machine: what is found decides about the last bits of a response."""
 
 LARGEST = 32
 _TRIED_LAYERS = 64
@@ -33,13 +48,21 @@ _TRIED_LAYERS = 64
 @dataclass(eq=False)
 class RequestLane:
     """Sequences that are decoded together on the host, with their queue, slots and cached prompts. Lanes share
-    nothing, so that requests of one do not affect the batches of another."""
+    nothing, so that requests of one do not affect the batches of another.
+
+    prefixes: keys and values of finished sequences that may continue, of the weights of the last step.
+    """
 
     name: str
     scheduler: Scheduler
     prompts: PromptCache
     decoder: DecoderView
     slots: KVSlots = field(init=False, default_factory=KVSlots)
+    prefixes: PrefixCache[KeysValues] = field(init=False, default_factory=partial(PrefixCache, PREFIX_BLOCK, True))
+    _root: tuple[object] = field(init=False, default=(None,))
+
+    def __post_init__(self) -> None:
+        self.scheduler.num_cached = lambda sequence: num_tokens(self._found(sequence))
 
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
         """These sequences have left the scheduler; with the last one all memory is dropped."""
@@ -52,10 +75,29 @@ class RequestLane:
         """Running sequences go back to the head of the queue, with the tokens that they have."""
         self.scheduler.preempt()
         self.prompts.clear()
+        self.forget_prefixes()
         self.slots.reset()
+
+    def forget_prefixes(self) -> None:
+        self.prefixes.clear()
+
+    def keep(self, finished: list[Sequence]) -> None:
+        """These sequences, which still have their slots, may continue later. One that began with other weights has
+        keys and values of both, and is not kept."""
+        kept = {each for each in finished if each.may_continue and each.weights == self._root[0]}
+        if not kept:
+            return
+        for slot, sequence in enumerate(self.scheduler.running):
+            if sequence in kept:
+                kept_tokens = sequence.context[:-1]  # the last one was not fed
+                content = partial(self.slots.block, slot, len(kept_tokens), PREFIX_BLOCK)
+                self.prefixes.add(self._root, kept_tokens, content)
+        while len(self.prefixes) * PREFIX_BLOCK * self.slots.bytes_per_token > PREFIX_CACHE_BYTES:
+            self.prefixes.pop_oldest()
 
     def step(self, weights: object) -> StepTokens:
         """The next step; there must be work. weights: identifies the decoder's weights."""
+        self._root = (weights,)
         work = self.scheduler.schedule()
         hidden = self._prefill(work, weights) if work.prefills else self._decode(work)
         draws = self._draw(hidden, draw_inputs(work.sequences))
@@ -68,8 +110,10 @@ class RequestLane:
         """Returns `(rows, hidden)` of the last token of each sequence, in the order of the slots."""
         slot, hidden = work.first_slot, []
         num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
+        for sequence in work.sequences:
+            sequence.weights = weights
         for prefill in work.prefills:
-            places = self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+            places = self._places(prefill, weights)
             places = [place for place, starts in zip(places, prefill.values(), strict=True) for _ in starts]
             for _, run in itertools.groupby(places, key=lambda place: id(place[0])):
                 forwards, rows = zip(*run, strict=True)
@@ -77,6 +121,20 @@ class RequestLane:
                 hidden.append(forwards[0].hidden[torch.tensor(rows, device=forwards[0].hidden.device)])
                 slot += len(rows)
         return torch.cat(hidden)
+
+    def _places(self, prefill: Prefill, weights: object) -> list[tuple[PromptKV, int]]:
+        """Forward and row of each context."""
+        found = [self._found(starts[0]) for starts in prefill.values()]
+        if not any(found):
+            return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+        for blocks, starts in zip(found, prefill.values(), strict=True):
+            for sequence in starts:
+                sequence.num_cached = num_tokens(blocks)
+        forward = self.decoder.prefill_after(list(prefill), [joined_blocks(blocks) for blocks in found])
+        return [(forward, row) for row in range(len(prefill))]
+
+    def _found(self, sequence: Sequence) -> list[KeysValues]:
+        return self.prefixes.find(self._root, sequence.context[:-1]) if sequence.may_continue else []
 
     def _decode(self, work: Work) -> Tensor:
         """One token of each running sequence; `(rows, hidden)` in the order of the slots."""

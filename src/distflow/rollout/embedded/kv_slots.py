@@ -1,13 +1,16 @@
 """Key-value memory: slots of running sequences, and a bounded cache of prefilled prompts."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from distflow.models.cached_decoder import PromptKV
 from distflow.rollout.embedded.scheduler import Move
+
+KeysValues = tuple[Tensor, Tensor]
+"""Of some tokens of a sequence, `(layers, kv_heads, tokens, head_dim)`."""
 
 EXTENT_BLOCK = 32
 FIRST_EXTENT = 128  # initial extent, if sequences may need it: growing costs more than unused room
@@ -55,6 +58,16 @@ class KVSlots:
             self.values[:, destination] = self.values[:, source]
 
     @torch.inference_mode()
+    def block(self, slot: int, length: int, size: int, index: int) -> KeysValues:
+        """A copy of the block with this number, of `size` tokens, of a sequence of this length."""
+        tokens = slice(index * size, min(length, (index + 1) * size))
+        return self.keys[:, slot, :, tokens].clone(), self.values[:, slot, :, tokens].clone()
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(memory[:, :1, :, :1].nbytes for memory in (self.keys, self.values))
+
+    @torch.inference_mode()
     def window(self, num_slots: int, extent: int, num_wanted: int) -> tuple[Tensor, Tensor]:
         """The first slots, of `extent` tokens or more."""
         self._fit(num_slots, extent, num_wanted)
@@ -73,6 +86,16 @@ class KVSlots:
             region = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
             shape = (max(num_slots, num_wanted), rounded)
             self.keys, self.values = _moved(self.keys, region, shape), _moved(self.values, region, shape)
+
+
+def num_tokens(blocks: Sequence[KeysValues]) -> int:
+    return sum(keys.shape[-2] for keys, _ in blocks)
+
+
+def joined_blocks(blocks: Sequence[KeysValues]) -> KeysValues:
+    """Of all their tokens."""
+    keys, values = zip(*blocks, strict=True)
+    return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
 
 
 class PromptCache:

@@ -30,7 +30,8 @@ class SamplingLaw(NamedTuple):
 @dataclass(eq=False)
 class Sequence:
     """Compared by identity. key: of its random stream, in which it has drawn `num_drawn` numbers in earlier turns;
-    request: which call of `generate` it belongs to."""
+    request: which call of `generate` it belongs to. weights: identifies those that its first keys and values are of;
+    num_cached: tokens of its prompt that were found in the prefix cache."""
 
     request: int
     sample: int
@@ -39,6 +40,9 @@ class Sequence:
     law: SamplingLaw
     key: int
     num_drawn: int = 0
+    may_continue: bool = False
+    weights: object = None
+    num_cached: int = 0
     token_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
@@ -76,6 +80,7 @@ class Sequence:
             self.sampling_log_probs,
             self.versions,
             self.finish_reason,
+            self.num_cached,
         )
 
 
@@ -84,7 +89,7 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
     law = SamplingLaw(*(getattr(request.params, name) for name in SamplingLaw._fields))
     common = (request.prompt_ids, request.params, law)
     return [
-        Sequence(number, sample, *common, sample_key(request.stream, sample), request.num_drawn)
+        Sequence(number, sample, *common, sample_key(request.stream, sample), request.num_drawn, request.may_continue)
         for sample in request.samples
     ]
 
@@ -125,7 +130,8 @@ REFILL_FRACTION = 1 / 16  # a prefill for fewer slots than this costs more than 
 
 
 Prefill = dict[tuple[int, ...], list[Sequence]]
-"""Different contexts to run in one forward, of similar lengths, each with the sequences that start from it."""
+"""Different contexts to run in one forward, of similar lengths, each with the sequences that start from it. Either all
+of them begin with a prefix whose keys and values are there, or none."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +148,14 @@ class Scheduler:
     """Slots are given out in the order of submission.
 
     max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how many of
-    the first of these fit into memory now, at most the number; None: all.
+    the first of these fit into memory now, at most the number; None: all. num_cached: tokens at the beginning of a
+    sequence's context that need no prefill.
     """
 
     max_num_seqs: int
     max_prefill_tokens: int
     num_fitting: Callable[[Iterable[Sequence], int], int] | None = None
+    num_cached: Callable[[Sequence], int] = lambda sequence: 0
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
 
@@ -181,21 +189,27 @@ class Scheduler:
     def do_prefill(self) -> Work:
         """Admit waiting sequences in order; those with the same context share its prefill."""
         starts: Prefill = {}
+        rests: dict[tuple[int, ...], int] = {}
         num_tokens, free = 0, self._num_free()
         while self.waiting and free > 0:
             context = self.waiting[0].context
             if context not in starts:
-                num_tokens += len(context)
+                rests[context] = len(context) - self.num_cached(self.waiting[0])
+                num_tokens += rests[context]
                 if starts and num_tokens > self.max_prefill_tokens:
                     break
             starts.setdefault(context, []).append(self.waiting.popleft())
             free -= 1
         prefills: list[Prefill] = []
-        for context in sorted(starts, key=len, reverse=True):
-            # In each forward no context is padded to more than twice its length.
-            if not prefills or 2 * len(context) < len(next(iter(prefills[-1]))):
-                prefills.append({})
-            prefills[-1][context] = starts[context]
+        for is_fresh in (True, False):
+            longest = 0
+            own = [context for context in starts if (rests[context] == len(context)) == is_fresh]
+            for context in sorted(own, key=lambda each: -rests[each]):
+                # In each forward no context is padded to more than twice its length.
+                if 2 * rests[context] < longest or not longest:
+                    prefills.append({})
+                    longest = rests[context]
+                prefills[-1][context] = starts[context]
         admitted = [seq for prefill in prefills for group in prefill.values() for seq in group]
         first_slot = len(self.running)
         self.running.extend(admitted)

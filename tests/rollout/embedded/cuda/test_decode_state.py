@@ -44,7 +44,8 @@ POSITIONS = [0, 1, 2, 511, 4095, (1 << 31) - 1, 1 << 32, (1 << 53) + 1, (1 << 62
 
 
 def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
-    chance, pages = random.Random(3), PagePool(40)
+    chance, kept = random.Random(3), list[int]()
+    pages = PagePool(40, lambda: kept.pop(0))
     held: list[list[int]] = []
     for _ in range(2000):
         if chance.random() < 0.5 and pages.num_free:
@@ -54,6 +55,7 @@ def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
                 shared = taken[: chance.randint(0, len(taken))]
                 pages.share(shared)
                 held.append(shared)
+            kept += [pages.keep(page) for page in taken if chance.random() < 0.3]
         elif held:
             pages.give_back(held.pop(chance.randrange(len(held))))
         owners = {page for each in held for page in each}
@@ -83,7 +85,7 @@ def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_sha
     assert steps.num_fitting(group, 99) == 3 and steps.num_fitting(group, 2) == 2
     free = steps.pages.num_free
     forward = decoder.prefill([prompt_of(30), group[0].prompt_ids])
-    leases, parts = steps.lease(1, group)
+    leases, parts = steps.lease(1, group, [])
     full, needed = length // 8, pages_for(length + 5, 8)
     assert free - steps.pages.num_free == full + 3 * (needed - full)
     assert all(lease.pages[:full] == leases[0].pages[:full] and len(lease.pages) == needed for lease in leases)

@@ -12,7 +12,7 @@ from distflow.rollout.embedded.cuda.decode_state import Lease, PageCopy
 from distflow.rollout.embedded.cuda.device_steps import AsyncSteps
 from distflow.rollout.embedded.kv_slots import PromptCache
 from distflow.rollout.embedded.sampler import NOT_FINITE
-from distflow.rollout.embedded.scheduler import Move, Scheduler, Sequence, StepTokens, Work
+from distflow.rollout.embedded.scheduler import Move, Prefill, Scheduler, Sequence, StepTokens, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,11 @@ class CudaRequestLane:
     steps: AsyncSteps
     _leases: dict[Sequence, Lease] = field(init=False, default_factory=dict)
     _launched: deque[_LaunchedStep] = field(init=False, default_factory=deque)
+    _root: tuple[object, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        size = self.steps.prefixes.block_tokens
+        self.scheduler.num_cached = lambda sequence: size * len(self._found(sequence))
 
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
         """These sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
@@ -57,13 +62,28 @@ class CudaRequestLane:
         assert not self._launched, "steps are in flight"
         self.scheduler.preempt()
         self.prompts.clear()
+        self.forget_prefixes()
         for lease in self._leases.values():
             self.steps.free(lease)
         self._leases.clear()
 
+    def forget_prefixes(self) -> None:
+        self.steps.forget_prefixes()
+
+    def keep(self, finished: list[Sequence]) -> None:
+        """As of `RequestLane`. No step that was launched writes to a page that is kept: it has tokens that were read
+        before the sequence ended."""
+        for sequence in finished:
+            if sequence.may_continue and sequence.weights == self._root[-1]:
+                self.steps.keep(self._root, sequence, self._leases[sequence])
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        return self.steps.prefixes.find(self._root, sequence.context[:-1]) if sequence.may_continue else []
+
     def step(self, weights: object) -> StepTokens | None:
         """Launch the next step, if there is one, and read the step launched before the last `lag` steps, if there is
         any. weights: identifies the decoder's weights."""
+        self._root = (self.name, weights)
         if self.scheduler.can_prefill():
             self._prefill(self.scheduler.do_prefill(), weights)
         elif unfinished := [s for s in self.scheduler.running if self._leases[s].num_drawn < s.params.max_tokens]:
@@ -97,15 +117,30 @@ class CudaRequestLane:
         leases: list[Lease] = []
         hidden: list[Tensor] = []
         fills: list[tuple[PromptKV, list[PageCopy]]] = []
+        for sequence in work.sequences:
+            sequence.weights = weights
         for prefill in work.prefills:
-            places = self.prompts.rows(weights, list(prefill), self.decoder.prefill)
-            for (forward, row), starts in zip(places, prefill.values(), strict=True):
-                leased, parts = self.steps.lease(row, starts)
+            found = [self._found(starts[0]) for starts in prefill.values()]
+            self.steps.pages.share(page for pages in found for page in pages)  # until the leases have them
+            places = self._places(prefill, found, weights)
+            for (forward, row), starts, pages in zip(places, prefill.values(), found, strict=True):
+                leased, parts = self.steps.lease(row, starts, pages)
                 leases += leased
                 fills.append((forward, parts))
                 hidden.append(forward.hidden[row].expand(len(starts), -1))
+            self.steps.pages.give_back(page for pages in found for page in pages)
         self._leases.update(zip(work.sequences, leases, strict=True))
         self._launch(work.sequences, leases, self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
+
+    def _places(self, prefill: Prefill, found: list[list[int]], weights: object) -> list[tuple[PromptKV, int]]:
+        """Forward and row of each context. found: pages with the beginning of each."""
+        if not any(found):
+            return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
+        for pages, starts in zip(found, prefill.values(), strict=True):
+            for sequence in starts:
+                sequence.num_cached = self.steps.prefixes.block_tokens * len(pages)
+        forward = self.decoder.prefill_after(list(prefill), [self.steps.gathered(pages) for pages in found])
+        return [(forward, row) for row in range(len(prefill))]
 
     def _launch(self, sequences: Rows[Sequence], leases: list[Lease], drawn: Tensor) -> None:
         """Have the draws copied to the host after the step, and note that each lease has one more."""

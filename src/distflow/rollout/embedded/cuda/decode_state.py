@@ -9,7 +9,7 @@ next draw, computed from key and position, as the int64 with the bits of the uin
 uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -41,33 +41,51 @@ def pages_for(num_tokens: int, page_tokens: int) -> int:
 
 
 class PagePool:
-    """Which pages are free. A shared page is free when its last sequence gave it back."""
+    """Which pages are free. A shared page is free when its last sequence gave it back. One that is kept has its content
+    until it is wanted for something else, and counts as free when no sequence has it."""
 
-    def __init__(self, num_pages: int) -> None:
-        """num_pages: page numbers, `TRASH` among them."""
+    def __init__(self, num_pages: int, oldest_kept: Callable[[], int]) -> None:
+        """num_pages: page numbers, `TRASH` among them. oldest_kept: forgets a page that was kept, and returns it."""
         self._free = list(range(num_pages - 1, TRASH, -1))
         self._holders = [0] * num_pages
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self._kept: set[int] = set()
+        self._oldest_kept = oldest_kept
+        self.num_free = len(self._free)
 
     def take(self, count: int) -> list[int]:
         """There must be as many."""
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} are free"
+        assert count <= self.num_free, f"{count} pages wanted, {self.num_free} are free"
+        while len(self._free) < count:
+            self._forget(self._oldest_kept())
         pages = [self._free.pop() for _ in range(count)]
         self.share(pages)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
+            self.num_free -= not self._holders[page]
             self._holders[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
         for page in pages:
             self._holders[page] -= 1
-            if not self._holders[page]:
+            self.num_free += not self._holders[page]
+            if not self._holders[page] and page not in self._kept:
                 self._free.append(page)
+
+    def keep(self, page: int) -> int:
+        """A page that a sequence has."""
+        self._kept.add(page)
+        return page
+
+    def forget_kept(self) -> None:
+        for page in sorted(self._kept):
+            self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        self._kept.discard(page)
+        if not self._holders[page]:
+            self._free.append(page)
 
 
 class PageMemory:

@@ -26,6 +26,7 @@ from distflow.rollout.embedded.cuda.decode_state import (
     PagePool,
     pages_for,
 )
+from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
@@ -125,12 +126,14 @@ class AsyncSteps:
         self._memory: PageMemory | None = None
         self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots that are in the tensor
         self._laws: tuple[tuple[SamplingLaw, ...], Laws] = ((), [])
-        self.pages = PagePool(0)
+        self.prefixes: PrefixCache[int] = PrefixCache(options.page_tokens)
+        self.pages = PagePool(0, self.prefixes.pop_oldest)
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
 
     def release(self) -> None:
         """Drop all memory; no sequence may have a lease. It is allocated again with the next one."""
         self.graphs.clear()
+        self.forget_prefixes()
         self._memory = None
         self._rows.clear()
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
@@ -156,12 +159,13 @@ class AsyncSteps:
             count += 1
         return count
 
-    def lease(self, row: int, sequences: Rows[Sequence]) -> tuple[list[Lease], list[PageCopy]]:
-        """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them."""
+    def lease(self, row: int, sequences: Rows[Sequence], found: list[int]) -> tuple[list[Lease], list[PageCopy]]:
+        """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them.
+        found: pages that have the beginning of the context."""
         size, length = self._options.page_tokens, len(sequences[0].context)
         leases: list[Lease] = []
         parts: list[PageCopy] = []
-        common: list[int] = []
+        common = found
         for sequence in sequences:
             self.pages.share(common)
             pages = common + self.pages.take(self._num_needed(sequence) - len(common))
@@ -174,6 +178,20 @@ class AsyncSteps:
         """Steps that were launched before may still write to slot and pages: whoever gets them is launched after."""
         self._state.free.append(lease.slot)
         self.pages.give_back(lease.pages)
+
+    def keep(self, root: tuple[object, ...], sequence: Sequence, lease: Lease) -> None:
+        """Its full pages can be found until they are wanted for something else."""
+        self.prefixes.add(root, sequence.context[:-1], lambda index: self.pages.keep(lease.pages[index]))
+
+    def gathered(self, pages: list[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values, `(layers, kv_heads, tokens, head_dim)`."""
+        memory, index = self._open(), send(torch.tensor(pages, dtype=torch.int64), self._decoder.device)
+        keys, values = (each[:, index].transpose(1, 2).flatten(2, 3) for each in (memory.keys, memory.values))
+        return keys, values
+
+    def forget_prefixes(self) -> None:
+        self.prefixes.clear()
+        self.pages.forget_kept()
 
     # The steps return the result of `DecodeState.draw`, a column for each sequence first.
 
@@ -251,7 +269,7 @@ class AsyncSteps:
                     num_pages = min(num_pages, int(MEMORY_SHARE * free) // (numbers * decoder.dtype.itemsize))
                 num_pages += 1
             self._memory = PageMemory(decoder, num_pages, options.page_tokens)
-            self.pages = PagePool(num_pages)
+            self.pages = PagePool(num_pages, self.prefixes.pop_oldest)
             self._state = DecodeState(self._num_slots, self._most_pages, decoder.vocab_size, decoder.device)
         return self._memory
 

@@ -1,0 +1,271 @@
+"""Check: an episode was trained on as it happened, by the events at the borders of our code: what was said, what the
+user's process was given and returned, what was paid for which turn, and which text was scored."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from operator import eq
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distflow.audit.recorded_step import (
+    NOT_APPLICABLE,
+    RecordedStep,
+    RecordedTurn,
+    Sample,
+    Wrong,
+    check,
+    check_tokens,
+    conversations_of,
+    index_of,
+)
+from distflow.builtin_names import PROMPT_CHAT
+from distflow.environments.agents import agent_of
+
+MOST, FEW = 16, 2
+_QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
+MAX_TURNS = {"environment": 16, "multi_turn": 3, "tools": 8}
+"""Of workflows, where `workflow_kwargs` does not say."""
+FEEDBACK = "That is not correct. Try again."
+
+
+class Said(NamedTuple):
+    """What a workflow said in one turn, see `on_event`, and the place of the reply in the sample."""
+
+    name: str
+    templated: bool
+    said: Any
+    tools: Sequence[Mapping[str, Any]]
+    drawn: tuple[int, ...]
+    place: RecordedTurn
+
+
+@check(
+    "episodes",
+    "the tokens before each turn are those of what the workflow said, rendered again by other code; an environment was "
+    "reset with its row's seed and given each reply, each observation was said as it came, and each reward is its "
+    "turn's; tools' answers were said as they came; the text that was scored is the reply that the workflow passed",
+    needs="a workflow other than AReaL's, and samples that this process generated; for tokens a fast tokenizer",
+    limit=f"equal, {MOST} samples",
+)
+def audit_episodes(recorded: RecordedStep) -> str | None:
+    workflow, seen = recorded.config.actor_rollout_ref.rollout.workflow, 0
+    if workflow is None:
+        return NOT_APPLICABLE
+    for sample in recorded.some_samples(FEW if recorded.partial else MOST):
+        turns = _turns_of(recorded, sample)
+        if turns is None:
+            continue
+        seen += 1
+        _check_given(recorded, sample, turns)
+        if "turn_index" in sample:
+            wanted = torch.full_like(sample["turn_index"], -1)
+            for number, turn in enumerate(sorted(turns, key=lambda turn: turn.place.start)):
+                wanted[turn.place.start : turn.place.end] = number
+            check_tokens(sample, "turn_index", wanted, sample["turn_index"] != wanted, ", the number of its turn")
+        _check_scored_text(recorded, sample)
+        if sample["reward_errors"] is None and bool(sample["valid"]):
+            _check_limits(recorded, sample, turns)
+            {"environment": _check_environment, "tools": _check_tools}.get(workflow, _nothing)(recorded, sample, turns)
+    return None if seen else "no episode's events are known"
+
+
+def rewards_of_turns(recorded: RecordedStep, sample: Sample, total: float) -> Tensor | None:
+    """The reward of each token: what each turn was paid on its last one, and what is left of the score on that of the
+    last turn in time. None if the episode's events are not known."""
+    turns = _turns_of(recorded, sample)
+    if turns is None:
+        return None
+    rewards, ends = torch.zeros(len(sample["response_ids"]), dtype=torch.float64), dict[str, int]()
+    end, left = turns[-1].place.end, iter(turns)
+    for kind, name, *values in _events(recorded, sample):
+        if kind == "turn" and values[-1]:
+            ends[name] = next(left).place.end
+        elif kind == "paid" and sample["reward_errors"] is None:
+            rewards[ends[name] - 1] += values[0]
+    rewards[end - 1] += total - rewards.sum()
+    return rewards
+
+
+def _events(recorded: RecordedStep, sample: Sample) -> Sequence[tuple[Any, ...]]:
+    record = recorded.record_of(sample)
+    return _of_trained(recorded, record.events.get(index_of(sample), ())) if record is not None else ()
+
+
+def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Without those of conversations of agents that are not trained, which are in no sample."""
+    agents = recorded.config.actor_rollout_ref.rollout.agents
+    named = ("turn", "paid", "forked")
+    return [e for e in events if not agents or e[0] not in named or agents[agent_of(e[1], [*agents])].trainable]
+
+
+def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
+    """The turns of the sample in the order of time; None if its events are not known."""
+    places: dict[str, list[RecordedTurn]] = {}
+    drawn = [event[1:] for event in _events(recorded, sample) if event[0] == "turn" and event[-1]]
+    if not drawn:
+        return None
+    for turn in recorded.turns(sample):
+        places.setdefault(turn.conversation.name, []).append(turn)
+    if Counter(each[0] for each in drawn) != {name: len(own) for name, own in places.items()}:
+        return None
+    left = {name: iter(own) for name, own in places.items()}
+    return [Said(*each, next(left[each[0]])) for each in drawn]  # type: ignore[call-arg]  # as many as it has
+
+
+def _check_given(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    begun = {event[1]: event[2:] for event in _events(recorded, sample) if event[0] == "forked"}
+    is_agent = recorded.config.actor_rollout_ref.rollout.workflow == "agent"  # whose calls say all of their history
+    for talk in conversations_of(sample):
+        same, history = begun.get(talk.name, ((), []))
+        history, before = [] if same or is_agent else history, len(same)
+        if tuple(talk.ids[:before]) != tuple(same):
+            raise Wrong(f"conversation {talk.name} of sample {sample['uid']} does not begin with what it forked from")
+        for turn in (turn for turn in turns if turn.name == talk.name):
+            start = turn.place.start - talk.first
+            told = _rendered(recorded, sample, turn, talk.ids[:before], history)
+            if told is not None and talk.ids[before:start] != told:
+                decode = recorded.run.resources.tokenizer.decode
+                raise Wrong(
+                    f"the tokens before token {turn.place.start} of sample {sample['uid']} are "
+                    f"{decode(talk.ids[before:start])!r:.200}, but of what its workflow said they are "
+                    f"{decode(told)!r:.200}: the chat template was filled wrongly, or something else was said"
+                )
+            before, history = turn.place.end - talk.first, []
+
+
+def _rendered(
+    recorded: RecordedStep, sample: Sample, turn: Said, before: Sequence[int], history: Sequence[Mapping[str, Any]]
+) -> list[int] | None:
+    """The tokens of what was said after the tokens `before`, none at the beginning; None if they cannot be known."""
+    tokenizer: Any = recorded.run.resources.tokenizer
+    said, begins = turn.said, not before
+    is_prompt = begins and hasattr(said, "token_ids")  # of a row
+    if is_prompt and not turn.tools and not history:
+        return list(said.token_ids)
+    if is_prompt:
+        said = list(said.messages) or str(said)
+    if isinstance(said, list | tuple) and said and type(said[0]) is int:
+        return list(said)
+    if isinstance(said, str) and not turn.templated:
+        text = "".join(str(message.get("content", "")) for message in history) + said
+        return list(tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    messages = [messages] if isinstance(messages, Mapping) else list(messages)
+    data, domain = recorded.config.data, recorded.config.data.domains.get(sample["domain"])
+    thinks = domain.enable_thinking if domain is not None and domain.enable_thinking is not None else None
+    options = {"enable_thinking": data.enable_thinking if thinks is None else thinks, **data.apply_chat_template_kwargs}
+
+    def render(messages: Sequence[Mapping[str, Any]], prompts: bool) -> str:
+        given = {"tools": list(turn.tools) or None, "add_generation_prompt": prompts, **options}
+        return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **given))
+
+    if begins:
+        return list(tokenizer(render([*history, *messages], True), add_special_tokens=False)["input_ids"])
+    asked = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+    if not tokenizer.is_fast:
+        return None
+    tail, closing = (_behind(tokenizer, text) for text in (render([*asked, *messages], True), render(asked, False)))
+    stops, is_closed = recorded.run.resources.stop_token_ids, before[-1] in recorded.run.resources.stop_token_ids
+    same = sum(takewhile(bool, map(eq, tail, closing)))
+    end = next((i + 1 for i in range(same) if tail[i] in stops), 0)
+    return tail[end if is_closed else 0 :]
+
+
+def _behind(tokenizer: Any, text: str) -> list[int]:
+    """The tokens behind the reply in a text."""
+    start, encoded = (
+        text.index(_REPLY) + len(_REPLY),
+        tokenizer(text, add_special_tokens=False, return_offsets_mapping=True),
+    )
+    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    return [token for token, (first, _) in pairs if first >= start]
+
+
+def _check_scored_text(recorded: RecordedStep, sample: Sample) -> None:
+    """All texts of the group that were scored are those that its episodes passed."""
+    record, decode = recorded.record_of(sample), recorded.run.resources.tokenizer.decode
+    if (
+        record is None
+        or "reward_baselines" in sample
+        or not all("solution_str" in given for _, given, _ in record.scored)
+    ):
+        return
+    passed = set[str]()
+    for events in record.events.values():
+        last: tuple[int, ...] = ()
+        for kind, *values in _of_trained(recorded, events):
+            if kind == "turn" and values[-1]:
+                last = values[-1]
+            elif kind == "judged":
+                text = decode(list(last), skip_special_tokens=True) if values[0] is None else values[0]
+                passed.add(str(text))
+    scored = {str(given["solution_str"]) for _, given, _ in record.scored}
+    if passed != scored:
+        text = sorted(passed ^ scored)[0]
+        what = "passed for a score, but was never scored" if text in passed else "scored, but no episode passed it"
+        raise Wrong(f"the text {text[:80]!r} of the group of sample {sample['uid']} was {what}")
+
+
+def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    rollout = recorded.config.actor_rollout_ref.rollout
+    if rollout.workflow not in MAX_TURNS:
+        return
+    most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS[rollout.workflow])
+    if len(turns) > most or (sample["finish_reason"] == "max_turns" and len(turns) != most):
+        raise Wrong(f"sample {sample['uid']} ended ({sample['finish_reason']}) after {len(turns)} of {most} turns")
+    feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)
+    if rollout.workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
+        raise Wrong(f"sample {sample['uid']} was told other feedback than {feedback!r}")
+
+
+def _called(recorded: RecordedStep, sample: Sample, method: str) -> list[tuple[Mapping[str, Any], Any]]:
+    """Arguments and results of the calls of a method of the user's process."""
+    return [each[2:] for each in _events(recorded, sample) if each[:2] == ("called", method)]
+
+
+def _check_environment(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    record, who = recorded.records[int(sample["group_index"])], f"the environment of sample {sample['uid']}"
+    row = recorded.run.spec.rows[record.prompt_group.row]
+    extra = {name: value for name, value in (row.extra_info or {}).items() if name != PROMPT_CHAT}
+    ((given, first),) = _called(recorded, sample, "reset")
+    seeds = {call[2]["seed"] for own in record.events.values() for call in own if call[:2] == ("called", "reset")}
+    seeds |= {extra["seed"]} if isinstance(extra.get("seed"), int) else set()
+    if len(seeds) > 1 or given["options"] != {**extra, "ground_truth": row.ground_truth}:
+        raise Wrong(f"{who} was reset with {dict(given)!r:.200}, but its row has {extra!r:.200}, and its group {seeds}")
+    steps = _called(recorded, sample, "step")
+    decode = recorded.run.resources.tokenizer.decode
+    replies = [decode(list(turn.drawn), skip_special_tokens=True) for turn in turns]
+    taken = [given["text"] for given, _ in steps]
+    is_cut = sample["finish_reason"] in ("length", "context")  # a reply that is cut off is no action
+    if taken != replies[: len(taken)] or len(taken) not in (len(replies), len(replies) - is_cut):
+        raise Wrong(f"{who} was given the actions {taken!r:.200}, but the policy's replies are {replies!r:.200}")
+    observations = [str(first), *(str(step[0]) for _, step in steps)]
+    for turn, observation in zip(turns, observations, strict=False):
+        text = turn.said if isinstance(turn.said, str) else turn.said[-1]["content"]
+        if text != observation and not (turn is turns[0] and text.endswith(observation)):
+            raise Wrong(f"{who} returned {observation!r:.120}, but the policy was told {text!r:.120}")
+    if any(step[2] for _, step in steps[:-1]) or (steps and not steps[-1][1][2] and sample["finish_reason"] == "stop"):
+        raise Wrong(f"the episode of sample {sample['uid']} goes on after its end, or was left before it")
+    paid, scores = [step[1] for _, step in steps], [each[2] for each in _events(recorded, sample) if each[0] == "paid"]
+    returned = [each[2] for each in _events(recorded, sample) if each[0] == "returned"]
+    if scores != paid or not all(abs(float(each) - math.fsum(paid)) < 1e-6 for each in returned):
+        raise Wrong(f"{who} returned the rewards {paid}, but its turns got {scores}, and the episode {returned}")
+
+
+def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    """Answers that do not come from a tool's process (errors, the sandbox's) may stand between those that do, and those
+    to the last reply may have no room."""
+    left = _called(recorded, sample, "call")
+    for text in [message["content"] for turn in turns[1:] for message in turn.said]:
+        left = left[1:] if left and left[0][1][0] == text else left
+    if left and sample["finish_reason"] not in ("length", "context"):
+        given, (text, *_) = left[0]
+        raise Wrong(f"tool {given['name']} returned {text!r:.120} in sample {sample['uid']}, which was not told so")
+
+
+def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    """Another workflow has no contract with the user's process that is known here."""

@@ -1,0 +1,68 @@
+"""Check: rows are skipped for the share of correct responses to them that the steps have shown, and no others."""
+
+from collections.abc import Sequence
+
+from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, by_group_of, check
+from distflow.config.derived_settings import filters_groups
+from distflow.scheduling.group_states import PromptGroup
+
+RIGHT = 1 - 1e-6
+EASY, HARD = "async/dropped/too_easy", "async/dropped/too_hard"
+
+
+@check(
+    "skipped_rows",
+    "a row is skipped after a share of correct responses outside data.skip_outside, for skip_epochs epochs, and no "
+    "other row is",
+    needs="one worker and source, the run's start, and neither staleness, filter, oversampling nor rows that repeat in "
+    "a step",
+    limit="equal",
+)
+def audit_skipped_rows(recorded: RecordedStep) -> str | None:
+    data, state, config = recorded.run.spec.data, recorded.run.state, recorded.config
+    if data.skips is None:
+        return NOT_APPLICABLE
+    filters = filters_groups(config) or config.algorithm.filter_groups.should_accept is not None
+    is_mixed = data.max_staleness or data.oversampling or filters or data.domains
+    if is_mixed or len(recorded.run.spec.plan.ranks) > 1 or data.num_rows < 2 * data.consumer_batch:
+        return "which rows were known when a group started does not follow from the steps"
+    if recorded.step == 0:
+        state["skips"] = {"step": 0, "next": 0, "left": {}, "skipped": {}}
+    kept = state.get("skips", {})
+    if kept.get("step") != recorded.step or "reward_errors" not in recorded.batch:
+        return "steps before this one were not followed"
+    groups, left = by_group_of(recorded.samples), kept["left"]
+    row_of, in_turn = dict[int, str](), 0
+    for number in range(kept["next"], max(groups, default=-1) + 1):  # all of a step start before any has a score
+        row = row_of[number] = str(recorded.place_of(PromptGroup(number, 0, 0, data.group_size, 0))[1])
+        in_turn = 0 if number in groups else in_turn + 1
+        if in_turn == data.num_rows:  # the next one is taken, whatever it is
+            state["skips"] = {}
+            return "all rows of an epoch were skipped"
+        if number in groups and row in left:
+            raise Wrong(f"group {number} is of row {row}, which data.skip_outside skips {left[row][0]} more times")
+        if number not in groups and row in left:
+            name = left[row][1]
+            kept["skipped"][name] = kept["skipped"].get(name, 0) + 1
+            left[row][0] -= 1
+            if not left[row][0]:
+                del left[row]
+    (low, high), reasons = next(iter(data.skips.outside.values())), dict[str, set[str]]()
+    for number, group in groups.items():
+        if (share := _share_right(group)) is not None:
+            reasons.setdefault(row_of[number], set()).add(EASY if share > high else HARD if share < low else "")
+    if any(len(found) > 1 for found in reasons.values()):
+        state["skips"] = {}
+        return "a row came twice in a step"
+    left.update({row: [data.skips.epochs, name] for row, (name,) in reasons.items() if name})
+    kept["step"], kept["next"] = recorded.step + 1, max([kept["next"] - 1, *groups]) + 1
+    for name in (EASY, HARD):
+        found, expected = recorded.metrics.get(name, 0.0), kept["skipped"].get(name, 0)
+        if found != expected:
+            raise Wrong(f"{found:.0f} rows were skipped so far as {name}, but by their responses {expected} should be")
+    return None
+
+
+def _share_right(group: Sequence[Sample]) -> float | None:
+    rights = [float(sample["acc"]) >= RIGHT for sample in group if sample["valid"]]
+    return sum(rights) / len(rights) if rights else None

@@ -1,0 +1,180 @@
+"""Faults planted where an episode is said, told, paid and scored, and in what a judge keeps: the audit names each."""
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.environments import environment_workflow
+from distflow.environments.turn_tokens import TurnTokens
+from distflow.environments.user_process import UserProcess
+from distflow.errors import TrustError
+from distflow.pipelines.nodes import rollout_reward_filter
+from distflow.rewards.router import RewardRouter
+from distflow.scheduling.domain_curriculum import Skips
+from tests.e2e.runs import REWARD, Playground
+from tests.environments.test_training import Games
+from tests.rewards.test_judge_reward import reward_result
+from tests.rewards.test_judge_reward import server as server
+
+Patch = pytest.MonkeyPatch
+WORKFLOW = "actor_rollout_ref.rollout.workflow"
+SHORT = ("data.max_response_length=90", "data.max_prompt_length=40", "trainer.total_training_steps=2")
+CHAT = ("data.prompt_format=chat", *SHORT)
+PAID = """
+async def paid(chat, row):
+    reply = await chat.ask(row.prompt, max_tokens=4)
+    chat.reward(1.0)
+    reply = await chat.ask(f"=?{len(reply.text)}", max_tokens=4)
+    chat.reward(0.5)
+    other = await chat.fork().ask("!", max_tokens=3)
+    return 2.0 + sum(map(ord, other.text)) % 5
+
+async def scored(chat, row, reward_fn):
+    first = await chat.ask(row.prompt, max_tokens=4)
+    await chat.ask("=?", max_tokens=4)
+    return await reward_fn(first)
+"""
+GAME = '''
+class Game:
+    """Every observation is another, and each action is paid."""
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.turns = seed, 0
+        return f"s{seed}=", {}
+
+    def step(self, action):
+        self.turns += 1
+        return f"o{self.turns}{self.seed}=", sum(map(ord, action)) % 7 / 6 + self.turns, self.turns == 2, False, {}
+'''
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Games:
+    ground = Games(tmp_path)
+    (tmp_path / "flows.py").write_text(PAID)
+    (tmp_path / "game.py").write_text(GAME)
+    return ground
+
+
+def run_chats(ground: Games, flow: str = "paid", *more: str) -> Any:
+    ground.write_rows([{"prompt": [{"role": "user", "content": f"{i}:"}], "answer": "7"} for i in range(12)])
+    return ground.run("grpo", f"{WORKFLOW}={ground.folder}/flows.py:{flow}", *CHAT, *more)
+
+
+def run_games(ground: Games) -> Any:
+    ground.write_rows([{"prompt": f"{i}:", "seed": 3 * i} for i in range(12)])
+    stop = "actor_rollout_ref.rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p]"
+    game = f"{WORKFLOW}_kwargs={{env: '{ground.folder}/game.py:Game'}}"
+    return ground.run("grpo", f"{WORKFLOW}=environment", game, stop, *SHORT)
+
+
+def wrapped(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    """`change` makes the planted function of the real one."""
+    return lambda patch: patch.setattr(owner, name, change(getattr(owner, name)))
+
+
+def paid_in_reverse(patch: Patch) -> None:
+    earned = rollout_reward_filter._earned
+    patch.setattr(rollout_reward_filter, "_earned", lambda sample: earned(sample)[::-1])
+
+
+def test_rewards_of_turns_that_change_places(ground: Games, monkeypatch: Patch) -> None:
+    paid_in_reverse(monkeypatch)
+    with pytest.raises(
+        TrustError, match=r"step 1 found \(rewards\): token_level_scores of sample 0-0 is .* at token 3"
+    ):
+        run_chats(ground)
+
+
+def step_with(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    """The answer of an environment's step, changed behind the border of its process."""
+
+    def made(call: Any) -> Any:
+        async def planted(self: UserProcess, method: str, timeout_s: float | None, **arguments: Any) -> Any:
+            answer = await call(self, method, timeout_s, **arguments)
+            return change(answer) if method == "step" else answer
+
+        return planted
+
+    return wrapped(UserProcess, "call", made)
+
+
+GAMES = {
+    "a reward is halved": (step_with(lambda step: [step[0], step[1] / 2, step[2]]), "returned the rewards"),
+    "an observation is cut": (step_with(lambda step: [step[0][1:], *step[1:]]), "but the policy was told"),
+    "the end is missed": (step_with(lambda step: [*step[:2], False]), "with|goes on after its end"),
+    "another seed": (
+        wrapped(environment_workflow, "seed_of", lambda of: lambda row: of(row) + 1),
+        "was reset with .* but its row has",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GAMES)
+def test_what_an_environment_returned_and_was_given(ground: Games, monkeypatch: Patch, name: str) -> None:
+    plant, said = GAMES[name]
+    plant(monkeypatch)
+    with pytest.raises(TrustError, match=rf"found \(episodes\): .*(?:{said})"):
+        run_games(ground)
+
+
+@pytest.mark.slow
+def test_tokens_between_turns(ground: Games, monkeypatch: Patch) -> None:
+    """The prompt for the reply is missing."""
+    render = TurnTokens._render
+    monkeypatch.setattr(
+        TurnTokens, "_render", lambda self, m, tools=(), prompts=True: render(self, m, tools, prompts=False)
+    )
+    with pytest.raises(TrustError, match=r"found \(episodes\): the tokens before token .* of what its workflow said"):
+        run_chats(ground)
+
+
+@pytest.mark.slow
+def test_a_text_that_is_cut_before_it_is_scored(tmp_path: Path, monkeypatch: Patch) -> None:
+    call = RewardRouter.__call__
+
+    async def planted(self: RewardRouter, samples: Any) -> Any:
+        return await call(self, [replace(sample, response=sample.response[1:]) for sample in samples])
+
+    monkeypatch.setattr(RewardRouter, "__call__", planted)
+    (tmp_path / "flows.py").write_text(PAID)
+    with pytest.raises(TrustError, match=r"found \(episodes\): the text .* was (passed|scored)"):
+        run_chats(Playground(tmp_path), "scored")
+
+
+@pytest.mark.slow
+def test_a_judges_answer_about_another_response(server: Any, tmp_path: Path) -> None:
+    server.reply = lambda content, number: reward_result(sum(map(ord, content)) % 11 / 10)
+    store, ground = tmp_path / "store", Games(tmp_path, num_rows=4)
+    options = f"{{model: m, base_url: '{server.url}', store: '{store}', template: '{{ground_truth}} {{response}}'}}"
+    judged = ("grpo", f"reward.functions={{default: [{{name: judge, options: {options}}}]}}", *SHORT)
+    run = ground.run(*judged, name="first")
+    assert "judge_answers" in run.audits()[0]["proven"] and not run.notes("warning")
+    with closing(sqlite3.connect(store)) as connection, connection:
+        keys = [key for (key,) in connection.execute("SELECT key FROM answers ORDER BY key")]
+        connection.execute("UPDATE answers SET key = 'x' || key")
+        for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
+            connection.execute("UPDATE answers SET key = ? WHERE key = 'x' || ?", (other, key))
+    with pytest.raises(TrustError, match=r"found \(judge_answers\): sample .* has the judge's score"):
+        ground.run(*judged, name="again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_rows_that_are_skipped(tmp_path: Path, monkeypatch: Patch, is_wrong: bool) -> None:
+    ground = Playground(tmp_path)
+    ground.write_reward(REWARD.replace("% 7 / 6", "% 2"))
+    record = Skips.record
+    if is_wrong:  # the row before it is skipped
+        monkeypatch.setattr(
+            Skips, "record", lambda self, domain, row, accuracy: record(self, domain, row + 1, accuracy)
+        )
+    with pytest.raises(TrustError, match=r"found \(skipped_rows\)") if is_wrong else nullcontext():
+        run = ground.run("grpo", "data.skip_outside=[0.3,0.7]", "trainer.total_training_steps=6")
+        assert run.metrics()[-1]["async/rejected"] > 0 and not run.notes("warning")
