@@ -23,7 +23,6 @@ from distflow.audit.recorded_step import (
     index_of,
 )
 from distflow.builtin_names import PROMPT_CHAT
-from distflow.environments.agents import agent_of
 
 MOST, FEW = 16, 2
 _QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
@@ -98,8 +97,13 @@ def _events(recorded: RecordedStep, sample: Sample) -> Sequence[tuple[Any, ...]]
 def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Without those of conversations of agents that are not trained, which are in no sample."""
     agents = recorded.config.actor_rollout_ref.rollout.agents
-    named = ("turn", "paid", "forked")
-    return [e for e in events if not agents or e[0] not in named or agents[agent_of(e[1], [*agents])].trainable]
+    trained = [name for name, agent in agents.items() if agent.trainable]
+
+    def is_trained(conversation: str) -> bool:
+        agent = conversation.split(".")[0]
+        return (agent if agent in agents else next(iter(agents))) in trained
+
+    return [e for e in events if not agents or e[0] not in ("turn", "paid", "forked") or is_trained(e[1])]
 
 
 def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
