@@ -210,17 +210,17 @@ def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_poli
 
 
 @pytest.mark.parametrize(
-    ("others", "there", "casts"),
+    ("others", "there", "casts", "rounds"),
     [
-        ((), True, True),
-        ((), False, False),
-        ((f"{ROLLOUT}.enforce_eager=true",), True, False),
-        ((f"{ROLLOUT}.batch_invariant=true",), True, False),
-        (("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray"), True, False),
+        ((), True, True, True),
+        ((), False, False, True),
+        ((f"{ROLLOUT}.enforce_eager=true",), True, False, True),
+        ((f"{ROLLOUT}.batch_invariant=true",), True, False, True),
+        (("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray"), True, False, False),
     ],
 )
 def test_native_code_casts_the_weights_that_the_trainer_casts(
-    others: tuple[str, ...], there: bool, casts: bool, monkeypatch: pytest.MonkeyPatch
+    others: tuple[str, ...], there: bool, casts: bool, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if there and not native.is_there():
         pytest.skip("wants a C compiler (Debian: apt-get install gcc)")
@@ -234,7 +234,7 @@ def test_native_code_casts_the_weights_that_the_trainer_casts(
     settings = config("grpo", f"{MODEL}.dtype=bfloat16", *others)
     build(settings, "rollout")
     (model, compute_dtype) = given[0]
-    assert compute_dtype == (torch.bfloat16 if casts else None)
+    assert compute_dtype == (torch.bfloat16 if rounds else None)
     dtype = torch.float32 if casts else torch.bfloat16
     assert {parameter.dtype for parameter in model.parameters()} == {dtype} == {engine_dtype(settings)}
 

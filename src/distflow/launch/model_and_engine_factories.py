@@ -114,13 +114,19 @@ def engine_dtype(config: Config) -> torch.dtype:
     return torch.float32 if _engine_casts(config) else compute_dtype(config)
 
 
-def _engine_casts(config: Config) -> bool:
-    """Whether the rollout engine rounds where a trainer that computes by autocast does, and nowhere else. Native code
-    does that at no cost; torch would cast all weights in every decode step."""
-    rollout = config.actor_rollout_ref.rollout
-    by_native = rollout.name == "embedded" and not (rollout.enforce_eager or rollout.batch_invariant)
+def _rounds_as_trainer(config: Config) -> bool:
+    """Whether the rollout engine multiplies in a lower precision than it computes the rest in, as a trainer by autocast;
+    a sharded trainer computes all in the lower one."""
     is_low = compute_dtype(config) is not torch.float32 and not is_sharded(config)
-    return by_native and is_low and choose_device(config).type == "cpu" and native.is_there()
+    return is_low and config.actor_rollout_ref.rollout.name == "embedded"
+
+
+def _engine_casts(config: Config) -> bool:
+    """Whether the rollout engine has float32 weights, and so rounds nowhere else than such a trainer. Native code casts
+    them at no cost; torch would cast all weights in every decode step."""
+    rollout = config.actor_rollout_ref.rollout
+    by_native = not (rollout.enforce_eager or rollout.batch_invariant)
+    return by_native and _rounds_as_trainer(config) and choose_device(config).type == "cpu" and native.is_there()
 
 
 def shares_weights(config: Config) -> bool:
@@ -181,7 +187,7 @@ def _rollout_factory(config: Config) -> Factory:
     target, options = _engine_options(config)
     if "num_threads" in options:
         options["num_threads"] = threads_of(config)[1]
-    if config.actor_rollout_ref.rollout.name == "embedded" and not is_sharded(config):
+    if _rounds_as_trainer(config):
         options["compute_dtype"] = compute_dtype(config)
     dtype, source = engine_dtype(config), configured_models.policy_source(config)
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
