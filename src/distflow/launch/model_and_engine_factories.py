@@ -115,7 +115,7 @@ def engine_dtype(config: Config) -> torch.dtype:
 
 
 def _rounds_as_trainer(config: Config) -> bool:
-    """Whether the rollout engine multiplies in a lower precision than it computes the rest in, as a trainer by autocast.
+    """Whether the rollout engine multiplies in a lower precision than that of the rest, as a trainer by autocast.
     A sharded trainer computes all in the lower one."""
     is_low = compute_dtype(config) is not torch.float32 and not is_sharded(config)
     return is_low and config.actor_rollout_ref.rollout.name == "embedded"
