@@ -29,7 +29,8 @@ def game(sign: str) -> Any:
 
 def unscored(folder: Path, **changed: object) -> dict[str, object]:
     """Settings without those of reward functions."""
-    return {key: value for key, value in small(folder, **changed).items() if not key.startswith("reward.")}
+    of_rewards = ("reward.", "trust.check_rewards")
+    return {key: value for key, value in small(folder, **changed).items() if not key.startswith(of_rewards)}
 
 
 def scored(folder: Path) -> None:

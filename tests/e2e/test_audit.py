@@ -687,7 +687,7 @@ def test_a_group_of_another_row_is_found_in_any_step(playground: Playground, mon
     from distflow.scheduling import data_plan
 
     original = data_plan.place
-    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.BASE)
     monkeypatch.setattr(data_plan, "place", lambda number, *more: original(number + (number == 13), *more))
     with pytest.raises(TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"):
         playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

@@ -247,7 +247,8 @@ def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
     gone, plain = [each[1:] for each in given if each.startswith("~")], Playground.overrides
 
     def without(self: Playground, *names: str) -> list[str]:
-        return [each for each in plain(self, *names) if each.split("=")[0] not in gone]
+        given = plain(self, *names, *(["~reward.functions"] if "reward.functions" in gone else []))
+        return [each for each in given if each.split("=")[0] not in {*gone, "~reward.functions"}]
 
     patch.setattr(Playground, "overrides", without)
     return ground.run(preset, *[each for each in given if not each.startswith("~")], name=name)

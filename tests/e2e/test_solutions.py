@@ -12,7 +12,12 @@ from tests.e2e.runs import NO_WORK, Playground
 
 RIGHT, WRONG = "def f(x):\n    return x + 1\n", "def f(x):\n    return x\n"
 ONE_STEP = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=2", "trust.audit_freq=0")
-CODE = ("reward.functions={default: [code, {name: custom, weight: 0}]}", "data.answer_key=test_list", *ONE_STEP)
+CODE = (
+    "reward.functions={default: [code, {name: custom, weight: 0}]}",
+    "data.answer_key=test_list",
+    "trust.check_rewards=true",
+    *ONE_STEP,
+)
 
 
 def playground(folder: Path, solutions: list[str], broken: int = 0, column: str = "code") -> Playground:

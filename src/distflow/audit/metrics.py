@@ -47,10 +47,12 @@ def _has_reason(name: str) -> bool:
 
 
 def remember_trained(recorded: RecordedStep) -> None:
-    """Count the groups that were trained on since the run's start."""
+    """Count the groups that were trained on since the run's start, unless steps without audits were among them."""
     kept = recorded.run.state.setdefault("trained", {})
-    if kept or recorded.step == 0:
-        kept["groups"] = kept.get("groups", 0) + len(recorded.group_ids)
+    if recorded.step == kept.get("steps", 0):
+        kept |= {"groups": kept.get("groups", 0) + len(recorded.group_ids), "steps": recorded.step + 1}
+    else:
+        kept.clear()
 
 
 def audit_staleness(recorded: RecordedStep) -> str | None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from distflow.audit.normalization import share_right
 from distflow.audit.policy_losses import importance_weights
 from distflow.audit.recorded_step import RecordedStep, Sample, by_group_of, doubles
-from distflow.audit.reward_calls import parts_of_domain
-from distflow.config.keys.algorithm import AlgorithmConfig, spread
+from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 
 Part = tuple[str, Sequence[float], float | None]
@@ -35,8 +34,9 @@ NOT_RECOMPUTED = {
     "rollout_corr/on": "a switch; the weights that it switches on are checked",
     "rollout/decode*": "becomes throughput/rollout",
     "reward/calls": "those on dropped groups, of groups generated ahead and of workflows are not recorded",
-    "reward/error*": "recomputed if just the step's samples were scored, by one function",
-    "reward/timeouts*": "recomputed if just the step's samples were scored, by one function",
+    "reward/error*": "as reward/calls; samples without a score are checked, in reward_results",
+    "reward/timeouts*": "as reward/calls",
+    "rejection/*": "which tokens are left out is checked, in masks",
     "reward/retries": "attempts that failed are not recorded",
     "reward/retried_calls": "attempts that failed are not recorded",
     "reward/cut/*": "what a reward model cuts is known to it alone",
@@ -58,9 +58,7 @@ def parts_of(recorded: RecordedStep) -> Iterator[Part]:
     """Of this rank's samples."""
     yield from _mismatch(recorded)
     yield from _episodes(recorded)
-    yield from _rewards(recorded)
     yield from _correction(recorded)
-    yield from _rejection(recorded)
     for domain, algorithm, samples in recorded.by_algorithm() if recorded.is_written("in_baselines") else ():
         yield from _left_out(algorithm, samples, f"/{domain}" if domain else "")
 
@@ -128,23 +126,6 @@ def _episodes(recorded: RecordedStep) -> Iterator[Part]:
     yield "episodes/rejected", [sum(rejected) / number], number
 
 
-def _rewards(recorded: RecordedStep) -> Iterator[Part]:
-    """Where each score of the step, and no other, was asked for since the last one."""
-    config, batch, metrics = recorded.config, recorded.batch, recorded.metrics
-    if recorded.run.ranks.size > 1 or "reward_errors" not in batch or metrics.get("reward/calls") != len(batch):
-        return
-    if config.async_.max_staleness or config.actor_rollout_ref.rollout.workflow is not None:
-        return
-    failed = [each for each in batch["reward_errors"] if each is not None]
-    yield "reward/error_rate", [len(failed) / len(batch)], 1.0
-    names = {part.name for domain in set(batch["domain"]) for part in parts_of_domain(recorded, domain)}
-    late = sum("timed out" in each or "no answer within" in each for each in failed)
-    if len(names) == 1 and not late:
-        ends = ("", *(f"/{name}" for name in names if f"reward/errors/{name}" in metrics))
-        yield from ((f"reward/errors{end}", [float(len(failed))], 1.0) for end in ends)
-        yield from ((name, [0.0], 1.0) for name in metrics if name.startswith("reward/timeouts"))
-
-
 def _left_out(algorithm: AlgorithmConfig, samples: Sequence[Sample], end: str) -> Iterator[Part]:
     scored = [sample for sample in samples if sample["valid"]]
     groups = {number: share_right(group) for number, group in by_group_of(samples).items()}
@@ -202,38 +183,6 @@ def _correction(recorded: RecordedStep) -> Iterator[Part]:
     if settings.rollout_is_batch_normalize:
         means = [float(each.mean()) for each in drawn]
         yield "rollout_corr/rollout_is_batch_norm_factor", [each if each > 1e-8 else 1.0 for each in means], number
-
-
-def _rejection(recorded: RecordedStep) -> Iterator[Part]:
-    settings, own = recorded.config.algorithm.rollout_correction, _trainers(recorded, recorded.batch)
-    if not settings.rollout_rs or own in (None, "trainer_log_probs") or not recorded.is_ours("loss_mask"):
-        return
-    counted, rows = _counted(recorded), _rows(recorded)
-    gap, number = _gap(recorded.batch, str(own)).clamp(-20, 20).where(counted, 0.0), float(counted.sum())
-    if not number or recorded.run.ranks.size > 1:
-        return
-    tokens = _over_rows(recorded, counted).clamp(min=1)
-    kept = [counted, counted]
-    bands = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
-    for name, (low, high) in zip(settings.rollout_rs, bands, strict=True):
-        level, _, kind = name.rpartition("_")
-        values = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[kind]
-        if level == "seq_max":
-            most = torch.full((len(recorded.batch),), -math.inf, dtype=torch.float64)
-            values = most.scatter_reduce(0, rows, values.where(counted, -math.inf), "amax")[rows]
-        elif level != "token":
-            values = (_over_rows(recorded, values) / (tokens if level == "seq_mean" else 1))[rows]
-        yield f"rejection/{name}_mean", [float(values[counted].mean())], number
-        least, most_allowed = -math.inf, float(high)
-        if kind == "k1":
-            least, most_allowed = (-math.log(high) if low is None else math.log(low)), math.log(high)
-        passes = [(values <= most_allowed + by) & (values >= least - by) for by in (ROUNDING, -ROUNDING)]
-        yield f"rejection/{name}_masked", [float((~each[counted]).double().mean()) for each in passes], number
-        kept = [a & b for a, b in zip(kept, passes, strict=True)]
-    yield "rejection/masked", [float((counted & ~each).sum()) / number for each in kept], number
-    has_some = max(float((_over_rows(recorded, counted) > 0).sum()), 1.0)
-    cut = [float((_over_rows(recorded, counted & ~each) > 0).sum()) / has_some for each in kept]
-    yield "rejection/seq_masked", cut, number
 
 
 def between(found: float, values: Sequence[float]) -> float:

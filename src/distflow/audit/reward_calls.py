@@ -16,7 +16,7 @@ from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEA
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
 from distflow.audit.samples import ROUNDING, filtered_values, functions_of
-from distflow.builtin_names import ESTIMATORS, REWARDS
+from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import RewardPart, on_error_of
 from distflow.data.batch import Batch
@@ -183,34 +183,11 @@ def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -
     text = _arguments(recorded, sample)["solution_str"]
     scores = [own for _, given, own in called if given.get("solution_str") == text and isinstance(own, Score)]
     accuracies = [acc if isinstance(acc := own.extra.get("acc"), float) else own.value for own in scores]
-    weights = functions_of(recorded, sample)
-    parts = [part for part in sample["reward_parts"] if part in weights]
-    if len(parts) > 1 and len({name for name, given, _ in called if given.get("solution_str") == text}) == len(parts):
-        # Of those with a weight: one that says it, one that compares with the ground truth, the user's, the heaviest.
-        of_part = {name: own for name, given, own in called if given.get("solution_str") == text}
-        able = [name for name in parts if weights[name] > 0] or parts
-        if all(isinstance(own, Score) and DOES_NOT_APPLY not in own.extra for own in of_part.values()):
-            first = min(able, key=lambda name: (_rank(name, of_part[name]), -weights[name], parts.index(name)))
-            accuracies = [_said(of_part[first])]
     if accuracies and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in accuracies):
         raise Wrong(
             f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but its reward functions gave "
-            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample, or another part decided it"
+            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample"
         )
-
-
-def _said(result: RewardResult) -> float:
-    """A function's own accuracy, or else its score."""
-    assert isinstance(result, Score), "only those that scored decide"
-    return acc if isinstance(acc := result.extra.get("acc"), float) else result.value
-
-
-def _rank(name: str, result: RewardResult) -> int:
-    if isinstance(result, Score) and result.extra.get("acc") is not None:
-        return 0
-    if name in REWARDS:
-        return 1 if REWARDS[name].needs_answer else 3
-    return 2
 
 
 def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
