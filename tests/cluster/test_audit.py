@@ -131,7 +131,7 @@ FAULTS = {
             return ranks.gather({name: value for metrics, _ in measured for name, value in metrics.items()})[0]
         worker.over_ranks = planted
         """,
-        "metrics",
+        "metrics|advantages",
     ),
 }
 APART = "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1"
