@@ -15,10 +15,10 @@ from typing import Any
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
-from distflow.audit.samples import ROUNDING, filtered_values, functions_of
+from distflow.audit.samples import ROUNDING, filtered_values, functions_of, parts_of_domain
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
-from distflow.config.keys.reward import RewardPart, on_error_of
+from distflow.config.keys.reward import on_error_of
 from distflow.data.batch import Batch
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
@@ -138,11 +138,6 @@ def _check_calls(recorded: RecordedStep) -> None:
             if isinstance(result, Score) and result.value != echo(*own):
                 what = f"a number made of the arguments of sample {sample['uid']} came back as {result.value!r}"
                 raise Wrong(f"{what}, not {echo(*own)!r}: reward functions get other arguments, or give other scores")
-
-
-def parts_of_domain(recorded: RecordedStep, name: str) -> Sequence[RewardPart]:
-    domain, functions = recorded.config.data.domains.get(name), recorded.config.reward.functions
-    return (domain and domain.reward) or functions.get(name) or functions.get("default") or ()
 
 
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:

@@ -23,7 +23,7 @@ from distflow.audit.recorded_step import (
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
-from distflow.config.keys.reward import scoring_models
+from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
@@ -303,9 +303,12 @@ def does_not_apply(sample: Sample) -> list[str]:
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
     """Names and weights of the reward functions of the sample's domain."""
-    domain, functions = recorded.config.data.domains.get(sample["domain"]), recorded.config.reward.functions
-    parts = (domain and domain.reward) or functions.get(sample["domain"]) or functions.get("default") or ()
-    return {part.name: part.weight for part in parts}
+    return {part.name: part.weight for part in parts_of_domain(recorded, sample["domain"])}
+
+
+def parts_of_domain(recorded: RecordedStep, name: str) -> Sequence[RewardPart]:
+    domain, functions = recorded.config.data.domains.get(name), recorded.config.reward.functions
+    return (domain and domain.reward) or functions.get(name) or functions.get("default") or ()
 
 
 def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:

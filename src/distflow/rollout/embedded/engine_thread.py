@@ -51,7 +51,7 @@ class StepLoop:
 
     def start(self, host: Host | None = None) -> None:
         """host: None lets the loop compute on threads of its own."""
-        self._host = host
+        self._host = host if self._on_cpu else None
         self._thread.start()
 
     @property
@@ -106,7 +106,7 @@ class StepLoop:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)  # of this thread
         try:
-            self._work(lambda: self._on_cpu and self._host is not None and self._host.waits)
+            self._work(lambda: self._host is not None and self._host.waits)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # no request may be left waiting
             self.paused = False
             self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
