@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -41,6 +42,8 @@ def nothing_left() -> Iterator[None]:
 
 
 def run(ground: Playground, *overrides: str, name: str) -> Run:
+    """From its start, also where the test is tried once more."""
+    shutil.rmtree(ground.folder / name, ignore_errors=True)
     config, spec = ground.spec("grpo", *overrides, name=name)
     with nothing_left():
         return Run(ground.folder / name, config, launch_ray(spec))
@@ -77,15 +80,16 @@ def alone(ground: Playground) -> Run:
 def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
-    """The second dies before the first is back: what it had made is made again, by newest weights."""
+    """The second dies before the first is back: what it had made is made again, by newest weights. The one that is back
+    first may end the run before the other is ready."""
     plan(Fault("rollout.generate", rank=1, call=4), Fault("queue.put", rank=0, call=2))
     found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="killed")
     assert generators(found) == [0, 1]
     check_whole(found)
     assert attempts(found) and set(attempts(found)) == {1}
     notes = " ".join(found.notes("warning"))
-    for victim in (0, 1):
-        assert f"worker {victim} of 3, which generates, has died" in notes and f"worker {victim} runs again" in notes
+    assert all(f"worker {victim} of 3, which generates, has died" in notes for victim in (0, 1))
+    assert notes.count("a replacement is started") == 2 and "runs again" in notes
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
