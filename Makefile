@@ -21,15 +21,15 @@ PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --n
 
 install: $(INSTALLED)
 
-# torch comes first; the rest are the versions of the lock, by their hashes. pip compiles what it installs, but
-# not what stays where it is; where Python writes no bytecode, each start would compile 400 files.
+# torch comes first; the rest are the versions of the lock, by their hashes. pip would compile on one core. Without compiled
+# files each start would compile them where Python writes no bytecode. Some packages carry files of other Pythons.
 $(INSTALLED): pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "distflow needs Python 3.11 or newer: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) $(TORCH)
-	$(BIN)/python $(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python $(PIP_INSTALL) --no-compile $(TORCH)
+	$(BIN)/python $(PIP_INSTALL) --no-compile --require-hashes --no-deps -r requirements.lock
 	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
-	$(BIN)/python -m compileall -q src
+	$(BIN)/python -m compileall -qq -j 0 src $(VENV)/lib || true
 	touch $@
 
 # The newest versions that pyproject.toml allows, with their hashes.
@@ -94,7 +94,7 @@ test-lowest: BELOW := datasets<5 # uv prefers the newest fsspec, which takes no 
 test-newest: RESOLUTION := highest
 test-lowest test-newest: test-%: $(UV)
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python $(PIP_INSTALL) $(TORCH)
+	.venv-$*/bin/python $(PIP_INSTALL) --no-compile $(TORCH)
 	echo "$(BELOW)" | $(PIP_COMPILE) --upgrade --resolution $(RESOLUTION) --python $(CURDIR)/.venv-$*/bin/python \
 		-o .venv-$*/requirements.txt pyproject.toml -
 	$(UV) pip install --quiet --no-deps --python .venv-$*/bin/python -r .venv-$*/requirements.txt
