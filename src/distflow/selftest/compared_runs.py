@@ -139,7 +139,7 @@ def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
     """The failed pairs, and what to do about them."""
     for row in failed:
         yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
-    yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/killed.log"
+    yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/runs.log and killed.log"
     yield (
         "Do not trust results of this machine before this is explained: run `distflow doctor`, reinstall "
         "distflow and the "

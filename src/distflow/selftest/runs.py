@@ -10,7 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import Template
@@ -98,10 +98,12 @@ async def replay(group: Group, tokenizer: transformers.PreTrainedTokenizerBase) 
     return samples
 
 
-def graded(solution_str: str) -> float:
-    """A score without meaning: it only has to differ between the responses of a group."""
+REWARD = """
+def graded(solution_str):
     return sum(map(ord, solution_str)) % 7 / 6
-
+"""
+"""A score without meaning: it only has to differ between the responses of a group. It has a file of its own, since the
+processes of reward functions would import torch with this one."""
 
 _DEADLINE_S = 300.0
 _STEP_S = 0.05  # about what one takes
@@ -134,6 +136,7 @@ class Lab:
         """Write the models and data of the runs: a row for each group of each step."""
         folder.mkdir()
         write_models(folder)
+        (folder / "reward.py").write_text(REWARD)
         with (folder / "rows.jsonl").open("w") as file:
             for prompts, step in zip(recorded.prompts, recorded.figures.steps, strict=True):
                 size = len(step.answers) // len(prompts)
@@ -159,7 +162,7 @@ class Lab:
 
     def on_device(self, device: str) -> Figures:
         """The same on a device, by its name in `trainer.device`."""
-        return self._run(self._spec(f"on-{device}", f"trainer.device={device}", "trust.check_rewards=false"))
+        return self._run(self._spec(f"on-{device}", f"trainer.device={device}"))
 
     def asynchronous(self) -> Figures:
         """The parts of a run that generates while it trains: the engine has its own thread and its own copy of the
@@ -221,7 +224,9 @@ class Lab:
         return make_spec(load_config(self.preset, [*self.keys(name), *more]), say=lambda line: None)
 
     def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
-        outcome = launch(spec)
+        """What the run prints goes to a file."""
+        with (self.folder / "runs.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+            outcome = launch(spec)
         if outcome is not None and outcome.signal is not None:
             raise Interrupted(outcome.signal)
         return figures_of(spec.run_dir)
