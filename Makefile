@@ -16,7 +16,7 @@ UV := .lock/bin/uv
 export UV_SYSTEM_CERTS := 1
 PIP_COMPILE := $(UV) pip compile --quiet --extra dev --no-emit-package torch --no-emit-index-url --no-annotate --no-header
 
-.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-agents test-gpu bench-gpu test-device test-lowest \
+.PHONY: install lock quickstart test types tests test-slow test-faults test-processors test-agents test-verifiers test-gpu bench-gpu test-device test-lowest \
 	test-newest vllm test-vllm bench-peers docs clean
 
 install: $(INSTALLED)
@@ -73,6 +73,14 @@ test-agents: $(INSTALLED)
 	.venv-agents/bin/python $(PIP_INSTALL) $(TORCH)
 	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks]"
 	.venv-agents/bin/python -m pytest -m slow -n 0 tests/environments/test_agent_frameworks.py
+
+# verifiers wants an OpenAI client below version 3, which those of agents do not.
+test-verifiers: $(INSTALLED)
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python $(PIP_INSTALL) --no-compile $(TORCH)
+	.venv-verifiers/bin/python $(PIP_INSTALL) --no-compile -e ".[dev,verifiers]"
+	.venv-verifiers/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_verifiers_episode.py \
+		tests/rewards/test_verifiers_reward.py
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)

@@ -71,16 +71,26 @@ def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.parametrize(
     "changes, said",
-    [
-        ({"query": "?row=2"}, "cannot be loaded"),
-        ({"task": "NEEDS_CONTAINER = True"}, "needs a container"),
-        ({"needs": ", runtime"}, "needs a runtime (for brief)"),
-        ({"task": "async def setup(self, trace, runtime): ..."}, "needs a runtime (setup)"),
-        ({"taskset": "toolsets = classmethod(lambda cls, config: [object()])"}, "needs tools"),
-        ({"taskset": "INFINITE = True"}, "has no end"),
-    ],
+    [({"query": "?row=2"}, "cannot be loaded"), ({"taskset": "INFINITE = True"}, "has no end")],
 )
-def test_what_needs_more_than_an_answer_is_refused(tmp_path: Path, monkeypatch: Any, changes: dict, said: str) -> None:
+def test_tasksets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: Any, changes: dict, said: str) -> None:
     with pytest.raises(UserError) as caught:
         rows_of(tmp_path, monkeypatch, **changes)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"task": "NEEDS_CONTAINER = True"}, "needs a container"),
+        ({"needs": ", runtime"}, "needs a runtime \\(for brief\\)"),
+        ({"task": "async def setup(self, trace, runtime): ..."}, "needs a runtime \\(setup\\)"),
+        ({"taskset": "toolsets = classmethod(lambda cls, config: [object()])"}, "needs tools"),
+    ],
+)
+def test_what_needs_more_than_an_answer_is_for_the_workflow(
+    tmp_path: Path, monkeypatch: Any, changes: dict, said: str
+) -> None:
+    row, *_ = rows_of(tmp_path, monkeypatch, **changes)
+    with pytest.raises(ValueError, match=f"{said}.*rollout.workflow=verifiers"):
+        asyncio.run(compute_score("2", row.extra_info))

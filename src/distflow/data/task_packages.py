@@ -5,8 +5,8 @@ They are made in a separate process, `python -P -m distflow.data.task_packages P
 imports of the package stay, and whose hashes of texts do not vary: some data sets depend on them, and the same seed is
 to give the same rows.
 
-Of `verifiers` only one kind of environment is supported: a task ends with one response, without tools, and its rewards
-need nothing but that response. Any other is rejected with the name of the feature that it needs.
+A task of `verifiers` that ends with one response, without tools, and whose rewards need nothing but that response, can
+be scored by the reward `verifiers`. Any other says in its column what it `needs`; the workflow `verifiers` plays it.
 """
 
 import ast
@@ -143,8 +143,8 @@ def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
         raise UserError(f"the taskset '{name}' cannot be loaded: {type(error).__name__}: {reason}") from error
 
 
-def find_fault(name: str, taskset: Any, task: Any) -> str:
-    """The unsupported feature that the task needs; empty if one response is enough."""
+def find_need(name: str, taskset: Any, task: Any) -> str:
+    """What the task needs beside one response; empty if that is enough."""
     from verifiers.v1 import Env, Task
     from verifiers.v1.envs.single_agent import SingleAgentEnv
     from verifiers.v1.utils.loaders import environment_class
@@ -183,18 +183,15 @@ def _task_rows(name: str, settings: Mapping[str, object], wanted: int) -> Iterat
     if wanted < 0 and not taskset.bounded:
         raise UserError("the taskset is infinite: set data.train_max_samples (of the domain, if it has one)")
     for task in taskset if wanted < 0 else taskset.take(wanted):
-        if fault := find_fault(name, taskset, task):
-            raise UserError(
-                f"task {task.data.idx} needs {fault}, which is not implemented yet (single-turn tasks only)"
-            )
         data = task.data.model_dump(mode="json", exclude_none=True)
-        prompt = data["prompt"]
+        prompt = data.get("prompt") or data.get("name") or f"task {task.data.idx}"  # the environment may open
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if "system_prompt" in data:
             messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
         row = {"prompt": messages, "data_source": f"verifiers/{name}"}
         row |= {"answer": data["answer"]} if "answer" in data else {}
-        yield {**row, VERIFIERS: {"name": name, "settings": dict(settings), "task": data}}
+        origin = {"name": name, "settings": dict(settings), "needs": find_need(name, taskset, task), "task": data}
+        yield {**row, VERIFIERS: origin}
 
 
 def _print_rows(rows: Iterable[Mapping[str, object]]) -> None:

@@ -44,11 +44,14 @@ _IMPORTED_LATE = {
 class Agent:
     """Loaded in the server process; run in that of an episode."""
 
-    def __init__(self, function: str | None, command: Sequence[str], reward: str | None) -> None:
-        """reward: a function of the trace. Raises UserError for functions that cannot be called."""
+    def __init__(
+        self, function: str | None, command: Sequence[str], reward: str | None, kwargs: Sequence[str] = ()
+    ) -> None:
+        """reward: a function of the trace. kwargs: names of further arguments of the function. Raises UserError for
+        functions that cannot be called."""
         os.environ.update(_NO_EPISODE)
         os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
-        self._function = _loaded("function", function, GIVEN) if function is not None else None
+        self._function = _loaded("function", function, GIVEN, kwargs) if function is not None else None
         self._command = command
         self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None
         for package in _IMPORTED_LATE.keys() & sys.modules.keys():  # here once, and not in each episode
@@ -79,10 +82,16 @@ class Agent:
             return _end(out, _READ_BYTES)
 
 
-def _loaded(option: str, target: str, known: Sequence[str]) -> Callable[..., object]:
+def _loaded(option: str, target: str, known: Sequence[str], own: Sequence[str] = ()) -> Callable[..., object]:
+    """own: further arguments."""
     found = cast(Callable[..., object], load(target))
     if not callable(found):
         raise UserError(f"workflow_kwargs.{option}: '{target}' cannot be called")
+    for name in own:
+        if name in known or name not in inspect.signature(found).parameters:
+            why = "is an argument of every agent" if name in known else f"is no parameter of '{target}'"
+            raise UserError(f"workflow_kwargs.kwargs: '{name}' {why}")
+    known = [*known, *own]
     for parameter in inspect.signature(found).parameters.values():
         is_needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.KEYWORD_ONLY,

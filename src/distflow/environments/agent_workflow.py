@@ -1,6 +1,8 @@
-"""The workflow `agent`: an agent that somebody else wrote speaks to the policy through an endpoint of the run."""
+"""The workflows `agent` and `verifiers`: an agent, or an environment with one, that somebody else wrote speaks to the
+policy through an endpoint of the run."""
 
 import asyncio
+import importlib.util
 import os
 import random
 import shutil
@@ -11,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
+from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.conversations import Conversations
@@ -34,15 +37,18 @@ class AgentWorkflow:
         *,
         function: str | None = None,
         command: str | Sequence[str] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         reward: str | None = None,
         format: str | None = None,
         max_calls: int = 64,
     ) -> None:
-        """function, reward: file.py:name or module:name. reward: a function of the messages, or `reward_fn` for the
-        run's reward functions. format: of tool calls; None for what the chat template shows. max_calls: that are
-        answered in an episode. Raises UserError."""
+        """function, reward: file.py:name or module:name. kwargs: further arguments of the function. reward: a function
+        of the messages, or `reward_fn` for the run's reward functions. format: of tool calls; None for what the chat
+        template shows. max_calls: that are answered in an episode. Raises UserError."""
         if (function is None) == (command is None):
             raise UserError(f"{KEY}: the workflow agent needs either function or command")
+        if kwargs and function is None:
+            raise UserError(f"{KEY}.kwargs are arguments of a function, and a command takes none: write them into it")
         if command is not None and reward is None:
             raise UserError(f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}")
         if format is not None and format not in FORMATS:
@@ -52,16 +58,29 @@ class AgentWorkflow:
         check_installed()
         self.uses_reward_fn = reward == REWARD
         self._reward = None if self.uses_reward_fn else reward
-        options = {"function": function, "command": _command(command), "reward": self._reward}
+        self._kwargs = dict(kwargs or {})
+        options = {
+            "function": function,
+            "command": _command(command),
+            "reward": self._reward,
+            "kwargs": list(self._kwargs),
+        }
         self._server = ProcessServer(f"{agent_process.__name__}:Agent", options)
         weakref.finalize(self, self._server.close)
         self._format, self._max_calls, self._endpoint = format, max_calls, cast(Endpoint | None, None)
-        self._options: dict[str, Any] = {"function": function, "command": command, "reward": reward, "format": format}
-        self._options["max_calls"] = max_calls
+        self._made_by: partial[AgentWorkflow] = partial(
+            AgentWorkflow,
+            function=function,
+            command=command,
+            kwargs=kwargs,
+            reward=reward,
+            format=format,
+            max_calls=max_calls,
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process it has a server and an endpoint of its own."""
-        return partial(type(self), **self._options), ()
+        return self._made_by, ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
         """Raises CallFailed where the agent fails, RequestError where it never asks: errors of the episode."""
@@ -72,7 +91,7 @@ class AgentWorkflow:
         calls, process = _Calls(conversations), await self._server.fork(random.getrandbits(64))
         try:
             with self._endpoint.session(calls.submit) as session:
-                given = _arguments(row, session)
+                given = {**self._kwargs, **_arguments(row, session)}
                 running = process.call("run", None, environment=_environment(session), given=given)
                 try:
                     returned = await calls.answer_while(running)
@@ -94,6 +113,19 @@ class AgentWorkflow:
             return await process.call("reward", None, given=given)
         finally:
             process.close()
+
+
+class VerifiersWorkflow(AgentWorkflow):
+    """The agent is an environment of the package `verifiers`, which scores the episode itself."""
+
+    def __init__(
+        self, *, env: Mapping[str, object] | None = None, format: str | None = None, max_calls: int = 64
+    ) -> None:
+        """env: config of the environment, beside its taskset. Raises UserError."""
+        if importlib.util.find_spec(VERIFIERS) is None:
+            raise UserError(f"the workflow verifiers {missing(VERIFIERS)}")
+        target = "distflow.environments.verifiers_episode:play"
+        super().__init__(function=target, kwargs={"env": dict(env or {})}, format=format, max_calls=max_calls)
 
 
 class _Calls:

@@ -25,6 +25,10 @@ async def compute_score(solution_str: str, extra_info: Mapping[str, object] | No
     task_column = (extra_info or {}).get(VERIFIERS)
     if not isinstance(task_column, Mapping):
         raise ValueError(f"the row has no column '{VERIFIERS}': its data must be verifiers:ID")
+    if needs := task_column.get("needs"):
+        raise ValueError(
+            f"the task needs {needs}, not one response: play it with actor_rollout_ref.rollout.workflow=verifiers"
+        )
     task = _task(str(task_column["name"]), json.dumps(task_column["settings"]), json.dumps(task_column["task"]))
     trace = _trace(task, solution_str)
     await task.score(trace)
