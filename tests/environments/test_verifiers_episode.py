@@ -26,7 +26,7 @@ class Data(vf.TaskData):
     answer: str
 
 
-class Adder(vf.Toolset):
+class Adder(vf.Toolset[vf.ToolsetConfig]):
     @vf.tool
     def add(self, a: int, b: int) -> int:
         """Adds two numbers."""
@@ -51,6 +51,9 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
 
 
 {environment}
+
+if __name__ == "__main__":
+    Adder.run()
 '''
 GUESSES = """
 class Config(vf.EnvConfig):
@@ -105,7 +108,7 @@ def test_turns_are_the_environments_and_tokens_exact(begin: Any, row: Any) -> No
 
 
 def test_tools_of_a_task_are_called(begin: Any, row: Any) -> None:
-    name = f"{CALLS}".replace('"add"', '"Adder_add"')
+    name = f"{CALLS}".replace('"add"', '"adder_add"')
     episode = begin(f"Let me see. {name}", "2")
     found = played(episode, row(task=TOOLS))
     assert found == {"score": 2.2, "right": 1.0, "turns": 0.2}
@@ -146,6 +149,7 @@ def test_a_run_trains_on_them(row: Any, tmp_path: Path, monkeypatch: Any) -> Non
         "data.max_prompt_length=32",
         "data.max_response_length=64",
         "reward.timeout_s=120",
+        "trainer.total_training_steps=2",
     )
     assert [step["reward/error_rate"] for step in found.metrics()] == [0.0] * len(found.metrics())
     assert found.notes("end") == ["the run finished"]

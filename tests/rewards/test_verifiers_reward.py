@@ -71,7 +71,7 @@ def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.parametrize(
     "changes, said",
-    [({"query": "?row=2"}, "cannot be loaded"), ({"taskset": "INFINITE = True"}, "has no end")],
+    [({"query": "?row=2"}, "cannot be loaded"), ({"taskset": "INFINITE = True"}, "is infinite")],
 )
 def test_tasksets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: Any, changes: dict, said: str) -> None:
     with pytest.raises(UserError) as caught:
