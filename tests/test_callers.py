@@ -16,7 +16,7 @@ CALLED_FROM_OUTSIDE = {
     "api/load_run.py": ("Table.to_pandas", "*._repr_html_"),  # users, and notebooks
     "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch"),  # users
     "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`
-    "observe/harmless_output.py": ("TerminalOutput.writable",),  # io
+    "observe/sanitized_output.py": ("TerminalOutput.writable",),  # io
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/shards.py": ("_Files.ls",),  # fsspec
     "sandbox/sandbox.py": ("Sandbox.server_pid",),  # tests, which kill it

@@ -31,7 +31,7 @@ LAYERS = (
     {"graph", "config", "observe"},
     {"import_target"},
     {"untrusted_files"},
-    {"builtin_names", "device_transfer", "hub"},
+    {"builtin_names", "device_transfer", "hugging_face_hub"},
     {"errors"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from distflow import __version__
-from distflow.observe.harmless_output import harmless_output, quiet_libraries
+from distflow.observe.sanitized_output import quiet_libraries, sanitized_output
 from distflow.runtime.stop_conditions import Interrupted, ended_by, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
@@ -20,7 +20,7 @@ HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
 
 
 class Command(NamedTuple):
-    """help: one line. module: has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
+    """help: one line. module: of `commands`, has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
 
     runs_code: whether it runs the user's code. The others only read, perhaps another person's files. more: below the
     arguments of its `--help`.
@@ -38,45 +38,36 @@ example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files
 keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
 COMMANDS: dict[str, Command] = {
-    "new": Command("create a folder with a config, a reward function and data", "distflow.commands.new_and_list"),
-    "train": Command("train with a preset or a YAML file", "distflow.commands.train", runs_code=True, more=_PRESETS),
-    "sft": Command("fine-tune on given responses", "distflow.commands.train", runs_code=True),
+    "new": Command("create a folder with a config, a reward function and data", "new_and_list"),
+    "train": Command("train with a preset or a YAML file", "train", runs_code=True, more=_PRESETS),
+    "sft": Command("fine-tune on given responses", "train", runs_code=True),
     "eval": Command(
-        "generate responses to data.val_files and print the accuracy",
-        "distflow.commands.eval_chat_and_serve",
-        runs_code=True,
+        "generate responses to data.val_files and print the accuracy", "eval_chat_and_serve", runs_code=True
     ),
-    "chat": Command("chat with a model or a run's policy", "distflow.commands.eval_chat_and_serve", runs_code=True),
+    "chat": Command("chat with a model or a run's policy", "eval_chat_and_serve", runs_code=True),
     "serve": Command(
-        "serve a model or a run's policy to clients of OpenAI and Anthropic",
-        "distflow.commands.eval_chat_and_serve",
-        runs_code=True,
+        "serve a model or a run's policy to clients of OpenAI and Anthropic", "eval_chat_and_serve", runs_code=True
     ),
-    "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export_replay_report_why"),
-    "config": Command("print the resolved config", "distflow.commands.config_and_data"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_why"),
+    "config": Command("print the resolved config", "config_and_data"),
     "migrate": Command(
-        "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL",
-        "distflow.commands.migration.conversion",
+        "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL", "migration.conversion"
     ),
-    "data": Command("show the data as the model receives it", "distflow.commands.config_and_data", runs_code=True),
+    "data": Command("show the data as the model receives it", "config_and_data", runs_code=True),
     "reward": Command(
-        "test a reward function on right and wrong responses", "distflow.commands.reward_and_rollout", runs_code=True
+        "test a reward function on right and wrong responses", "check_reward_and_rollout", runs_code=True
     ),
     "rollout": Command(
-        "test the rollout engine on all that a run expects of it",
-        "distflow.commands.reward_and_rollout",
-        runs_code=True,
+        "test the rollout engine on all that a run expects of it", "check_reward_and_rollout", runs_code=True
     ),
-    "sandbox": Command(
-        "run a Python file in the sandbox, or serve the sandbox to other machines", "distflow.commands.sandbox"
-    ),
-    "list": Command("list presets, built-in models or runs", "distflow.commands.new_and_list"),
-    "report": Command("write report.html of a run again", "distflow.commands.export_replay_report_why"),
-    "why": Command("show the groups of a step, and what was dropped", "distflow.commands.export_replay_report_why"),
-    "trace": Command("write steps of a run for ui.perfetto.dev", "distflow.commands.export_replay_report_why"),
-    "replay": Command("repeat a saved non-finite update on the CPU", "distflow.commands.export_replay_report_why"),
-    "doctor": Command("show the hardware, missing extras and problems of this machine", "distflow.commands.doctor"),
-    "selftest": Command("verify that all kinds of runs agree on this machine", "distflow.commands.doctor"),
+    "sandbox": Command("run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"),
+    "list": Command("list presets, built-in models or runs", "new_and_list"),
+    "report": Command("write report.html of a run again", "export_replay_report_why"),
+    "why": Command("show the groups of a step, and what was dropped", "export_replay_report_why"),
+    "trace": Command("write steps of a run for ui.perfetto.dev", "export_replay_report_why"),
+    "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_why"),
+    "doctor": Command("show the hardware, missing extras and problems of this machine", "doctor_and_selftest"),
+    "selftest": Command("verify that all kinds of runs agree on this machine", "doctor_and_selftest"),
 }
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
@@ -92,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
     it, the error's own `exit_status` if it has one, 1 for anything else."""
     try:
-        with harmless_output(), interruptible():
+        with sanitized_output(), interruptible():
             quiet_libraries()
             arguments = _parse(argv)
             if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
@@ -136,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, entry in COMMANDS.items():
         command = parsers.add_parser(name, description=entry.help, epilog=entry.more, formatter_class=text)
-        module = import_module(entry.module)
+        module = import_module(f"distflow.commands.{entry.module}")
         getattr(module, f"add_{name}_arguments")(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=getattr(module, f"run_{name}"))

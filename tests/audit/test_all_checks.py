@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit import advantages, log_probs, rewards
+from distflow.audit import advantages, log_probs, token_level_rewards
 from distflow.audit.all_checks import CHECKS
 from distflow.audit.recorded_step import Check
 from distflow.builtin_names import ESTIMATORS
@@ -209,7 +209,7 @@ def test_a_nondeterministic_reward_function_is_reported_once(playground: Playgro
 def test_a_check_that_raises_is_reported_and_has_no_other_effect(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewards, "_total", lambda *_: 1 / 0)
+    monkeypatch.setattr(token_level_rewards, "_total", lambda *_: 1 / 0)
     run = playground.run("grpo", *ALWAYS)
     (warning,) = run.notes("warning")
     assert warning == "the audit could not make its check 'rewards': ZeroDivisionError: division by zero"

@@ -15,7 +15,7 @@ from distflow.environments.user_process import UserProcess
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards.router import RewardRouter
-from distflow.scheduling.domain_curriculum import Skips
+from distflow.scheduling.curriculum_and_difficulty_filter import Skips
 from tests.e2e.runs import REWARD, Playground
 from tests.environments.test_training import Games
 from tests.rewards.test_judge_reward import reward_result

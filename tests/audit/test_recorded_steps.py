@@ -21,9 +21,9 @@ from distflow.audit.optimizer_steps import (
 )
 from distflow.audit.record_calls_and_updates import GroupRecords, UpdateRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
-from distflow.audit.rewards import audit_rewards
 from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups
+from distflow.audit.token_level_rewards import audit_rewards
 from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeRole

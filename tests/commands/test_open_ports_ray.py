@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.commands.doctor import family, listeners
+from distflow.commands.doctor_and_selftest import family, listeners
 
 pytest.importorskip("ray")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.commands.doctor import Listener, family, listeners
+from distflow.commands.doctor_and_selftest import Listener, family, listeners
 
 # A process with a socket on each kind of address and one that only connects, whose child listens as well.
 PARENT = """

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.config import ConfigError, load_config
-from distflow.config.rules.check import check
+from distflow.config.rules.check_config import check
 from tests.sparse_params import one_fast_in
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

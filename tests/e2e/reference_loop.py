@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from distflow.config import Config
-from distflow.scheduling.data_plan import minibatches
+from distflow.scheduling.training_schedule import minibatches
 
 
 class Sample(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from distflow.algorithms import objective as objectives
 from distflow.algorithms.losses import clipped_ratio
-from distflow.audit import reward_calls
+from distflow.audit import rescored_samples
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
@@ -415,9 +415,9 @@ def drops_two_of_three(original: Any) -> Any:
 
 
 def other_rows(patch: Patch) -> None:
-    from distflow.scheduling import data_plan
+    from distflow.scheduling import training_schedule
 
-    patch.setattr(data_plan, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+    patch.setattr(training_schedule, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
 
 
 FAULTS = {
@@ -563,7 +563,7 @@ FAULTS = {
             patch.setattr(
                 module, "call_arguments", lambda domain, text, *rest: call_arguments(domain, text.strip(), *rest)
             )
-            for module in (router, reward_calls)
+            for module in (router, rescored_samples)
         ],
         "reward_results",
     ),
@@ -684,10 +684,10 @@ def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name:
 
 @pytest.mark.slow
 def test_a_group_of_another_row_is_found_in_any_step(playground: Playground, monkeypatch: Patch) -> None:
-    from distflow.scheduling import data_plan
+    from distflow.scheduling import training_schedule
 
-    original = data_plan.place
+    original = training_schedule.place
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.BASE)
-    monkeypatch.setattr(data_plan, "place", lambda number, *more: original(number + (number == 13), *more))
+    monkeypatch.setattr(training_schedule, "place", lambda number, *more: original(number + (number == 13), *more))
     with pytest.raises(TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"):
         playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

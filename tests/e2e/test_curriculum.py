@@ -12,7 +12,7 @@ from distflow.errors import TrustError, UserError
 from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.run_reader import read_events
 from distflow.runtime.spec import LaunchOptions
-from distflow.scheduling import domain_curriculum as curriculum
+from distflow.scheduling import curriculum_and_difficulty_filter as curriculum
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run, notes

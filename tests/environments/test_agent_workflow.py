@@ -16,7 +16,7 @@ from distflow.environments.agent_workflow import AgentWorkflow
 from distflow.environments.chat import Prompt
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.launch.code_named_by_config import pipeline_code
+from distflow.launch.user_code import pipeline_code
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_tools import is_running
 from tests.environments.test_training import WORKFLOW, Games, saved
@@ -109,7 +109,7 @@ said = [{"role": "user", "content": row["prompt"]}]
 text = OpenAI().chat.completions.create(model="x", messages=said, max_tokens=5).choices[0].message.content
 print(json.dumps({"text": text, "length": len(text)}))
 """
-KEYS = (f"{WORKFLOW}=agent", "data.max_prompt_length=60", "data.max_response_length=80")
+KEYS = (f"{WORKFLOW}=agent", "data.max_prompt_length=60", "data.max_response_length=80", "reward.timeout_s=60")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError
-from distflow.pipelines.nodes import episodes
+from distflow.pipelines.nodes import workflow_rollout
 from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow
@@ -335,13 +335,13 @@ def test_an_episode_with_another_score_or_text_is_named(
 ) -> None:
     playground = Playground(tmp_path) if game == "multi_turn" else Games(tmp_path)
     (tmp_path / "game.py").write_text(GAME)
-    original = episodes._Episodes.run
+    original = workflow_rollout._Episodes.run
 
     async def planted(self: Any) -> Any:
         output = await original(self)
         return replace(output, batch=change(output.batch))
 
-    monkeypatch.setattr(episodes._Episodes, "run", planted)
+    monkeypatch.setattr(workflow_rollout._Episodes, "run", planted)
     name = game if game == "multi_turn" else f"{tmp_path}/game.py:{game}"
     with pytest.raises(TrustError, match=rf"the audit of step 1 found \(({seen})\)"):
         playground.run("grpo", f"{WORKFLOW}={name}", "trainer.total_training_steps=1")

@@ -9,7 +9,7 @@ import pytest
 from distflow.environments import workflow
 from distflow.environments.workflows import load_workflow
 from distflow.errors import UserError
-from distflow.pipelines.nodes.episodes import read_outcome
+from distflow.pipelines.nodes.workflow_rollout import read_outcome
 from distflow.rewards.router import RewardOutcome
 from distflow.rewards.score import Score
 

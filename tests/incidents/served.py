@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from distflow.audit.auditor import Auditor
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.embedded.kv_slots import PromptCache
+from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.hf import HFEngine
 

@@ -20,9 +20,9 @@ from distflow.config import load_config
 from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
-from distflow.launch.code_named_by_config import check_importable
 from distflow.launch.data_sets import data_plan
 from distflow.launch.one_process_launcher import launch_local
+from distflow.launch.user_code import check_importable
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground

@@ -10,8 +10,8 @@ import pytest
 from distflow.config import load_config
 from distflow.environments.chat import Chat
 from distflow.environments.workflows import Row, Workflow
-from distflow.pipelines.nodes.episodes import run_episodes
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
+from distflow.pipelines.nodes.workflow_rollout import run_episodes
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.group_columns import Group

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distflow.config import Config, Loaded
 from distflow.config.compose.fit_defaults import apply_changes
-from distflow.config.keys.run_and_pipeline import AsyncConfig
 from distflow.config.keys.schema import schema_keys
+from distflow.config.keys.trainer_async_dag import AsyncConfig
 from distflow.errors import ConfigError, UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation_expression import follow_allocation

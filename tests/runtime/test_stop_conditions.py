@@ -15,12 +15,12 @@ from distflow.runtime.stop_conditions import SIGNALS, Interrupted, MetricStop, S
 # Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has failed.
 WRITES_BEFORE_THE_SIGNAL = """
 import os, signal, sys, time
-from distflow.observe.harmless_output import harmless_output
+from distflow.observe.sanitized_output import sanitized_output
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.runtime.stop_conditions import StopRequest, exit_status
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-with harmless_output(), StopRequest(lambda name: print("stopping", flush=True)) as stop:
+with sanitized_output(), StopRequest(lambda name: print("stopping", flush=True)) as stop:
     view = TerminalView("run", 9, live=LIVE)
     view.note("info", "ready")
     while os.isatty(0):

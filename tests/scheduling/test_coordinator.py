@@ -6,10 +6,10 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.data_plan import DataPlan, place, total_steps
 from distflow.scheduling.group_states import CountsError, GroupCounts, Version
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.sample_queue import Exhausted
+from distflow.scheduling.training_schedule import DataPlan, place, total_steps
 from tests.ledger_audit import verify
 
 

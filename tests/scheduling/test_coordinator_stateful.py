@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.data_plan import DataPlan, total_steps
 from distflow.scheduling.ledger import Ledger, LedgerCounts, timeline
 from distflow.scheduling.sample_queue import Exhausted
+from distflow.scheduling.training_schedule import DataPlan, total_steps
 from tests.ledger_audit import verify
 
 NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "attempts": [], "waiting": []}

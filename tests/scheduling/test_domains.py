@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.data_plan import DataPlan, DomainPlan, epoch_order
-from distflow.scheduling.domain_curriculum import Accuracy, CurriculumPlan
+from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, CurriculumPlan
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
+from distflow.scheduling.training_schedule import DataPlan, DomainPlan, epoch_order
 from tests.ledger_audit import most_behind, verify
 
 

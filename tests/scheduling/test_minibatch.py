@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.scheduling.data_plan import minibatches
+from distflow.scheduling.training_schedule import minibatches
 
 
 @settings(derandomize=True, deadline=None)

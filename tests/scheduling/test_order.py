@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from distflow.scheduling.data_plan import EPOCHS, MINI_BATCHES, epoch_order, keyed_permutation, place, total_steps
+from distflow.scheduling.training_schedule import (
+    EPOCHS,
+    MINI_BATCHES,
+    epoch_order,
+    keyed_permutation,
+    place,
+    total_steps,
+)
 
 
 def test_the_order_is_pinned():

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.data_plan import DataPlan, DomainPlan
-from distflow.scheduling.domain_curriculum import Accuracy, CurriculumPlan, SkipPlan
+from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, CurriculumPlan, SkipPlan
 from distflow.scheduling.group_states import MAX_ABORTS, CountsError, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
+from distflow.scheduling.training_schedule import DataPlan, DomainPlan
 from tests.ledger_audit import verify
 
 

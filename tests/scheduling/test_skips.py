@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.data_plan import DataPlan, place
-from distflow.scheduling.domain_curriculum import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
+from distflow.scheduling.curriculum_and_difficulty_filter import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
 from distflow.scheduling.ledger import timeline
+from distflow.scheduling.training_schedule import DataPlan, place
 from tests.ledger_audit import verify
 from tests.scheduling.test_domains import Journal, plan_of
 

@@ -191,7 +191,7 @@ class PythonInputs:
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
         """(key, file, name, what is pickled) of each function but the reward: those passed, and the estimator and loss
         that the calling script registered."""
-        from distflow.launch.code_named_by_config import entry_to_send
+        from distflow.launch.user_code import entry_to_send
         from distflow.rewards.load_functions import name_of
 
         values = flatten(config)

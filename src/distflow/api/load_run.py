@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
-from distflow.observe.harmless_output import escape_control
 from distflow.observe.metrics import headlines
 from distflow.observe.report.summary_sentences import REWARD, accuracies, status
+from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import DROPPED
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 

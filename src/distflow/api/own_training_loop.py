@@ -317,7 +317,7 @@ class Rollouts:
 
     def _of_group(self, should_accept: ShouldAccept | None, workflow: object) -> Any:
         """What a call says of its groups. Raises UserError."""
-        from distflow.pipelines.nodes.episodes import workflow_of_call
+        from distflow.pipelines.nodes.workflow_rollout import workflow_of_call
         from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
 
         _check_should_accept(should_accept)

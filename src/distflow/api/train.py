@@ -13,9 +13,9 @@ from distflow.config import ConfigError, Loaded, UserError, describe, load_confi
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
-from distflow.data import global_generators
+from distflow.data import random_states
 from distflow.import_target import load
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import claimed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
         from distflow.launch.make_spec import make_spec
         from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-        from distflow.runtime.rollout_session import call_rewards_once
+        from distflow.runtime.rollout_thread import call_rewards_once
         from distflow.runtime.run_errors_and_limits import writing_to
     trainer = loaded.config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
@@ -83,7 +83,7 @@ def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
 
     threads = torch.get_num_threads()
     try:
-        with claimed(run_dir), global_generators.lent(global_generators.states()):
+        with claimed(run_dir), random_states.lent(random_states.states()):
             yield
     finally:
         torch.set_num_threads(threads)

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from distflow.audit import optimizer_steps, reward_calls, rewards
+from distflow.audit import optimizer_steps, rescored_samples, token_level_rewards
 from distflow.audit.advantages import audit_advantages, audit_moments
 from distflow.audit.custom_functions import audit_custom_functions
 from distflow.audit.data import audit_curriculum, audit_data
+from distflow.audit.difficulty_filter import audit_skipped_rows
 from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference
 from distflow.audit.loss import audit_correction, audit_loss
@@ -20,13 +21,12 @@ from distflow.audit.recorded_step import Check
 from distflow.audit.resume import audit_resume
 from distflow.audit.rollout_engine import audit_sampled_tokens, audit_versions, audit_weights
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
-from distflow.audit.skipped_rows import audit_skipped_rows
 from distflow.audit.validation import audit_validation
 
-REMEMBERED_BEFORE = (rewards.remember_rewards, remember_domains, remember_trained)
+REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained)
 """Keep what the checks of this and of later steps need, in every step, before its checks."""
 
-REMEMBERED_AFTER = (rewards.remember_coefficients,)
+REMEMBERED_AFTER = (token_level_rewards.remember_coefficients,)
 """The same after its checks, which need what was kept of the step before."""
 
 AT_START: tuple[Check, ...] = (audit_data,)
@@ -53,11 +53,11 @@ AFTER: tuple[Check, ...] = (
     audit_responses,
     audit_masks,
     audit_episodes,
-    reward_calls.audit_reward_functions,
-    reward_calls.audit_judge_answers,
-    reward_calls.audit_dropped,
-    rewards.audit_rewards,
-    rewards.audit_kl_control,
+    rescored_samples.audit_reward_functions,
+    rescored_samples.audit_judge_answers,
+    rescored_samples.audit_dropped,
+    token_level_rewards.audit_rewards,
+    token_level_rewards.audit_kl_control,
     audit_correction,
     audit_advantages,
     audit_custom_functions,
@@ -94,7 +94,7 @@ LOOK_AFTER = tuple(
 QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("responses", "reward_results", "kl_control"))
 """Run there if a look costs too much, on one group; the models are not run, and no reward function is called."""
 
-OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, reward_calls.audit_reward_functions)
+OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, rescored_samples.audit_reward_functions)
 """Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
 
 AT_RELEASE: tuple[Check, ...] = (audit_curriculum, audit_skipped_rows)

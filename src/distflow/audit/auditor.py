@@ -22,7 +22,7 @@ from distflow.audit.record_calls_and_updates import (
 from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
-from distflow.data import global_generators
+from distflow.data import random_states
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
@@ -30,7 +30,7 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
@@ -202,7 +202,7 @@ class Auditor:
         audits = self._due or self._recorded is not None
         depth = Depth.AUDIT if audits else self._looks
         may_draw = depth > Depth.BASE  # functions of the user's, which may be called again
-        lent = global_generators.lent(global_generators.states()) if may_draw else nullcontext()
+        lent = random_states.lent(random_states.states()) if may_draw else nullcontext()
         with self._schedule.timed(taken.step, depth), lent:
             if audits and self._recorded is None:
                 self._begin()

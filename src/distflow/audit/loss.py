@@ -32,7 +32,7 @@ from distflow.audit.recorded_step import (
     doubles,
     is_builtin,
 )
-from distflow.audit.rewards import kl
+from distflow.audit.token_level_rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, reads_pairs
 

@@ -29,11 +29,11 @@ from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
-from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
+from distflow.scheduling.training_schedule import UNKNOWN_ROWS, WINDOW
 from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20

@@ -18,7 +18,7 @@ from distflow.cluster.fault_tolerance import Blame, Replacements, start_again, w
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process
 from distflow.cluster.reports_to_driver import DriverOutput, shown
-from distflow.cluster.reshard_columns import ReshardActor
+from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import UserError

@@ -39,7 +39,7 @@ class WorkerPorts:
         if place.dp_group:
             weights = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
             if self._exchange is not None:
-                from distflow.cluster.reshard_columns import RayReshard
+                from distflow.cluster.reshard_through_object_store import RayReshard
 
                 reshard = RayReshard(self._exchange, waits)
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:

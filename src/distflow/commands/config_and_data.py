@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument, at_least, importing
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,8 +43,8 @@ def run_config(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
-        from distflow.launch.code_named_by_config import only_if_trusted, pipeline_code
         from distflow.launch.select_pipeline import bind, import_user_modules
+        from distflow.launch.user_code import only_if_trusted, pipeline_code
 
         only_if_trusted(pipeline_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
@@ -65,7 +65,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not fitted to the data: {reason}")
         return loaded
-    from distflow.launch.fit_config_to_inputs import fit_to_files
+    from distflow.launch.resolve_config import fit_to_files
 
     try:
         return fit_to_files(loaded)
@@ -78,8 +78,8 @@ def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not read: the config may be another person's, and the hub is slow."""
     from distflow.config.compose.check_paths import is_local_data
     from distflow.config.derived_settings import train_files, val_files
-    from distflow.hub import is_local_model
-    from distflow.launch.code_named_by_config import data_code, pipeline_code
+    from distflow.hugging_face_hub import is_local_model
+    from distflow.launch.user_code import data_code, pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     files = (train_files(config) | val_files(config)).values()
@@ -124,7 +124,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
             from distflow.launch.export_checkpoint import with_models_of_runs
-            from distflow.launch.fit_config_to_inputs import fitted_to_files, follow_pipeline, read_config
+            from distflow.launch.resolve_config import fitted_to_files, follow_pipeline, read_config
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
         _, _, data = fitted_to_files(loaded, read_config(loaded))

@@ -26,7 +26,7 @@ from distflow.commands.arguments_and_run_folders import (
 )
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import empty_folder
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
@@ -60,7 +60,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
-                from distflow.runtime.rollout_session import call_rewards_once
+                from distflow.runtime.rollout_thread import call_rewards_once
             spec = make_spec(loaded, say=say)
             call_rewards_once(spec)
             found = evaluate(spec, say)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
 from distflow.observe.crash_safe_files import bytes_left_out, to_number
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.observe.crash_safe_files import JSON
@@ -70,7 +70,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.timelines import write_trace
+    from distflow.observe.report.graph_and_timelines import write_trace
 
     target = Path(arguments.to or Path(arguments.run_dir) / "trace.json")
     first, last = write_trace(Path(arguments.run_dir), arguments.steps, target)

@@ -11,7 +11,7 @@ from random import Random
 from distflow.commands.arguments_and_run_folders import RUNS, importing
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import empty_folder
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 
 CONFIG = Path(__file__).with_name("new_config.yaml")
 REWARD = '''\

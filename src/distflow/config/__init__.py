@@ -14,7 +14,7 @@ from distflow.config.derived_settings import RunLimits, pipeline_name
 from distflow.config.describe_config import describe, explain
 from distflow.config.keys.declare import key
 from distflow.config.keys.schema import Config, changed_keys, flatten, register_config_group, to_dict, to_yaml
-from distflow.config.rules.check import check
+from distflow.config.rules.check_config import check
 from distflow.errors import ConfigError, UserError
 
 __all__ = [

@@ -13,8 +13,8 @@ from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, Criti
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.config.keys.run_and_pipeline import FIRST_POLICY
 from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError
 

@@ -17,8 +17,8 @@ from distflow.config.derived_settings import (
     validates,
 )
 from distflow.config.keys.declare import KeyInfo
-from distflow.config.keys.run_and_pipeline import TrainerConfig
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value
+from distflow.config.keys.trainer_async_dag import TrainerConfig
 from distflow.errors import ConfigError, Problem
 
 

@@ -24,7 +24,7 @@ from distflow.data.encoded_rows_file import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.python_rows import MAX_ROWS, json_lines
 from distflow.data.task_packages import read_records
 from distflow.errors import UserError, missing_path
-from distflow.hub import unreachable
+from distflow.hugging_face_hub import unreachable
 from distflow.import_target import LoadError, load_function
 from distflow.untrusted_files import (
     COMPRESSIONS,

@@ -16,9 +16,9 @@ from typing import Any, cast
 from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
-from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint, Session, check_installed
 from distflow.environments.endpoint_calls import Answer, Call, RequestError
+from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.tool_calls import FORMATS
 from distflow.environments.user_process import ProcessServer
 from distflow.environments.workflows import REWARD, RewardFn, Row

@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, cast
 
-from distflow.data import global_generators
+from distflow.data import random_states
 from distflow.data.episode_events import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
@@ -223,7 +223,7 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     _die_with(signal.SIGKILL)
     _adopt_orphans()
     os.setsid()
-    global_generators.seed(seed)
+    random_states.seed(seed)
     own = os.getpid()
     with channel.makefile("rb") as calls:
         for line in calls:

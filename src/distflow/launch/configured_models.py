@@ -16,7 +16,7 @@ from distflow.config.derived_settings import reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, hint
 from distflow.graph.node_spec import ENGINES
-from distflow.hub import is_local_model
+from distflow.hugging_face_hub import is_local_model
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model, load_tokenizer
 from distflow.models.lora import add_lora
 from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS

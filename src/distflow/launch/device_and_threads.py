@@ -18,7 +18,7 @@ from distflow.config.derived_settings import is_one_process, is_rl, offload_keys
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.rank_info import Home, Place
 from distflow.runtime.spec import Spec

@@ -15,7 +15,7 @@ from distflow.launch.configured_models import policy_context
 from distflow.launch.device_and_threads import choose_device, make_process_ready
 from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
 from distflow.launch.spec_settings import sampling_params
-from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
+from distflow.pipelines.serve_model import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.runtime.spec import Get

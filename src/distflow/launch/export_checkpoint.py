@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, config_of_run
 from distflow.errors import UserError
-from distflow.launch.code_named_by_config import model_code, only_if_trusted, without_model_code
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
+from distflow.launch.user_code import model_code, only_if_trusted, without_model_code
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
 from distflow.observe.crash_safe_files import empty_folder, read_object

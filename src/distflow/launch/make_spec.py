@@ -8,15 +8,15 @@ from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.graph import BoundPipeline
-from distflow.launch.code_named_by_config import check_pickles, named_code
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.device_and_threads import follow_machines
 from distflow.launch.export_checkpoint import with_models_of_runs
-from distflow.launch.fit_config_to_inputs import Data, fitted_to_files, follow_pipeline, read_config
-from distflow.launch.resume_facts_and_report_head import description, facts
+from distflow.launch.resolve_config import Data, fitted_to_files, follow_pipeline, read_config
+from distflow.launch.resume_fingerprint_and_report_head import description, facts
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
+from distflow.launch.user_code import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
 from distflow.planning.allocation_expression import follow_allocation

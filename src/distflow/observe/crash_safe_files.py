@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
 from distflow.errors import UserError
-from distflow.observe.harmless_output import escaped_json
+from distflow.observe.sanitized_output import escaped_json
 from distflow.untrusted_files import MAX_JSON_VALUES, count_values, lines_of, open_file, read_file
 
 ASIDE: Final = ".distflow-partial"

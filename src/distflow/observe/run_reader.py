@@ -13,8 +13,8 @@ from typing import Literal
 import yaml
 
 from distflow.observe.crash_safe_files import JSON, bytes_left_out, is_deep, iter_records, read_records, to_number
-from distflow.observe.harmless_output import escape_control
 from distflow.observe.metrics import TIMED_OUT, flatten
+from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import DROPPED, Span, sample_file_name, samples_dir
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
 from distflow.import_target import load_function, load_module, split_name
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
 from distflow.rewards.load_functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool

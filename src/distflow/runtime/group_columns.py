@@ -13,7 +13,7 @@ from distflow.rewards.score import is_right
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.run_errors_and_limits import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup
-from distflow.scheduling.domain_curriculum import Accuracy
+from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
 from distflow.scheduling.group_states import PromptGroup
 
 

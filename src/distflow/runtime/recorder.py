@@ -18,12 +18,12 @@ import torch
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
-from distflow.data.global_generators import device_module
+from distflow.data.random_states import device_module
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
 from distflow.observe.report.findings import LiveFindings
-from distflow.observe.report.timelines import TRAINING
+from distflow.observe.report.graph_and_timelines import TRAINING
 from distflow.observe.writing.run_folder import DROPPED, RunFolder, Span
 from distflow.observe.writing.terminal_view import TerminalView
 from distflow.observe.writing.timing import PhaseTimer, Waits

@@ -8,7 +8,7 @@ from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.rank_info import with_samples
 from distflow.runtime.worker_inputs import ReshardPort
-from distflow.scheduling.reshard_columns import Key
+from distflow.scheduling.reshard_matching import Key
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.import_target import innermost
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.score import RewardCounts
 
 REPAIR_ADVICE = (

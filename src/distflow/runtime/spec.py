@@ -10,7 +10,7 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
-from distflow.config.keys.run_and_pipeline import SlurmConfig
+from distflow.config.keys.trainer_async_dag import SlurmConfig
 from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline

@@ -64,7 +64,7 @@ class MetricStop:
     """Ends a run at a metric's value. For the rank that has the metrics of all. condition: None for never."""
 
     def __init__(self, condition: str | None, warn: Callable[[str], None]) -> None:
-        from distflow.config.keys.run_and_pipeline import StopCondition  # not at the start of every command
+        from distflow.config.keys.trainer_async_dag import StopCondition  # not at the start of every command
 
         self.condition, self._warn = None if condition is None else StopCondition.of(condition), warn
         self._seen, self._has_warned = set[str](), False

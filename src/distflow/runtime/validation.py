@@ -20,7 +20,7 @@ from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.group_columns import Group
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_session import Session
+from distflow.runtime.rollout_thread import Session
 from distflow.runtime.run_errors_and_limits import NodeError, warn_of_errors
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows

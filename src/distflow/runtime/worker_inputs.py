@@ -15,7 +15,7 @@ from distflow.runtime.step_metrics import ValidationResults
 from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.scheduling.group_states import Version
-from distflow.scheduling.reshard_columns import Key
+from distflow.scheduling.reshard_matching import Key
 from distflow.training.engine import Collective
 
 

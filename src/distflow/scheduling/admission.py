@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from math import ceil
 
-from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import CountsError
 from distflow.scheduling.sample_queue import SampleQueue
+from distflow.scheduling.training_schedule import DataPlan
 
 
 def rollout_capacity(

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distflow.scheduling.data_plan import minibatches
+from distflow.scheduling.training_schedule import minibatches
 
 Parts = list[list[int]]
 

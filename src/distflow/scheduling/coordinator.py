@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
-from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
-from distflow.scheduling.domain_curriculum import Accuracy, Skips
+from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Skips
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.group_states import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
@@ -22,6 +21,7 @@ from distflow.scheduling.snapshot import (
     saved_group,
     saved_plan,
 )
+from distflow.scheduling.training_schedule import DataPlan, NextGroups, Timetable
 
 LOST = "lost"
 """Why a group of an offered row is dropped: its process ended, and the row is gone with it."""

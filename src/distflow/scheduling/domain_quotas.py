@@ -9,9 +9,9 @@ from fractions import Fraction
 from math import lcm
 from typing import Any
 
-from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.domain_curriculum import Accuracy, Curriculum
+from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curriculum
 from distflow.scheduling.snapshot import SavedShares, Snapshot
+from distflow.scheduling.training_schedule import DataPlan
 
 Shares = Sequence[Fraction]
 """Share of each domain; they sum to 1."""

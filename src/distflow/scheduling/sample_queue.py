@@ -5,9 +5,9 @@ from fractions import Fraction
 from typing import Literal
 
 from distflow.errors import UserError
+from distflow.scheduling.domain_queue import DomainQueue
 from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, PromptGroup
-from distflow.scheduling.queue_of_one_domain import DomainQueue
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""

@@ -6,9 +6,9 @@ from operator import attrgetter
 from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
-from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.domain_curriculum import SavedCurriculum, SavedSkips
+from distflow.scheduling.curriculum_and_difficulty_filter import SavedCurriculum, SavedSkips
 from distflow.scheduling.group_states import DomainCounts, GroupCounts, GroupState, PromptGroup
+from distflow.scheduling.training_schedule import DataPlan
 
 _IDENTITY = ("group_id", "epoch", "row", "group_size", "version", "attempt", "stream", "position")
 _identity = attrgetter(*_IDENTITY)

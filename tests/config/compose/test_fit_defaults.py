@@ -9,7 +9,7 @@ from distflow.config import Config, ConfigError, Loaded, RunLimits, fit_to, flat
 from distflow.config.compose.fit_defaults import fit
 from distflow.config.compose.origins import COMMAND_LINE, preset_names
 from distflow.config.keys.schema import with_values
-from distflow.config.rules.check import find_problems, find_size_problems
+from distflow.config.rules.check_config import find_problems, find_size_problems
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")

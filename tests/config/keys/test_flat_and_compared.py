@@ -18,7 +18,7 @@ from distflow.config import (
 )
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import RESUMABLE, diff, schema_keys
-from distflow.config.rules.check import check
+from distflow.config.rules.check_config import check
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
 

@@ -11,7 +11,7 @@ import pytest
 from distflow import builtin_names as table
 from distflow.config import Config, ConfigError, config_from_dict, key, load_config, register_config_group, to_dict
 from distflow.config.keys.schema import schema_keys
-from distflow.config.rules.check import check
+from distflow.config.rules.check_config import check
 from scripts import make_docs
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]

@@ -20,8 +20,14 @@ from distflow.observe.report.chart_data import (
     wilson,
 )
 from distflow.observe.report.findings import idle_sides
+from distflow.observe.report.graph_and_timelines import (
+    MAX_SPANS,
+    StepTimeline,
+    pipeline_graph,
+    read_activity,
+    timelines,
+)
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
-from distflow.observe.report.timelines import MAX_SPANS, StepTimeline, pipeline_graph, read_activity, timelines
 from distflow.observe.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.observe.conftest import write_asynchronous_run

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.terminal_view import TerminalView, can_redraw, duration, step_line
 from distflow.observe.writing.timing import PhaseTimer
 

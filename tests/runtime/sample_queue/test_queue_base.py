@@ -11,8 +11,8 @@ from distflow.observe.writing.timing import Waits
 from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.scheduling.bin_packing import DpGroupShares, divide_step
-from distflow.scheduling.data_plan import minibatches
 from distflow.scheduling.group_states import PromptGroup
+from distflow.scheduling.training_schedule import minibatches
 from tests.runtime.groups import coordinator
 
 TOKENS = (40, 10, 30, 20, 25, 5)

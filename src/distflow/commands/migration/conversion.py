@@ -211,7 +211,7 @@ def _check_target(path: Path) -> None:
 
 def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
-    from distflow.launch.fit_config_to_inputs import InertKeys, read_config
+    from distflow.launch.resolve_config import InertKeys, read_config
 
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):

@@ -9,9 +9,9 @@ from pathlib import Path
 from distflow.builtin_names import HUB_DATA, MODELS
 from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
-from distflow.config.rules.check import where
+from distflow.config.rules.check_config import where
 from distflow.errors import Problem, missing_path, nearest
-from distflow.hub import model_fault
+from distflow.hugging_face_hub import model_fault
 from distflow.import_target import SourceFile, split_name
 from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, read_file
 

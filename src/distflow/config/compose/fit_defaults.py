@@ -11,7 +11,7 @@ from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, is_preset
 from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value, with_values
-from distflow.config.rules.check import where
+from distflow.config.rules.check_config import where
 
 _DEFAULT = "default"
 

@@ -13,7 +13,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
-from distflow.config.keys.run_and_pipeline import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
+from distflow.config.keys.trainer_async_dag import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from distflow.config import derived_settings
 from distflow.config.derived_settings import val_files, validates
-from distflow.config.keys.run_and_pipeline import StopCondition
 from distflow.config.keys.schema import Config
+from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.config.rules import ROLLOUT, Finding
 from distflow.errors import missing_path, nearest
 

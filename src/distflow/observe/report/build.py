@@ -13,13 +13,13 @@ from typing import Any
 
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, read_object, write_atomically
-from distflow.observe.harmless_output import escape_control
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import domains, findings, samples, summary_sentences
-from distflow.observe.report import timelines as step
+from distflow.observe.report import graph_and_timelines as step
 from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
 from distflow.observe.run_reader import Event
+from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import RunFolderError, is_ours
 from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from distflow.errors import joined
 from distflow.observe.crash_safe_files import JSON
+from distflow.observe.report.graph_and_timelines import RunActivity
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
-from distflow.observe.report.timelines import RunActivity
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
 
 MANY_CUT = 0.1

@@ -19,8 +19,8 @@ from typing import Final
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import LineFile, encode, read_object, write_atomically
-from distflow.observe.harmless_output import escape_control
 from distflow.observe.metrics import nest
+from distflow.observe.sanitized_output import escape_control
 
 WRITER: Final = ".writer"
 """Locked by who writes: byte 0 by the process that started the run, which it names, byte 1 by those that joined. Who

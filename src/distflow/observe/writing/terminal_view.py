@@ -22,8 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from distflow.observe.harmless_output import SanitizedStream, TerminalOutput, escape_control
 from distflow.observe.metrics import Headline, headlines
+from distflow.observe.sanitized_output import SanitizedStream, TerminalOutput, escape_control
 from distflow.observe.writing.timing import duration
 
 WIDTH = 40

@@ -12,7 +12,6 @@ from distflow.pipelines.nodes.advantages import (
     weigh_samples,
     whiten_rewards,
 )
-from distflow.pipelines.nodes.episodes import run_workflow
 from distflow.pipelines.nodes.judges_and_reward_models import add_model_scores, ask_model, score_by_models
 from distflow.pipelines.nodes.log_probs import compute_old_log_prob, compute_ref_log_prob, compute_value
 from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
@@ -27,3 +26,4 @@ from distflow.pipelines.nodes.rollout_reward_filter import (
     take_scores,
 )
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_reward_model, train_sft
+from distflow.pipelines.nodes.workflow_rollout import run_workflow

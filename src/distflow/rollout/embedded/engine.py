@@ -18,7 +18,7 @@ from distflow.rollout.embedded.cuda.async_lane import CudaRequestLane
 from distflow.rollout.embedded.cuda.device_steps import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
 from distflow.rollout.embedded.host_steps import RequestLane, TiledLane, tile_size
-from distflow.rollout.embedded.kv_slots import PromptCache
+from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
 from distflow.rollout.engine import (
     Activity,

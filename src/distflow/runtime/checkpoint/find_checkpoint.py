@@ -12,9 +12,9 @@ from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointS
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.ledger import LedgerError, counts_until, ledger_id
 from distflow.scheduling.snapshot import Snapshot
+from distflow.scheduling.training_schedule import DataPlan
 
 CHECKPOINTS = "checkpoints"
 LEDGER = "ledger.jsonl"

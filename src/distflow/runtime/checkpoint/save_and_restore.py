@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
-from distflow.data import global_generators
+from distflow.data import random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
@@ -141,7 +141,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
     seed, the step and its number. Called last before the run continues: modules and pipelines of the user may seed the
     generators while they are loaded.
     """
-    global_generators.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
+    random_states.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
         return
     with checkpoint.reading():
@@ -151,14 +151,14 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
         name, keys, *rest = states["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        device, saved = global_generators.device_module(), states["device"]
+        device, saved = random_states.device_module(), states["device"]
         for i, state in enumerate(saved[: device.device_count()] if device else ()):
             device.set_rng_state(torch.tensor(state, dtype=torch.uint8), i)
 
 
 def _generator_states() -> dict[str, object]:
     name, keys, *rest = np.random.get_state()
-    device = global_generators.device_module()
+    device = random_states.device_module()
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],

@@ -10,7 +10,7 @@ from distflow.errors import UserError
 from distflow.observe.metrics import Measured
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure
-from distflow.scheduling.domain_curriculum import Accuracy
+from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.snapshot import Snapshot
 

@@ -16,7 +16,7 @@ from types import coroutine
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from distflow.data import global_generators
+from distflow.data import random_states
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class _Strand:
         self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock, tasks: "WeakSet[asyncio.Task[Any]]"
     ) -> None:
         self.turn, self.identity, self.clock, self.tasks = turn, identity, clock, tasks
-        self.drawn: global_generators.States | None = None
+        self.drawn: random_states.States | None = None
         self._num_children = 0
 
     def child(self) -> "_Strand":
@@ -183,11 +183,11 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             resume = partial(work.throw, err)
             continue
         try:
-            with global_generators.lent(strand.drawn or global_generators.seeded(*strand.identity)):
+            with random_states.lent(strand.drawn or random_states.seeded(*strand.identity)):
                 try:
                     waits_for = resume()
                 finally:
-                    strand.drawn = global_generators.states()
+                    strand.drawn = random_states.states()
         except StopIteration as end:
             return end.value
         finally:

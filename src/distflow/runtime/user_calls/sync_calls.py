@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
-from distflow.data import global_generators
+from distflow.data import random_states
 from distflow.errors import UserError
 from distflow.import_target import LoadError, is_async, users_code
 from distflow.runtime.loop_thread import on_a_thread
@@ -43,7 +43,7 @@ class PlainCalls:
         async with self.turn:
             self.caller = asyncio.current_task()
             try:
-                with global_generators.lent(global_generators.seeded(*identity)):
+                with random_states.lent(random_states.seeded(*identity)):
                     return await _in_a_thread(function, deadline_s)
             finally:
                 self.caller = None
@@ -111,7 +111,7 @@ class Caller:
             return
         own = getattr(function, "__name__", type(function).__name__)
         try:
-            with users_code(f"{name}: {own} raised"), self._timed(), global_generators.lent(global_generators.states()):
+            with users_code(f"{name}: {own} raised"), self._timed(), random_states.lent(random_states.states()):
                 function(step, result)
         except LoadError as error:
             self._warn(f"{error}; the run continues")

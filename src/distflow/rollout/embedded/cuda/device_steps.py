@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.cuda.decode_state import (
+from distflow.rollout.embedded.cuda.paged_kv_cache import (
     DecodeState,
     Laws,
     Lease,

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.scheduling.domain_curriculum import CurriculumPlan, SkipPlan
+from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
 EPOCHS, MINI_BATCHES = 0, 1

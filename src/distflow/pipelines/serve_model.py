@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits
-from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
+from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.turn_tokens import TurnTokens
-from distflow.pipelines.nodes.episodes import template_kwargs
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
+from distflow.pipelines.nodes.workflow_rollout import template_kwargs
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream, generate_whole
 
 

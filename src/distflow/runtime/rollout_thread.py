@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
-from distflow.rewards.adversary import NUM_ROWS, notes_of
+from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.reward_check import Row, call_once
 from distflow.rewards.router import RewardRouter

@@ -15,14 +15,14 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
-from distflow.launch.code_named_by_config import check_importable
 from distflow.launch.configured_models import policy_context, tokenizer_loader
 from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
 from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
+from distflow.launch.user_code import check_importable
 from distflow.runtime.run_errors_and_limits import is_ours
-from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
+from distflow.scheduling.training_schedule import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _REASONS = {

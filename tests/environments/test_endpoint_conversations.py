@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint_calls import Answer, Call, RequestError, Wire
+from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.openai_formats import CHAT, TEXT
 from tests.environments.test_chat import FAMILIES, Engine, chat_of, ids
 

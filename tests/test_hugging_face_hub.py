@@ -7,7 +7,7 @@ import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from distflow.hub import unreachable
+from distflow.hugging_face_hub import unreachable
 
 
 @pytest.fixture(autouse=True)

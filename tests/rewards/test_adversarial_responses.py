@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config.keys.reward import RewardPart
-from distflow.rewards.adversary import PROBE, Bounds, cheap_responses, find_cheap, notes_of
+from distflow.rewards.adversarial_responses import PROBE, Bounds, cheap_responses, find_cheap, notes_of
 from distflow.rewards.pool.domain_pools import Patience, RewardSettings
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.pool.worker import probe_target

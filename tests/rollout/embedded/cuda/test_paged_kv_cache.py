@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded.cuda.decode_state import (
+from distflow.rollout.embedded.cuda.device_steps import AsyncSteps, DeviceOptions, padded, rounded
+from distflow.rollout.embedded.cuda.paged_kv_cache import (
     NEXT,
     TRASH,
     PageMemory,
@@ -17,7 +18,6 @@ from distflow.rollout.embedded.cuda.decode_state import (
     state_of,
     uniforms,
 )
-from distflow.rollout.embedded.cuda.device_steps import AsyncSteps, DeviceOptions, padded, rounded
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
 from distflow.rollout.stops_and_draws import uniforms as host_uniforms
 from tests.rollout.drive import make_model, prompt_of, request_of

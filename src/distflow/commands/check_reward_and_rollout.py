@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
 from distflow.errors import UserError
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.builtin_names import is_own
-    from distflow.rewards.adversary import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
+    from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
     from distflow.rewards.load_functions import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool

@@ -22,7 +22,7 @@ from distflow.audit.recorded_step import (
     doubles,
     index_of,
 )
-from distflow.audit.reward_calls import LIMIT
+from distflow.audit.rescored_samples import LIMIT
 from distflow.audit.samples import does_not_apply, functions_of, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from distflow.observe.harmless_output import _LOGGED, _LOGGER, SanitizedStream, TerminalOutput
+from distflow.observe.sanitized_output import _LOGGED, _LOGGER, SanitizedStream, TerminalOutput
 
 PROBE = """
 import logging, sys, types, warnings
-from distflow.observe.harmless_output import quiet_libraries
+from distflow.observe.sanitized_output import quiet_libraries
 quiet_libraries()
 def warn(module, category, text):
     exec(f"import warnings; warnings.warn({text!r}, {category})", {"__name__": module, "__file__": f"{module}.py"})
@@ -74,7 +74,7 @@ def test_other_errors_of_output_are_raised() -> None:
 
 def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, below = [5.0], io.StringIO()
-    monkeypatch.setattr("distflow.observe.harmless_output.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("distflow.observe.sanitized_output.time.monotonic", lambda: now[0])
     stream = SanitizedStream(below)
     for number in range(35):
         stream.write(f"\r{number}/35\x1b[A")

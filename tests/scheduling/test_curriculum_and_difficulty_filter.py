@@ -6,7 +6,13 @@ from fractions import Fraction
 import pytest
 
 from distflow.errors import UserError
-from distflow.scheduling.domain_curriculum import Accuracy, Curriculum, CurriculumPlan, Progress, learnability
+from distflow.scheduling.curriculum_and_difficulty_filter import (
+    Accuracy,
+    Curriculum,
+    CurriculumPlan,
+    Progress,
+    learnability,
+)
 
 HALF = [Fraction(1, 2)] * 2
 
@@ -104,7 +110,7 @@ an_object, a_tuple, not_a_number = leaves({"a": object()}), leaves({"a": (1, 2)}
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("fails", r"failed: ZeroDivisionError: division by zero \(at test_domain_curriculum.py:\d+\)"),
+        ("fails", r"failed: ZeroDivisionError: division by zero \(at test_curriculum_and_difficulty_filter.py:\d+\)"),
         ("nothing", "returned None, not a mapping"),
         ("listed", r"returned \[1, 2\], not a mapping"),
         ("unknown", "gave a weight to 'cod', which is not a domain of the run, did you mean code"),

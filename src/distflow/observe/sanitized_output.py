@@ -121,7 +121,7 @@ class SanitizedStream(TerminalOutput):
 
 
 @contextmanager
-def harmless_output() -> Iterator[None]:
+def sanitized_output() -> Iterator[None]:
     """Standard output and error are `SanitizedStream` inside."""
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = SanitizedStream(out), SanitizedStream(err)

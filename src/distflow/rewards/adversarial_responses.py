@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.code.test_formats_and_assertions import (
     AssertTests,
     CallTests,

@@ -26,7 +26,7 @@ from distflow.commands.arguments_and_run_folders import (
     newest_run,
 )
 from distflow.observe.crash_safe_files import read_object
-from distflow.observe.harmless_output import escape_control
+from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
 
 EXTRAS = {
@@ -76,9 +76,9 @@ def _check_device(words: list[str], trusted: bool) -> int:
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
     with importing():
-        from distflow.launch.code_named_by_config import model_code, only_if_trusted, pipeline_code
         from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
+        from distflow.launch.user_code import model_code, only_if_trusted, pipeline_code
         from distflow.selftest.compared_runs import check_all
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
