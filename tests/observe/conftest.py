@@ -194,14 +194,17 @@ class Browser:
         self._number = 0
         self._buffer = b""
         self._session: str | None = None
+        self._target: str | None = None
         self.events: list[dict[str, Any]] = []
 
     def open(self, url: str, width: int = 1280, height: int = 900, theme: str = "light") -> None:
-        """Load a page in a new tab of this size and wait until it is loaded; forgets the events of earlier pages."""
-        self._session = None
+        """Load a page in a new tab of this size in place of the last one, and wait until it is loaded."""
+        self._session, last = None, self._target
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        if last:
+            self.call("Target.closeTarget", targetId=last)
         self.events = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -113,7 +113,8 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
                 raise unreadable(file, error) from error
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
-        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?")
+        new = " (model.init=random makes new ones)" if what == "weights" else ""
+        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}")
 
 
 _TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin", ".gguf")
