@@ -21,7 +21,7 @@ def run_ranks(module: str, num_ranks: int, folder: Path, exit_codes: Sequence[in
         worker.start()
     try:
         for worker in workers:
-            worker.join(180)
+            worker.join(500)
         errors = [_errors(folder, rank).read_text() for rank in range(num_ranks) if _errors(folder, rank).exists()]
         ended = [worker.exitcode for worker in workers]
         assert ended == list(exit_codes or [0] * num_ranks), "\n".join((f"exit codes {ended}", *errors))
