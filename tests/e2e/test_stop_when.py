@@ -32,7 +32,7 @@ def saved(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [2, 0])
+@pytest.mark.parametrize("staleness", [2, pytest.param(0, marks=pytest.mark.by_hand)])
 def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(ground: Playground, staleness: int) -> None:
     keys = (*CHEAP, f"async.max_staleness={staleness}", f"data.val_files={ground.folder}/rows.jsonl")
     keys += ("trainer.save_freq=100", "trainer.test_freq=100")

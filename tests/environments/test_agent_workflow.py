@@ -213,7 +213,7 @@ def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(g
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("reward", ["agents.py:judged", "reward_fn"])
+@pytest.mark.parametrize("reward", [pytest.param("agents.py:judged", marks=pytest.mark.by_hand), "reward_fn"])
 def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(games: Games, reward: str) -> None:
     keys = options(
         games,

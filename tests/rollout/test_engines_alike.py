@@ -91,6 +91,8 @@ ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "sglang": (sglang(), "llama", {}),
     "sglang, fleet": (FleetBehindServers, "llama", {}),
 }
+MARKS = {"embedded": (), "sglang": (pytest.mark.slow, pytest.mark.by_hand)}
+"""Of engines; the others are slow. A fleet asks each of its servers what `sglang` is asked."""
 TOP_K_ALONE = {"top_p", "min_p", "repetition_penalty"}
 UNSUPPORTED = {"hf": {"weights in flight"}, "sglang": TOP_K_ALONE, "sglang, fleet": TOP_K_ALONE}
 IN_FLIGHT = {
@@ -113,9 +115,7 @@ def check(make: Make, model: Any, names: Iterable[str] = PROPERTIES, num_prompts
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "embedded" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in ENGINES])
 def test_it_does_what_every_engine_must(name: str) -> None:
     make, family, changes = ENGINES[name]
     findings = check(make, tiny(family, **changes))

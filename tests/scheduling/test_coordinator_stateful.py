@@ -480,6 +480,7 @@ def walk(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_long_walks():
     for seed in range(200):
         walk(seed)

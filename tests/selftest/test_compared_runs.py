@@ -57,6 +57,7 @@ def of_one_process(pipeline: str, folder: Path) -> Iterator[Callable[[], Row]]:
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the pair would compare a run with itself. The engine decodes on a thread of its own, on a copy of the
     weights that is sent, and compared by the canary, each time."""

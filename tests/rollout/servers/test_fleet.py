@@ -330,7 +330,7 @@ def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.by_hand), 1])
 def test_a_run_trains_through_several_servers(staleness: int, tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     keys = [f"{rollout}.name=sglang", f"{rollout}.data_parallel_size=2", f"{rollout}.python={launcher(tmp_path)}"]

@@ -218,7 +218,7 @@ def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
 def test_a_run_trains_through_it(staleness: int, tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     keys = [f"{rollout}.name=sglang", f"{rollout}.python={launcher(tmp_path)}", "trainer.total_training_steps=3"]
