@@ -80,6 +80,7 @@ def test_answers_go_on_over_new_weights_within_the_bound(
     assert {1, 2, 3} <= served, "engines decoded under the weights of each step"
 
 
+@pytest.mark.by_hand
 def test_answers_that_an_update_cuts_off_are_begun_again_and_a_stream_is_resumed(ground: Playground) -> None:
     abort = "actor_rollout_ref.rollout.kv_on_update=abort"
     run(ground, *APART, abort, steps=3, name="resumed")

@@ -43,6 +43,7 @@ def own_workers() -> list[int]:
     return [pid for pid in workers() if parents.get(parents.get(pid, 0)) == os.getpid()]
 
 
+@pytest.mark.by_hand
 def test_what_is_missing_on_a_worker_is_told_with_its_name(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ground.folder)
     (ground.folder / "only_here.py").write_text("")

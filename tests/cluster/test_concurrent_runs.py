@@ -140,6 +140,7 @@ def test_two_on_two_nodes_are_asked_to_end_and_resume_and_end_as_each_does_alone
         assert {rank["node"] for rank in plan["ranks"]} == {0 if name == "large" else 1}
 
 
+@pytest.mark.by_hand
 def test_one_that_fails_leaves_the_other_to_its_end_and_the_same_command_ends_both(
     grounds: dict[str, Playground], tmp_path: Path
 ) -> None:

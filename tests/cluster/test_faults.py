@@ -133,6 +133,7 @@ def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
     return Held(*(frozenset().union(*column) for column in columns)), out
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_that_ends(tmp_path: Path) -> None:
     ground, held = Playground(tmp_path), list[Held]()
@@ -153,6 +154,7 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
     verify(ground.folder / "run" / "ledger.jsonl")
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
     """It goes to the whole process group, as `timeout` sends it. Before, `doctor` finds every process of the run that

@@ -171,6 +171,7 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
     verify(folder / "ledger.jsonl")
 
 
+@pytest.mark.by_hand
 def test_a_role_has_resources_and_variables_of_its_own(cluster: Any, tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     ground.write_reward(REWARD)

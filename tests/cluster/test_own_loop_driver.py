@@ -172,6 +172,7 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
     assert dict(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"unwanted": 1}
 
 
+@pytest.mark.by_hand
 def test_an_error_of_the_loop_ends_all_processes_and_the_same_call_goes_on(tmp_path: Path) -> None:
     seen = []
     with opened(tmp_path / "run", **TWO) as rollouts:
@@ -206,6 +207,7 @@ def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
     assert rollouts.run.status == "failed"
 
 
+@pytest.mark.by_hand
 @pytest.mark.faults
 def test_a_rollout_worker_that_dies_is_replaced_within_a_step(tmp_path: Path, plan: Callable[..., None]) -> None:
     plan(Fault("rollout.generate", rank=0, call=1), Fault("queue.put", rank=0, call=2))

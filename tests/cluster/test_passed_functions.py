@@ -37,6 +37,7 @@ def test_two_workers_run_what_a_cell_passes_and_registers(tmp_path: Path, launch
     assert [row["rollout/rows"] for row in run.metrics("train")] == [2.0]
 
 
+@pytest.mark.by_hand
 def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = unscored(

@@ -183,6 +183,7 @@ def two_learners():
 """
 
 
+@pytest.mark.by_hand
 def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(tmp_path: Path, on_ray: None) -> None:
     ground = Playground(tmp_path)
     ground.write_critic()

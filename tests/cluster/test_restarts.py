@@ -77,6 +77,7 @@ def alone(ground: Playground) -> Run:
     return ground.run("grpo", *STEPS, *validating(ground), name="alone")
 
 
+@pytest.mark.by_hand
 def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
@@ -158,6 +159,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
         run(ground, *ONE_GENERATES, *STEPS, name="without")
 
 
+@pytest.mark.by_hand
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None]
 ) -> None:

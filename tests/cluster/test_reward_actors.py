@@ -76,6 +76,7 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     assert re.match(r"actor [01] of the reward actors has died \(.+\) and is restarted", told)
 
 
+@pytest.mark.by_hand
 def test_a_hang_costs_its_own_score_and_no_other(ground: Playground) -> None:
     ground.write_reward(HANGS)
     ground.write_rows([{"prompt": f"{i}=", "answer": "7", "hangs": i == 3} for i in range(12)])

@@ -64,6 +64,7 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground
         assert parts == pytest.approx(row["reward_parts"], abs=2e-5) and {"custom", "reward_model"} <= parts.keys()
 
 
+@pytest.mark.by_hand
 @pytest.mark.alone
 def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(ground: Playground) -> None:
     folder, judge = write_tiny_reward_model(ground.folder / "scores", seed=7), write_tiny_judge(ground.folder / "judge")

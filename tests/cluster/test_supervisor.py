@@ -104,6 +104,7 @@ def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, a
         assert distance(found.weights(4), alone.weights(4)) == 0
 
 
+@pytest.mark.by_hand
 def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_all(
     ground: Playground, alone: Run
 ) -> None:
@@ -159,6 +160,7 @@ def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playgrou
     assert told == [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in alone.metrics()]
 
 
+@pytest.mark.by_hand
 @pytest.mark.faults
 def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ray: None, plan: Callable[..., None]
@@ -232,6 +234,7 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground,
         assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
+@pytest.mark.by_hand
 def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
     (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
     broken = f"custom_reward_function.path={ground.folder}/broken.py"
@@ -326,6 +329,7 @@ if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in th
 """
 
 
+@pytest.mark.by_hand
 def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
     (ground.folder / "silent.py").write_text(SILENT)
     pipeline = (f"dag.pipeline={ground.folder}/silent.py:silent",)

@@ -80,6 +80,7 @@ def check_resumed(resumed: Run, whole: Run) -> None:
     assert not (resumed.folder / WEIGHTS).exists()
 
 
+@pytest.mark.by_hand
 def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is_gone_on_from(
     ground: Playground, whole: Run, plan: Callable[..., None]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is
     check_resumed(start(ground, TOGETHER, "full"), whole)
 
 
+@pytest.mark.by_hand
 def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
     ground: Playground, plan: Callable[..., None]
 ) -> None:
