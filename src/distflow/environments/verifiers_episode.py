@@ -12,8 +12,9 @@ from distflow.data.task_packages import VERIFIERS, missing, read_task
 from distflow.errors import UserError
 
 try:
+    import httpx
     import verifiers.v1 as vf
-    from openai import AsyncOpenAI, omit
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, omit
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
@@ -26,6 +27,8 @@ _HARNESS = "distflow_chat"
 _KEY_VARIABLE = "DISTFLOW_EPISODE_KEY"
 _SEAT = {"runtime": {"type": "subprocess"}, "harness": {"id": _HARNESS}}
 """What plays the agent's seat where the config says nothing."""
+_CERTIFICATES = httpx.create_ssl_context()
+"""Read once, before episodes' processes are forked: a client that reads them takes longer than a short turn."""
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
@@ -55,7 +58,11 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
         messages.extend(said)
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-        async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        http = DefaultAsyncHttpxClient(verify=_CERTIFICATES)
+        async with (
+            AsyncExitStack() as stack,
+            AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http) as client,
+        ):
             tools, names, connections = await connect_mcp({"mcpServers": servers}, stack)
             while True:
                 completion = await client.chat.completions.create(
