@@ -100,7 +100,7 @@ class ServerProcess:
         self._log = log
         with log.open("wb") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("server_guard_process.py")), str(log.parent), *command],
+                [sys.executable, "-I", "-S", Path(__file__).with_name("server_guard.py"), str(log.parent), *command],
                 stdin=subprocess.PIPE,  # the guard kills the server when it is closed
                 stdout=output,
                 stderr=subprocess.STDOUT,
