@@ -22,8 +22,8 @@ class ExtensionPoint:
 
     folders: of its files. defines: pattern of a part in such a file, with the groups `attribute` and, if the file has
     it, `name`. table: the place of the line that registers it. registry: the files or the folder of that. registered:
-    pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module} and
-    {target}, which is "module:attribute".
+    pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module},
+    {stem} (the file's) and {target}, which is "module:attribute".
     """
 
     kind: str
@@ -92,4 +92,4 @@ def _defined(point: ExtensionPoint, package: Path) -> Iterator[tuple[str, dict[s
             name = (groups.get("name") or groups.get("stem") or of_file).lower()
             module = f"distflow.{file.removesuffix('.py').replace('/', '.')}"
             target = f"{module}:{attribute}"
-            yield file, {"name": name, "attribute": attribute, "module": module, "target": target}
+            yield file, {"name": name, "attribute": attribute, "module": module, "stem": path.stem, "target": target}
