@@ -256,7 +256,31 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{ROLLOUT}.tensor_model_parallel_size=2"],
         f"{ROLLOUT}.tensor_model_parallel_size",
-        ("not implemented yet",),
+        ("the engine 'embedded' has one device", f"set {ROLLOUT}.name=vllm, or keep the default 1"),
+    ),
+    "tensor parallel of SGLang": (
+        "grpo",
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=4"],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        (f"{ROLLOUT}.engine_kwargs.sglang.tp_size=4",),
+    ),
+    "tensor parallel on one device": (
+        "grpo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=6"],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        ("4 devices of a machine, and 6 cannot be divided so", "set trainer.n_gpus_per_node=8"),
+    ),
+    "tensor parallel of a server that is there": (
+        "grpo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.url=http://127.0.0.1:1"],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        ("devices of its own",),
+    ),
+    "tensor parallel of several servers": (
+        "grpo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2"],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        (f"remove {ROLLOUT}.data_parallel_size",),
     ),
     "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("trainer.n_gpus_per_node=2", "torch")),
     "shards of whole weights": (

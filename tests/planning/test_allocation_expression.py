@@ -104,8 +104,9 @@ def test_an_engine_that_is_not_there_yet_is_refused_by_its_name() -> None:
     with pytest.raises(UserError, match="'megatron' is not implemented yet; choose from torch, fsdp\n") as caught:
         require_engines(parse_allocation("embedded:d4+megatron:d2"))
     assert str(caught.value).endswith("\n  " + " " * 12 + "^")
-    with pytest.raises(UserError, match="a rollout engine on several devices is not implemented yet"):
-        require_engines(parse_allocation("vllm:d2t2+torch:d2"))
+    require_engines(parse_allocation("vllm:d2t2+torch:d2"))
+    with pytest.raises(UserError, match="a rollout engine with pipeline stages is not implemented yet"):
+        require_engines(parse_allocation("vllm:d2p2+torch:d2"))
 
 
 PARTS = st.builds(

@@ -378,7 +378,23 @@ def test_a_rollout_of_several_devices_divides_them() -> None:
     keys = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
     with pytest.raises(UserError, match="tensor_model_parallel_size=2 does not divide the 3 devices"):
         plan_ray(grpo(), devices(3, **keys), "cpu", {})
-    assert plan_ray(grpo(), devices(4, **keys), "cpu", {}).layout("rollout").sizes == Sizes(data=2, tensor=2)
+    plan = plan_ray(grpo(), devices(4, **keys), "cpu", {})
+    assert plan.layout("rollout").sizes == Sizes(data=2, tensor=2)
+    assert [rank.rollout_group for rank in plan.ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert all(not rank.rollout_group for rank in plan_ray(grpo(), devices(2), "cpu", {}).ranks)
+
+
+def test_ranks_of_one_rollout_engine_are_on_one_machine() -> None:
+    keys = {"trainer__allocation": "vllm:d2t2+fsdp:d4", "trainer__nnodes": 2, "trainer__n_gpus_per_node": 4}
+    engines = {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__actor__strategy": "fsdp"}
+    size = "actor_rollout_ref__rollout__tensor_model_parallel_size"
+    plan = plan_ray(grpo(), config(**keys, **engines, **{size: 2}), "cpu", {})
+    of_rollout = [rank.rank for rank in plan.ranks if rank.rollout_nodes]
+    groups = [plan.ranks[rank].rollout_group for rank in of_rollout]
+    assert groups == [tuple(of_rollout[:2])] * 2 + [tuple(of_rollout[2:])] * 2
+    keys |= {"trainer__allocation": "vllm:d1t6+fsdp:d2"}
+    with pytest.raises(UserError, match="ranks 2, 3, 4, 5, 6, 7 would share an engine, and are on 2 machines"):
+        plan_ray(grpo(), config(**keys, **engines, **{size: 6}), "cpu", {})
 
 
 def test_more_parts_than_devices_share_all_of_them() -> None:

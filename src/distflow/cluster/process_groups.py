@@ -4,6 +4,7 @@ collectives over them."""
 import hashlib
 import os
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,14 +32,17 @@ def backend_of(plan: Plan) -> str:
 
 def new_meeting(run_dir: Path) -> Path:
     """A file over which the training workers of a start find each other. For the process that holds the folder: it
-    removes those of a start that was killed."""
+    removes those of a start that was killed, and the folders of its shared servers."""
     remove_meetings(run_dir)
     return run_dir / f".meeting-{secrets.token_hex(4)}"
 
 
 def remove_meetings(run_dir: Path) -> None:
     for left in run_dir.glob(".meeting-*"):
-        left.unlink(missing_ok=True)
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink(missing_ok=True)
 
 
 class ProcessGroups:

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from distflow.models.sharding import Sharding, empty_model
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.rollout.servers.fleet import Fleet
-from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.shared_server import ServerGroup, follower_of
 from distflow.runtime.judge_engine import Judge, ReplyStore
 from distflow.runtime.spec import Get
 from distflow.scheduling.group_states import Version
@@ -191,13 +192,26 @@ def build_rollout(
 
 
 def build_rollout_of_server(
-    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Source, options: Options, num_servers: int
+    get: Get,
+    device: torch.device,
+    engine: str,
+    dtype: torch.dtype,
+    source: Source,
+    options: Options,
+    num_servers: int,
+    meeting: Path,
 ) -> RolloutEngine:
-    """The weights are in the servers; here they have names and shapes. num_servers: where none are given by address."""
+    """The weights are in the servers; here they have names and shapes. num_servers: where none are given by address.
+    meeting: beginning of the names of folders over which workers of one server find each other."""
     with blaming("actor_rollout_ref.model.path"):
         model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
     _cast(model, dtype)
     urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * num_servers
-    make = partial(_make_engine, engine, model, get("tokenizer"), shares=False)
-    engines = [make(options={**options, "url": url}) for url in urls]
-    return Fleet([cast(HttpEngine, each) for each in engines]) if len(engines) > 1 else engines[0]
+    make: Any = load(engine)
+    if ranks := get.rank.rollout_group:
+        place = ranks.index(get.rank.rank)
+        options = {**options, "group": ServerGroup(Path(f"{meeting}{ranks[0]}"), place, len(ranks))}
+        make = follower_of(make) if place else make
+    begin = partial(make, model, get("tokenizer"), version=Version(0, 0))
+    engines = [begin(**{**options, "url": url}) for url in urls]
+    return Fleet(engines) if len(engines) > 1 else engines[0]

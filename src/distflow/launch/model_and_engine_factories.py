@@ -207,6 +207,7 @@ def _rollout_factory(config: Config) -> Factory:
             source=source,
             options=options,
             num_servers=num_servers,
+            meeting=config.trainer.run_dir / ".meeting-server-",
         )
     return partial(
         build_engines.build_rollout,

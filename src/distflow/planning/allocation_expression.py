@@ -76,8 +76,8 @@ def require_engines(allocation: Allocation) -> None:
             table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
             there = ", ".join(name for name, entry in table.items() if entry.target)
             allocation.refuse(part.at, f"the engine '{part.engine}' is not implemented yet; choose from {there}")
-        if part.engine in ROLLOUT_ENGINES and part.sizes.num_devices > part.sizes.data:
-            allocation.refuse(part.at, "a rollout engine on several devices is not implemented yet; write its d alone")
+        if part.engine in ROLLOUT_ENGINES and part.sizes.pipeline > 1:
+            allocation.refuse(part.at, "a rollout engine with pipeline stages is not implemented yet; write d and t")
 
 
 class _Parser:

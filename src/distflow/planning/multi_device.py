@@ -3,7 +3,7 @@
 `place` then chooses the ranks of each part, on machines with equally many devices."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
@@ -13,7 +13,16 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.planning.allocation_expression import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.independent_parts import Part, apportion, pipeline_parts, priority
-from distflow.planning.plan import Layout, Plan, Sizes, choose_backends, make_channels, process_groups, rank_plan
+from distflow.planning.plan import (
+    Layout,
+    Plan,
+    RankPlan,
+    Sizes,
+    choose_backends,
+    make_channels,
+    process_groups,
+    rank_plan,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
         for dp_group, own in zip(dp_groups, places, strict=True)
         for role, (engine, model_sizes) in dp_group.roles.items()
     )
+    ranks = tuple(replace(rank, rollout_group=_rollout_group(rank, ranks, layouts)) for rank in ranks)
     # An offloaded engine may have to send from host memory, which nccl cannot.
     backends = choose_backends(device, len(ranks), 1 if offload_keys(config) else dag.backend_threshold)
     channels = make_channels(pipeline, ranks)
@@ -146,6 +156,21 @@ def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the {num_devices} devices"
         )
     return rollout.name, Sizes(data=num_devices // tensor, tensor=tensor)
+
+
+def _rollout_group(own: RankPlan, ranks: Sequence[RankPlan], layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """Empty where each device has an engine. Raises UserError for a group that lies on several machines."""
+    layout = next((layout for layout in layouts if layout.role == "rollout" and own.rank in layout.ranks), None)
+    if layout is None or layout.sizes.tensor == 1:
+        return ()
+    group = layout.line("tensor", own.rank)
+    if len(machines := {ranks[rank].node for rank in group}) > 1:
+        raise UserError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={layout.sizes.tensor}: ranks "
+            f"{', '.join(map(str, group))} would share an engine, and are on {len(machines)} machines: set a size that "
+            "divides the rollout's devices on each machine"
+        )
+    return group
 
 
 def _nodes_of(pipeline: BoundPipeline, roles: Mapping[str, object], is_main: bool) -> frozenset[str]:

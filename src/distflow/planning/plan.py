@@ -143,7 +143,8 @@ class Channel:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A worker's nodes by plane, in order, and the engines and services that they need. node: its machine."""
+    """A worker's nodes by plane, in order, and the engines and services that they need. node: its machine.
+    rollout_group: the ranks on whose devices its rollout engine computes, where these are several."""
 
     rank: int
     device: str
@@ -152,6 +153,7 @@ class RankPlan:
     engines: tuple[str, ...]
     services: tuple[str, ...]
     node: int = 0
+    rollout_group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

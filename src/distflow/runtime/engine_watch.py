@@ -82,6 +82,10 @@ class WatchedEngine:
         """As the engine counts them; 0 for one that does not."""
         return getattr(self._engine, "num_generated_tokens", 0)
 
+    @property
+    def is_shared(self) -> bool:
+        return getattr(self._engine, "is_shared", False)
+
     async def __aenter__(self) -> "WatchedEngine":
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         with ExitStack() as if_it_fails:

@@ -134,7 +134,10 @@ class SubmissionGate:
         return self._engine.version
 
     async def num_generated_tokens(self) -> int:
-        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them."""
+        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them, or
+        counts those of other workers too."""
+        if getattr(self._engine, "is_shared", False):
+            return 0
         await self.pause()
         number = getattr(self._engine, "num_generated_tokens", 0)
         await self.resume()

@@ -25,7 +25,7 @@ class Get:
     """Returns a part of the worker that is being built, by name; builds it on first use."""
 
     def __init__(self, factories: Mapping[str, "Factory"], rank: RankPlan, ready: Mapping[str, object]) -> None:
-        self._factories, self._rank = factories, rank
+        self._factories, self.rank = factories, rank
         self._device = torch.device(rank.device)
         self._built: dict[str, object] = dict(ready)
 
@@ -36,7 +36,7 @@ class Get:
         return self._built[name]
 
     def planned(self, name: str) -> bool:
-        return name in self._rank.engines
+        return name in self.rank.engines
 
 
 Factory = Callable[[Get, torch.device], object]

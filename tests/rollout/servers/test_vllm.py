@@ -81,6 +81,25 @@ def load(do: Do, engine: VllmEngine, seed: int) -> None:
     assert receipt.hashes == stripe_hashes(weights) == do(engine.hashes())
 
 
+def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
+    weights, version = list(model_of(1).named_parameters()), Version(0, FIRST.step + 1)
+    requests = [request_of(prompt_of(n), (0, 5, 2), row=n, max_tokens=40, top_p=0.9) for n in (1, 9, 300)]
+
+    async def two() -> Any:
+        python, size = str(PYTHON), 2
+        engine = VllmEngine(
+            model_of(0), tiny_tokenizer(), version=FIRST, python=python, num_threads=1, tensor_model_parallel_size=size
+        )
+        async with engine:
+            assert (await engine.load_weights(version, weights)).hashes == stripe_hashes(weights)
+            return await generate_all(engine, requests)
+
+    pairs = zip(asyncio.run(two()), run_all(make_hf(model_of(1)), requests), strict=True)
+    for one, other in ((a, b) for ours, theirs in pairs for a, b in zip(ours.generations, theirs.generations)):  # noqa: B905
+        assert one.token_ids == other.token_ids
+        assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_the_tokens_are_those_of_the_reference_engine(engine: VllmEngine, do: Do, options: dict[str, Any]) -> None:
     """Which draws by the same counters, and whose forward, penalties and truncations are transformers' own."""
@@ -203,6 +222,29 @@ def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
     assert response.rollout_log_probs == pytest.approx(
         forward_log_probs(model_of(1), request.prompt_ids, response), abs=1e-4
     )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_two_workers_share_a_server_of_two_devices(tmp_path: Path, staleness: int) -> None:
+    """Both generate and train, in step; or both generate, beside one that trains."""
+    write_tiny_model(tmp_path / "model", "llama", head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+    overrides = {
+        "actor_rollout_ref.model.path": str(tmp_path / "model"),
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.python": str(PYTHON),
+        "async.max_staleness": staleness,
+        "trainer.allocation": "vllm:d1t2+torch:d1" if staleness else "vllm:d1t2|torch:d2",
+        "trainer.launcher": "ray" if staleness else "local",
+        "trainer.device": "cpu",
+        "trainer.default_local_dir": str(tmp_path / "run"),
+        "trainer.total_training_steps": 3,
+        "trust.canary_freq": 1,
+    }
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
+    same = [row[name] for row in done.metrics("train") for name in row if name == "mismatch/same_version/max_abs"]
+    assert same and max(same) < 1e-4 and len(done.metrics("train")) == 3
+    assert not list((tmp_path / "run").glob(".meeting-*"))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -207,7 +207,7 @@ class RolloutConfig:
     """Generation in training."""
 
     name: str = key("embedded", "rollout engine", choices=tuple(ROLLOUT_ENGINES), later=not_there_yet(ROLLOUT_ENGINES))
-    tensor_model_parallel_size: int = key(1, "devices that share one engine", minimum=1, later=True)
+    tensor_model_parallel_size: int = key(1, "devices that share one engine (name=vllm)", minimum=1)
     n: int = key(8, "responses per prompt (group size)", minimum=1)
     temperature: float = key(1.0, "the policy is softmax(logits / temperature)", above=0, advice=_NO_ZERO)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)

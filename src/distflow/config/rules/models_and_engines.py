@@ -155,6 +155,30 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name=embedded")
 
 
+def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
+    """An engine on several devices can be one, and has them."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    key, size = f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    entry = ROLLOUT_ENGINES.get(rollout.name)
+    if size == 1 or entry is None:
+        return
+    if "t" not in entry.sizes:
+        able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
+        own = f"set {ROLLOUT}.engine_kwargs.sglang.tp_size={size}" if rollout.name == "sglang" else "keep the default 1"
+        why = f"the engine '{rollout.name}' has one device"
+        yield Finding((key, f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name={able}, or {own}")
+    elif rollout.url:
+        why = "the server at that address has devices of its own"
+        yield Finding((key, f"{ROLLOUT}.url"), why, "remove the size, and start the server with it")
+    elif rollout.data_parallel_size > 1:
+        why = "a worker that shares a server has no second one"
+        yield Finding((key, f"{ROLLOUT}.data_parallel_size"), why, f"remove {ROLLOUT}.data_parallel_size")
+    elif not trainer.allocation and trainer.n_gpus_per_node % size:
+        why = f"an engine has {size} devices of a machine, and {trainer.n_gpus_per_node} cannot be divided so"
+        advice = f"set trainer.n_gpus_per_node={trainer.n_gpus_per_node + -trainer.n_gpus_per_node % size}, say"
+        yield Finding((key, "trainer.n_gpus_per_node"), why, advice)
+
+
 def sampling_of_server(config: Config) -> Iterator[Finding]:
     """SGLang reports exact log-probs for temperature and top-k alone."""
     rollout = config.actor_rollout_ref.rollout
@@ -217,6 +241,7 @@ RULES = (
     sampling,
     weight_sync,
     rollout_server,
+    tensor_parallel_rollout,
     sampling_of_server,
     sharding,
     no_secrets,

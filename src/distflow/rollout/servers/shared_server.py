@@ -1,0 +1,143 @@
+"""One server for the workers on whose devices it computes (tensor parallel). The first of them starts it and gives it
+weights; the others send it requests, and take a version when it has that."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+import httpx
+from torch import Tensor
+
+from distflow.errors import TrustError
+from distflow.rollout.engine import GenerateRequest, WeightReceipt
+from distflow.rollout.engine_weights import checked, stripe_hashes
+from distflow.rollout.servers.answer_checks import Answer
+from distflow.rollout.servers.http_engine import CALL_S, START_S, HttpEngine, ServerFailed
+from distflow.scheduling.group_states import Version
+
+_LOOKS_EVERY_S: Final = 0.02
+_SERVER: Final = "server.json"
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """The workers of one server, on one machine. folder: of the run, over which they find each other; it is empty when
+    they start. place: of this worker, from 0. size: how many there are."""
+
+    folder: Path
+    place: int
+    size: int
+
+    def tell_devices(self) -> None:
+        """What this worker sees of the machine's GPUs, for the one that starts the server."""
+        self._write(f"devices-{self.place}", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    async def devices(self) -> str:
+        """Of all workers, in their order. Raises ServerFailed where one does not come."""
+        due, files = time.monotonic() + START_S, [self.folder / f"devices-{place}" for place in range(self.size)]
+        self.tell_devices()
+        while missing := [file for file in files if not file.exists()]:
+            if time.monotonic() > due:
+                raise ServerFailed(f"no worker has written {missing[0]}, so the devices of the server are unknown")
+            await asyncio.sleep(_LOOKS_EVERY_S)
+        return ",".join(file.read_text() for file in files)
+
+    def publish(self, socket: Path, label: str | None) -> None:
+        """label: of the weights that the server there has; None before the first."""
+        self._write(_SERVER, json.dumps({"socket": str(socket), "label": label}))
+
+    def forget(self) -> None:
+        """There is no server now."""
+        (self.folder / _SERVER).unlink(missing_ok=True)
+
+    def server(self) -> tuple[Path | None, Version | None]:
+        """The socket of the server, and the version that it has; None where there is none."""
+        try:
+            said = json.loads((self.folder / _SERVER).read_text())
+        except OSError:
+            return None, None
+        return Path(said["socket"]), said["label"] and version_of(said["label"])
+
+    def has(self, version: Version) -> bool:
+        """Whether the server has that version or a newer one."""
+        served = self.server()[1]
+        return served is not None and served >= version
+
+    def _write(self, name: str, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.folder / f".{name}-{self.place}"
+        new.write_text(text)
+        new.replace(self.folder / name)
+
+
+def version_of(label: str) -> Version:
+    """See `label_of`. Raises ValueError for what is none."""
+    restart, _, step = label.partition(".")
+    return Version(int(restart), int(step))
+
+
+class _Follower(HttpEngine):
+    """Changes nothing in the server of another worker: pauses, updates and sleep are that one's."""
+
+    group: ServerGroup
+    has_weights = False
+
+    async def _start(self) -> None:
+        """Find the server; after its death the next one, with the weights that the last one had."""
+        due = time.monotonic() + START_S
+        self.group.tell_devices()
+        while True:
+            socket = self.group.server()[0]
+            if socket is not None and (not self.has_weights or self.group.has(self.version)):
+                self.socket.unlink(missing_ok=True)
+                self.socket.symlink_to(socket)
+                with suppress(httpx.TransportError):
+                    await self.begin()
+                    return
+            if time.monotonic() > due:
+                raise ServerFailed(f"{self.who}, which another worker starts, was not ready within {START_S:g} s")
+            await asyncio.sleep(_LOOKS_EVERY_S)
+
+    async def _answers(self, request: GenerateRequest) -> list[Answer]:
+        """The server may have a version a moment before this worker is told."""
+        answers = await super()._answers(request)
+        with suppress(ValueError):  # a label that is none, which is found later
+            newest = max((version_of(label) for each in answers for label in each.versions), default=self.version)
+            while self.version < newest and self.group.has(newest):
+                await asyncio.sleep(_LOOKS_EVERY_S)
+        return answers
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+        """Wait until the server has them. Raises TrustError where those are others than this worker was sent."""
+        if version < self.version:
+            raise ValueError(f"weights of {version} offered to an engine that serves {self.version}")
+        sent = None
+        if weights is not None:
+            own = dict(self.model.named_parameters(remove_duplicate=False))
+            hashing = partial(stripe_hashes, checked(own, weights))
+            sent = await asyncio.get_running_loop().run_in_executor(None, hashing)
+        due = time.monotonic() + CALL_S
+        while not self.group.has(version):
+            if time.monotonic() > due:
+                raise ServerFailed(f"{self.who}, which another worker updates, has no {version} after {CALL_S:g} s")
+            await asyncio.sleep(_LOOKS_EVERY_S)
+        if sent is not None and sent != await self.hashes():
+            raise TrustError(f"{self.who} has other weights of {version} than this worker was sent")
+        self.version, self.has_weights = version, True
+        return WeightReceipt(version, version_only=True) if sent is None else WeightReceipt(version, sent)
+
+    async def _nothing(self) -> None: ...
+
+    halt = halt_for_update = drop_cache = sleep = wake = go_on = _nothing
+
+
+def follower_of(engine: type[HttpEngine]) -> type[HttpEngine]:
+    """The engine class of a worker that uses the server of another."""
+    return cast(type[HttpEngine], type(f"Following{engine.__name__}", (_Follower, engine), {}))
