@@ -191,6 +191,14 @@ def build_rollout(
     return _make_engine(engine, model, get("tokenizer"), shares, options)
 
 
+class OwnServers(NamedTuple):
+    """number: that a worker starts. meeting: beginning of the names of folders over which workers of one server find
+    each other."""
+
+    number: int
+    meeting: Path
+
+
 def build_rollout_of_server(
     get: Get,
     device: torch.device,
@@ -198,19 +206,17 @@ def build_rollout_of_server(
     dtype: torch.dtype,
     source: Source,
     options: Options,
-    num_servers: int,
-    meeting: Path,
+    servers: OwnServers,
 ) -> RolloutEngine:
-    """The weights are in the servers; here they have names and shapes. num_servers: where none are given by address.
-    meeting: beginning of the names of folders over which workers of one server find each other."""
+    """The weights are in the servers; here they have names and shapes. servers: where none are given by address."""
     with blaming("actor_rollout_ref.model.path"):
         model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
     _cast(model, dtype)
-    urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * num_servers
+    urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * servers.number
     make: Any = load(engine)
     if ranks := get.rank.rollout_group:
         place = ranks.index(get.rank.rank)
-        options = {**options, "group": ServerGroup(Path(f"{meeting}{ranks[0]}"), place, len(ranks))}
+        options = {**options, "group": ServerGroup(Path(f"{servers.meeting}{ranks[0]}"), place, len(ranks))}
         make = follower_of(make) if place else make
     begin = partial(make, model, get("tokenizer"), version=Version(0, 0))
     engines = [begin(**{**options, "url": url}) for url in urls]

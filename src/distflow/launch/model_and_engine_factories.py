@@ -206,8 +206,7 @@ def _rollout_factory(config: Config) -> Factory:
             dtype=dtype,
             source=source,
             options=options,
-            num_servers=num_servers,
-            meeting=config.trainer.run_dir / ".meeting-server-",
+            servers=build_engines.OwnServers(num_servers, config.trainer.run_dir / ".meeting-server-"),
         )
     return partial(
         build_engines.build_rollout,
