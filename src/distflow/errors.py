@@ -48,8 +48,14 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
-        count = "one problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = count_of(len(self.problems), "problem")
         super().__init__(f"{count} in the config\n" + "\n".join(str(problem) for problem in self.problems))
+
+
+def count_of(number: int, noun: str) -> str:
+    """ "1 step", "2 steps", "3 processes"."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -218,7 +218,7 @@ def test_a_check_that_raises_is_reported_and_has_no_other_effect(
 
 MODULE = """
 import torch
-from distflow.algorithms import register_adv_est, register_policy_loss
+from distflow.algorithms import agg_loss, register_adv_est, register_policy_loss
 
 @register_adv_est("padded_mean")
 def padded_mean(token_level_rewards, response_mask, group_index):
@@ -254,6 +254,16 @@ def sound_loss(log_probs, advantages, loss_mask):
 @register_policy_loss("deaf_loss")
 def deaf_loss(log_probs, advantages, loss_mask):
     return -log_probs.detach() * advantages * loss_mask + 0.0 * log_probs, {}
+
+@register_policy_loss("scalar_loss")
+def scalar_loss(old_log_prob, log_prob, advantages, response_mask, **kwargs):
+    zero = torch.zeros(())
+    return -(log_prob * advantages * response_mask).sum() / response_mask.sum(), zero, zero, zero
+
+@register_policy_loss("aggregated_loss")
+def aggregated_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, **kwargs):
+    zero = torch.zeros(())
+    return agg_loss(-log_prob * advantages, response_mask, loss_agg_mode), zero, zero, zero
 """
 USERS = {
     "padded_mean": (f"{ALGORITHM}.adv_estimator=padded_mean", "the estimator padded_mean reads outside the mask"),
@@ -262,6 +272,11 @@ USERS = {
     "sound": (f"{ALGORITHM}.adv_estimator=sound", None),
     "padded_loss": (f"{ACTOR}.policy_loss=padded_loss", "the loss 'padded_loss' reads outside the mask"),
     "deaf_loss": (f"{ACTOR}.policy_loss=deaf_loss", "the loss 'deaf_loss' sends no gradient to any token"),
+    "scalar_loss": (
+        f"{ACTOR}.policy_loss=scalar_loss",
+        "the loss 'scalar_loss' does not aggregate with distflow.algorithms.agg_loss",
+    ),
+    "aggregated_loss": (f"{ACTOR}.policy_loss=aggregated_loss", None),
     "sound_loss": (f"{ACTOR}.policy_loss=sound_loss", None),
 }
 

@@ -134,9 +134,9 @@ class PolicyObjective(_Objective):
         if threshold is not None and not threshold > 0:
             raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
         self._anchor = "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
-        self._scalar_loss: ScalarLossAdapter | None = None
+        self.scalar_loss: ScalarLossAdapter | None = None
         if self.policy_loss.returns_scalar:
-            self._scalar_loss = ScalarLossAdapter(
+            self.scalar_loss = ScalarLossAdapter(
                 self.policy_loss, self.loss_agg_mode, self.loss_scale_factor, self.actor
             )
             if self.weights_field is not None and not self.policy_loss.takes_weights:
@@ -207,8 +207,8 @@ class PolicyObjective(_Objective):
         """The policy loss's share, and its sums."""
         mask = fields["loss_mask"]
         correction, measured = self._weights(log_probs, micro, fields)
-        if self._scalar_loss is not None:
-            loss, stats = self._scalar_loss(log_probs, fields, correction, counts)
+        if self.scalar_loss is not None:
+            loss, stats = self.scalar_loss(log_probs, fields, correction, counts)
             sums: Sums = {_PER_TOKEN + name: value for name, value in stats.items()}
             sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}

@@ -1,7 +1,6 @@
 """Runs a policy loss with verl's and siiRL's signature, which returns scalars of a micro-batch, over the mini-batch."""
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,7 +43,7 @@ class FrozenView(Mapping[str, object]):
 
 class ScalarLossAdapter:
     """Adapts one such loss. Losses aggregated with distflow's `agg_loss` are exact; a scalar computed in another way
-    is weighted by the micro-batch's share of the tokens, with one warning."""
+    is weighted by the micro-batch's share of the tokens. uses_agg_loss: None until its first call."""
 
     def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]) -> None:
         self.loss, self.loss_agg_mode, self.scale = loss, loss_agg_mode, scale
@@ -52,7 +51,7 @@ class ScalarLossAdapter:
         parameters = inspect.signature(loss.fn).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._takes = {p.name for p in parameters}
-        self._warned = False
+        self.uses_agg_loss: bool | None = None
 
     def __call__(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
@@ -82,14 +81,8 @@ class ScalarLossAdapter:
                 f"{len(SCALAR_LOSS_RETURNS)} scalars: unused ones may be torch.zeros(())"
             )
         pg_loss, *means = result
+        self.uses_agg_loss = bound.used
         if not bound.used:
-            if not self._warned:
-                warnings.warn(
-                    f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: "
-                    "micro-batches are weighted by tokens, so the loss may depend on how the batch is split",
-                    stacklevel=1,
-                )
-            self._warned = True
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
         # Statistics are tensors, some with gradient, or plain numbers.
         numbers = (float(mean.detach() if isinstance(mean, Tensor) else mean) for mean in means)

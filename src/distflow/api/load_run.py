@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
 from distflow.observe.metrics import headlines
@@ -180,12 +180,12 @@ class Run:
         return export_checkpoint(checkpoint or self.folder, Path(to))
 
     def __repr__(self) -> str:
-        return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
+        return f"<Run {self.folder}: {self.status}, {count_of(self.num_steps, 'step')}>"
 
     def _repr_html_(self) -> str:
         """A table of few rows and the curve of the reward, with all text escaped."""
         before, after, trained = self.accuracy_before, self.accuracy_after, self.metrics("train")
-        rows = {"status": f"{self.status}, {self.num_steps} steps"}
+        rows = {"status": f"{self.status}, {count_of(self.num_steps, 'step')}"}
         if after is not None:
             rows["accuracy"] = (f"{before:.3f} before, " if before is not None else "") + f"{after:.3f} now"
         if trained:

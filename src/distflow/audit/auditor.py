@@ -24,7 +24,7 @@ from distflow.audit.resume import Memory, audit_resume
 from distflow.audit.validation import Facts, Validated, sample_facts
 from distflow.data import random_states
 from distflow.data.batch import Batch
-from distflow.errors import TrustError
+from distflow.errors import TrustError, count_of
 from distflow.graph import BoundPipeline
 from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
@@ -366,7 +366,5 @@ class Auditor:
             reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
             self._run.inputs.recorder.note("info", f"not audited: {reasons}")
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
-        message = (
-            f"audit of {what}: {len(passed)} check{'s' if len(passed) > 1 else ''} passed: {', '.join(passed)}{left}"
-        )
+        message = f"audit of {what}: {count_of(len(passed), 'check')} passed: {', '.join(passed)}{left}"
         self._run.inputs.recorder.audited(message, passed, not_checked, of)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch
 
@@ -74,15 +75,17 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
-    """Findings about the user's loss; None if there is none with distflow's own signature."""
+    """Findings about the user's loss; None if it has none."""
     updates = [update for update in recorded.updates_of("actor") if update.micros]  # an empty one has none
     objective = updates[0].loss if updates else None
     if not isinstance(objective, PolicyObjective):
         return None
     fn: Callable[..., Any] = objective.policy_loss.fn
     loss, micro = objective.policy_loss, updates[0].micros[0]
-    if is_builtin(fn) or loss.returns_scalar:
+    if is_builtin(fn):
         return None
+    if objective.scalar_loss is not None:
+        return _scalar_loss(objective.scalar_loss)
     name, uids, whole = f"the loss '{loss.name}'", updates[0].uids, updates[0].batch
     batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
@@ -102,6 +105,18 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
     if "advantages" in batch and not bool(gradient.any()) and bool((batch["advantages"] * mask).any()):
         found["no gradient"] = f"{name} sends no gradient to any token, though advantages are not 0"
     return list(found.values())
+
+
+def _scalar_loss(adapter: ScalarLossAdapter) -> list[str] | None:
+    """One with verl's signature, whose single number leaves nothing else to examine; None if it was never called."""
+    if adapter.uses_agg_loss is None:
+        return None
+    if adapter.uses_agg_loss:
+        return []
+    return [
+        f"the loss '{adapter.loss.name}' does not aggregate with distflow.algorithms.agg_loss: micro-batches are "
+        "weighted by their tokens, so the loss may depend on how a mini-batch is split"
+    ]
 
 
 def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: str) -> dict[str, str]:

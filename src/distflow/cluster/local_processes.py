@@ -21,7 +21,7 @@ from distflow.cluster.coordinator_actor import CoordinatorActor
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.reports_to_driver import shown
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
-from distflow.errors import TrustError, UserError
+from distflow.errors import TrustError, UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
@@ -164,7 +164,7 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
         if done := done_before(spec, start, options.say):
             return done
         start.set_aside(spec, options.say)
-        options.say(f"starting {len(spec.plan.ranks)} processes on this machine")
+        options.say(f"starting {count_of(len(spec.plan.ranks), 'process')} on this machine")
         with reported(spec.run_dir, options.say), LocalRun(spec, start) as run:
             try:
                 steps = run.watch(run.build(options.say), options)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as B
 
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.launch.device_and_threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
@@ -55,7 +55,7 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
             yield False
         return
     check_room(plan)
-    say(f"starting Ray for {len(plan.ranks)} workers on this machine")
+    say(f"starting Ray for {count_of(len(plan.ranks), 'worker')} on this machine")
     with ExitStack() as stack:
         with lasting(say, "starting Ray"):
             stack.enter_context(start_ray(len(plan.ranks) + more_cpus))

@@ -21,7 +21,7 @@ from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
@@ -82,8 +82,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def build(self, say: Callable[[str], None]) -> list[str]:
         """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
-        number = len(self._workers)
-        with with_resume_hint(self._spec), lasting(say, f"starting {number} workers and loading their models"):
+        workers = count_of(len(self._workers), "worker")
+        with with_resume_hint(self._spec), lasting(say, f"starting {workers} and loading their models"):
             reports: list[BuildReport] = self._all([worker.build.remote() for worker in self._workers])
         for rank, report in enumerate(reports):
             if report.version != __version__:

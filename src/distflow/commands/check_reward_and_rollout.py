@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.score import RIGHT
 
@@ -85,7 +85,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
             lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:
         pool.close()
-    print("\n".join([f"{escape_control(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
+    print("\n".join([f"{escape_control(arguments.reward, one_line=True)} on {count_of(len(rows), 'row')}", *lines]))
     return int(fault)
 
 
@@ -176,7 +176,7 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     if result.read:
         yield f"  answers found, of {result.answers}: {found}"
     if result.hangs:
-        yield f"  stopped after {result.num_hangs} calls that did not return in time (--timeout)"
+        yield f"  stopped after {count_of(result.num_hangs, 'call')} that did not return in time (--timeout)"
     elif result.read and not result.forms():
         yield "  it supports none of these forms: see --answer-key, or name correct responses with --response-key"
     if not result.read:
@@ -184,7 +184,8 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     width = max(map(len, result.kinds))
     for name, kind in result.kinds.items():
         what = "false negatives" if kind.is_right else "false positives"
-        counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
+        errors, hangs = count_of(len(kind.errors), "error"), count_of(len(kind.timeouts), "hang")
+        counts = f"{len(kind.wrong)} {what}, {errors}, {hangs}"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
     if not result.hangs:

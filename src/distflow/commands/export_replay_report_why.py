@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, add_trust_argument, find_run
+from distflow.errors import count_of
 from distflow.observe.crash_safe_files import bytes_left_out, to_number
 from distflow.observe.sanitized_output import escape_control
 
@@ -127,7 +128,7 @@ def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
     tokens = sum(group.tokens or 0 for group in lineage.groups)
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
     return [
-        f"{name}: {len(lineage.groups)} groups, {tokens:,} tokens{bound}",
+        f"{name}: {count_of(len(lineage.groups), 'group')}, {tokens:,} tokens{bound}",
         f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; {_outcome(lineage)}",
     ]
 

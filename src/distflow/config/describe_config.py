@@ -19,7 +19,7 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value
 from distflow.config.keys.trainer_async_dag import TrainerConfig
-from distflow.errors import ConfigError, Problem
+from distflow.errors import ConfigError, Problem, count_of
 
 
 def describe(config: Config) -> list[str]:
@@ -34,7 +34,7 @@ def _step(config: Config) -> str:
     sizes, staleness = sorted(set(group_sizes(config).values())), config.async_.max_staleness
     prompts = config.data.train_batch_size
     first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
-    policy = first if staleness == 0 else f"weights at most {staleness} steps old"
+    policy = first if staleness == 0 else f"weights at most {count_of(staleness, 'step')} old"
     samples = f"{count(prompts, 'prompt')} × {sizes[0]} = {count(prompts * sizes[0], 'sample')}"
     if len(sizes) > 1:
         samples = f"{count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"

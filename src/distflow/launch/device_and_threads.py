@@ -15,7 +15,7 @@ from distflow.builtin_names import GPUS_OF_CLUSTER
 from distflow.config import Config, Loaded
 from distflow.config.compose.load_config import with_changes
 from distflow.config.derived_settings import is_one_process, is_rl, offload_keys
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitized_output import escape_control
@@ -116,7 +116,7 @@ def check_cores(plan: Plan, more_advice: str = "") -> None:
     num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
     if num_workers > _WORKERS_A_CORE * cores:
         raise UserError(
-            f"the plan is for {num_workers} workers on CPUs, but this machine has {cores} cores, which "
+            f"the plan is for {count_of(num_workers, 'worker')} on CPUs, but this machine has {cores} cores, which "
             f"{_WORKERS_A_CORE * cores} can share at most: reduce trainer.n_gpus_per_node or trainer.allocation"
             f"{more_advice}"
         )

@@ -16,7 +16,7 @@ from distflow.checks.step_invariants import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
 from distflow.config.derived_settings import reads_pairs
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.configured_models import copy_weights
@@ -68,7 +68,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
         config = config_from_dict(keys, judge=False)
     else:
         config = without_model_code(config)
-    yield f"update of the {role} in step {step + 1}: {len(batch)} samples"
+    yield f"update of the {role} in step {step + 1}: {count_of(len(batch), 'sample')}"
     yield from _non_finite_columns(batch)
     for name, tensor in weights.items():
         if wrong := int((~tensor.isfinite()).sum()):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distflow import __version__
+from distflow.errors import count_of
 from distflow.launch.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.report.build import report_data, write_report
@@ -145,7 +146,8 @@ def note_end(
     recorder.status = "stopped" if stop.wanted and not finished else "finished"
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
-        recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
+        after = f"{done} of {count_of(planned, 'step')}"
+        recorder.note("info", f"the data ended after {after}: groups were dropped ({dropped})")
 
 
 def resume_hint(spec: Spec) -> str:

@@ -9,7 +9,7 @@ from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, r
 from distflow.config.extension_points import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.prompts import PromptRow
-from distflow.errors import hint
+from distflow.errors import count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
@@ -74,8 +74,8 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
     if staleness and not corrects and loss != "decoupled":  # the loss ignores the policy that sampled the tokens
         yield (
-            f"note: responses are up to {staleness} steps off-policy, and are trained on as if the current policy "
-            "had generated them; actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
+            f"note: responses are up to {count_of(staleness, 'step')} off-policy, and are trained on as if the current "
+            "policy had generated them; actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))

@@ -12,6 +12,7 @@ from typing import Literal
 
 import yaml
 
+from distflow.errors import count_of
 from distflow.observe.crash_safe_files import JSON, bytes_left_out, is_deep, iter_records, read_records, to_number
 from distflow.observe.metrics import TIMED_OUT, flatten
 from distflow.observe.sanitized_output import escape_control
@@ -112,7 +113,7 @@ def read_damage(run_dir: Path) -> list[str]:
         names.update(metrics.values if metrics is not None and len(names) <= _MAX_NAMES else ())
     lost["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
     found = [
-        f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: their content is missing here"
+        f"{count_of(number, 'line')} of {name} cannot be read: their content is missing here"
         for name, number in lost.items()
         if number
     ]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.graph import BoundPipeline
 from distflow.graph.wiring import Edges, ancestors, dependents, topological_order
 
@@ -85,8 +85,8 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
     """
     if num_devices < len(sizes):
         raise UserError(
-            f"the run has {len(sizes)} independent parts, but there are {num_devices} devices: use at least "
-            f"{len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
+            f"the run has {len(sizes)} independent parts, but only {count_of(num_devices, 'device')}: "
+            f"use at least {len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
         )
     weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]
     if not any(weights):

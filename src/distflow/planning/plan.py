@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from distflow.errors import UserError, hint
+from distflow.errors import UserError, count_of, hint
 from distflow.graph import BoundPipeline
 
 Axis = Literal["data", "tensor", "pipeline", "context", "expert"]
@@ -187,7 +187,7 @@ class Plan:
         """Which workers hold the model of each role, for people."""
         machines = len({rank.node for rank in self.ranks})
         roles = "; ".join(f"{layout.role} on {_listed(layout.ranks)}" for layout in self.layouts)
-        return f"{len(self.ranks)} on {machines} machine{'s' if machines > 1 else ''}: {roles}"
+        return f"{len(self.ranks)} on {count_of(machines, 'machine')}: {roles}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams, Stream
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version
@@ -223,7 +223,7 @@ async def greedy(bench: Bench) -> str:
         if float(behind.max()) > 2 * bench.limit:
             raise Fails(f"a token is {float(behind.max()):.2g} nats less likely than the likeliest")
         ties += int((behind > 0).sum())
-    return f"{len(prompts)} prompts, {ties} near ties"
+    return f"{count_of(len(prompts), 'prompt')}, {ties} near ties"
 
 
 async def draws(bench: Bench, **params: Any) -> str:

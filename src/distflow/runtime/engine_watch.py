@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from distflow.errors import count_of
 from distflow.rollout.engine import (
     Activity,
     GenerateRequest,
@@ -182,7 +183,7 @@ class WatchedEngine:
 
 
 def _described(request: GenerateRequest) -> str:
-    many = "a sample" if len(request.samples) == 1 else f"{len(request.samples)} samples"
+    many = count_of(len(request.samples), "sample")
     return (
         f"for {many} of row {request.stream.row} ({request.stream.name}, epoch {request.stream.epoch}; a prompt of "
         f"{len(request.prompt_ids)} tokens, up to {request.params.max_tokens} new ones)"

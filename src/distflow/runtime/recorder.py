@@ -19,7 +19,7 @@ from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.data.random_states import device_module
-from distflow.errors import UserError
+from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import replacing
 from distflow.observe.report.build import write_report
 from distflow.observe.report.findings import LiveFindings
@@ -240,7 +240,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def looked(self, counts: Mapping[str, int]) -> None:
         """Steps that were looked at, not audited whole, since the last call, and how often each check was made."""
         if self._process.speaks:
-            message = f"short checks passed, of {counts['steps']} step{'s' if counts['steps'] > 1 else ''}"
+            message = f"short checks passed, of {count_of(counts['steps'], 'step')}"
             self.folder.event("looks", message, checks={name: n for name, n in counts.items() if name != "steps"})
 
     def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:

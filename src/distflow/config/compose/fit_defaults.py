@@ -12,6 +12,7 @@ from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value, with_values
 from distflow.config.rules.check_config import where
+from distflow.errors import count_of
 
 _DEFAULT = "default"
 
@@ -119,7 +120,7 @@ def _batch(config: Config, is_free: IsFree, room: derived_settings.RunLimits) ->
     batch, key = config.data.train_batch_size, "data.train_batch_size"
     for rows, why in (
         (config.data.train_max_samples, "data.train_max_samples limits the rows"),
-        (room.rows or 0, f"there are {room.rows} rows to train on"),
+        (room.rows or 0, f"the data has {count_of(room.rows or 0, 'row')} to train on"),
     ):
         if 0 < rows < batch and is_free(key, "data.train_max_samples"):
             batch = rows
@@ -130,7 +131,7 @@ def _mini_batches(config: Config, is_free: IsFree, room: derived_settings.RunLim
     batch = config.data.train_batch_size
     for key, size in derived_settings.mini_batch_sizes(config):
         if size > batch > 0 and is_free(key, "data.train_batch_size", "data.train_max_samples"):
-            yield key, batch, f"a batch has {batch} prompts"
+            yield key, batch, f"a batch has {count_of(batch, 'prompt')}"
 
 
 def _warm_ups(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:

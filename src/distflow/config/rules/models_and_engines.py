@@ -10,6 +10,7 @@ from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, Criti
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
+from distflow.errors import count_of
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _LOOKS_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|access_?key", re.IGNORECASE)
@@ -107,7 +108,8 @@ def weight_sync(config: Config) -> Iterator[Finding]:
     if every - 1 > staleness:
         yield Finding(
             (f"{ACTOR}.model_update_frequency", "async.max_staleness"),
-            f"a weight sync every {every} steps makes samples up to {every - 1} steps old, but {staleness} is allowed",
+            f"a weight sync every {every} steps makes samples up to {count_of(every - 1, 'step')} old, but {staleness} "
+            "is allowed",
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
         )
     engine = config.actor_rollout_ref.rollout.name

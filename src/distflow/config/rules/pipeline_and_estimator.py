@@ -111,7 +111,7 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
     if warmup > 0 and not may_have_critic(config):
         yield Finding(
             ("trainer.critic_warmup", "dag.pipeline"),
-            f"the pipeline {pipeline_name(config)} has no critic: nothing would be trained for {warmup} steps",
+            f"the pipeline {pipeline_name(config)} has no critic: nothing would be trained during the warm-up",
             "set trainer.critic_warmup=0",
         )
 

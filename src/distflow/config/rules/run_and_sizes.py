@@ -8,7 +8,7 @@ from distflow.config.derived_settings import val_files, validates
 from distflow.config.keys.schema import Config
 from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.config.rules import ROLLOUT, Finding
-from distflow.errors import missing_path, nearest
+from distflow.errors import count_of, missing_path, nearest
 
 
 def validation(config: Config) -> Iterator[Finding]:
@@ -132,13 +132,13 @@ def batch(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]
     if 0 < most < size:
         yield Finding(
             ("data.train_batch_size", "data.train_max_samples"),
-            f"a batch of {size} is larger than the {most} rows that are used",
+            f"a batch of {size} is larger than the {count_of(most, 'row')} used",
             f"set data.train_batch_size={most} or less, or use more rows",
         )
     elif room.rows is not None and room.rows < size:
         yield Finding(
             ("data.train_batch_size", "data.train_files"),
-            f"a batch of {size} is larger than the data set, which has {room.rows} rows to train on",
+            f"a batch of {size} is larger than the data set, which has {count_of(room.rows, 'row')} to train on",
             f"set data.train_batch_size={room.rows} or less, or remove it",
         )
 
@@ -184,7 +184,7 @@ def warm_ups(config: Config, room: derived_settings.RunLimits) -> Iterator[Findi
     if derived_settings.may_have_critic(config) and critic_warmup >= steps:
         yield Finding(
             ("trainer.critic_warmup", length),
-            f"the actor would never be trained: the critic warms up for {critic_warmup} of {steps} steps",
+            f"the actor would never be trained: the critic warms up for {critic_warmup} of {count_of(steps, 'step')}",
             "set trainer.critic_warmup to less than the steps of the run",
         )
         return

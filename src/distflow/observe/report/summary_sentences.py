@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
 
-from distflow.errors import joined
+from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.run_reader import Event, MetricsRecord
 
@@ -159,7 +159,7 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     """Counts of problems; `groups` are those of `group_events`."""
     numbers = {kind: sum(group["count"] for group in groups if group["kind"] == kind) for kind in PROBLEM_KINDS}
     numbers["skipped update"] = round(sum(known_values(steps, "actor/skipped")))
-    counts = [f"{number:,} {name}{'s' if number > 1 else ''}" for name, number in numbers.items() if number]
+    counts = [count_of(number, name) for name, number in numbers.items() if number]
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
         counts.append(f"non-finite values in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
