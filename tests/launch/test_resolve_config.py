@@ -282,3 +282,19 @@ def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config
     given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
     fit_to_files(load_config("grpo", given))
     assert len(checked) == 1 and len(read) == 2
+
+
+def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> None:
+    given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
+    split = (
+        "trainer.launcher=ray",
+        "trainer.allocation=vllm[rollout]:d2t2+fsdp[actor]:d2",
+        f"{ROLLOUT}.python=python3",
+    )
+    fitted = fit_to_files(load_config("grpo", [*given, *split])).config
+    assert fitted.actor_rollout_ref.rollout.name == "vllm" and fitted.trainer.n_gpus_per_node == 6
+    with pytest.raises(UserError, match=r"rollout\.name=embedded contradicts trainer\.allocation"):
+        fit_to_files(load_config("grpo", [*given, *split, f"{ROLLOUT}.name=embedded"]))
+    embedded = split[1].replace("vllm", "embedded").replace("t2", "")
+    with pytest.raises(UserError, match="the engine 'embedded' has no server"):
+        load_config("grpo", [*given, split[0], embedded, split[2]])

@@ -21,6 +21,7 @@ from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.user_code import check_importable
+from distflow.planning.allocation_expression import follow_allocation
 from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.scheduling.training_schedule import UNKNOWN_ROWS, WINDOW
 
@@ -145,10 +146,10 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """Check the parts that the config chooses by name, set `model.dtype` for the device, and `dag.generates` to false
-    for a user's pipeline that generates nothing. Raises UserError for a part that cannot work, ConfigError where other
-    keys contradict the pipeline."""
-    loaded = follow_device(loaded)
+    """Follow the allocation, check the parts that the config chooses by name, set `model.dtype` for the device, and
+    `dag.generates` to false for a user's pipeline that generates nothing. Raises UserError for a part that cannot work,
+    ConfigError where other keys contradict the pipeline."""
+    loaded = follow_device(follow_allocation(loaded))
     config = loaded.config
     make_process_ready(config)  # before a user's module can start threads
     import_user_modules(config)

@@ -212,6 +212,7 @@ def _check_target(path: Path) -> None:
 def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
     from distflow.launch.resolve_config import InertKeys, read_config
+    from distflow.planning.allocation_expression import follow_allocation
 
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
@@ -219,7 +220,7 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
             draft.missing.append(f"{key} must be set: it is not in the file")
     while model and any(files.values()):
         try:
-            read_config(loaded)
+            read_config(follow_allocation(loaded))
             break
         except InertKeys as error:
             for key in [

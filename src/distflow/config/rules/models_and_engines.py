@@ -128,6 +128,8 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     rollout = config.actor_rollout_ref.rollout
     given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
     given += [f"{ROLLOUT}.data_parallel_size"] if rollout.data_parallel_size > 1 else []
+    if _allocation_decides(config):
+        return
     entry = ROLLOUT_ENGINES.get(rollout.name)
     if entry is None or not entry.in_server:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_server and entry.target)
@@ -157,12 +159,18 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name=embedded")
 
 
+def _allocation_decides(config: Config) -> bool:
+    """Whether the allocation names another rollout engine: it replaces a default name, and rules are asked again."""
+    allocation = config.trainer.allocation or ""
+    return bool(allocation) and not re.search(rf"\b{re.escape(config.actor_rollout_ref.rollout.name)}\b", allocation)
+
+
 def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
     """An engine on several devices can be one, and has them."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     key, size = f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     entry = ROLLOUT_ENGINES.get(rollout.name)
-    if size == 1 or entry is None:
+    if size == 1 or entry is None or _allocation_decides(config):
         return
     if "t" not in entry.sizes:
         able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
