@@ -49,7 +49,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from workload import WORKS as TRAINED
 from workload import make_tokenizer, run_peer, write_work
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.launch.device_and_threads import avoid_cudnn_attention
 from distflow.models.loading import ready

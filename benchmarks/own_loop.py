@@ -21,7 +21,7 @@ import ray
 
 import distflow
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.cluster.supervisor import RayRun
 
 MOVED = {"out": 0, "in": 0}

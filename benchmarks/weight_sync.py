@@ -31,8 +31,8 @@ from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync.bucket_files import Carry, hash_of, pack, write_bucket
 from distflow.runtime.weight_sync.receiver import IncomingWeights
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.scheduling.group_states import Version
 
 TENSOR_MIB = 16

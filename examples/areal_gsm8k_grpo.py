@@ -8,7 +8,7 @@ import sys
 
 import distflow
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 
 # AReaL's config, data loaders, allocation, saver, evaluator and recover handler are keys of the run.
 SETTINGS = [

@@ -5,7 +5,7 @@ python examples/own_loop.py
 
 import distflow
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 
 
 def reward(solution_str):

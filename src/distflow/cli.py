@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 from distflow import __version__
 from distflow.observe.sanitized_output import quiet_libraries, sanitized_output
-from distflow.runtime.stop_conditions import Interrupted, ended_by, exit_status, interruptible, leave_at_once
+from distflow.runtime.early_stop_and_signals import Interrupted, ended_by, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")

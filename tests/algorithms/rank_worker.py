@@ -17,7 +17,7 @@ from torch import Tensor
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, Reduce
 from distflow.algorithms.normalization_filters_and_weights import Moments, Normalization, length_weights, with_mean_one
-from distflow.algorithms.objective import PolicyObjective, ValueObjective
+from distflow.algorithms.objectives import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.algorithms.rollout_correction import (
     Correction,

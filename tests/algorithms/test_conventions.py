@@ -11,7 +11,7 @@ from distflow.algorithms import agg_loss, masked_whiten
 from distflow.algorithms.kl import KLController, kl_estimate
 from distflow.algorithms.masked_reductions import loss_counts, token_weights
 from distflow.algorithms.normalization_filters_and_weights import drop_reason
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.algorithms.rollout_correction import Correction, compute_rollout_weights
 from distflow.rewards.router import Overlong

@@ -9,7 +9,7 @@ import torch
 
 from distflow.algorithms import masked_mean, masked_whiten
 from distflow.algorithms.masked_reductions import masked_var
-from distflow.algorithms.objective import compute_value_loss
+from distflow.algorithms.objectives import compute_value_loss
 
 
 def inside(case: Any, name: str) -> list[float]:

@@ -13,7 +13,7 @@ from distflow.algorithms import agg_loss, masked_mean, masked_whiten
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, masked_var
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, Normalization, drop_reason
-from distflow.algorithms.objective import PolicyObjective, ValueObjective, compute_value_loss
+from distflow.algorithms.objectives import PolicyObjective, ValueObjective, compute_value_loss
 from distflow.algorithms.registry import find_adv_est
 from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES
 from tests.algorithms.conftest import Case, make_case

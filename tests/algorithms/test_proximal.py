@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.rollout_correction import Correction, interpolate, proximal_position
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import gradient, outputs, random_split, toy_batch, toy_weights

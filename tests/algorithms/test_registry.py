@@ -11,7 +11,7 @@ import torch
 
 from distflow import builtin_names
 from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.algorithms import agg_loss, masked_mean, register_policy_loss
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import POLICY_LOSSES, read_policy_loss, takes_weights
 from tests.algorithms.toy_policy import gradient, random_split, scale_of, toy_batch
 

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import Tensor
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 
 VOCABULARY = 6

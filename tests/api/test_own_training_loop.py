@@ -16,7 +16,7 @@ import yaml
 
 import distflow
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.sample_queue.protocol import NothingToWaitFor

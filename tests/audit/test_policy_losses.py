@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distflow.algorithms.losses import covariance
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_policy_loss
 from distflow.audit.policy_losses import FORMULAS, Tokens
 from distflow.builtin_names import POLICY_LOSSES

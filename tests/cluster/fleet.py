@@ -23,8 +23,8 @@ from distflow.rollout.engine_weights import copy_weights, stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.weight_sync.bucket_files import Carry, Packed, SentBucket, write_bucket
 from distflow.runtime.weight_sync.receiver import IncomingWeights
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.scheduling.group_states import Version
 
 SHAPES = {"a": (300, 1000), "b": (250, 1000), "c": (300, 1000), "tied": (5,), "scalar": (), "d": (280, 1000)}

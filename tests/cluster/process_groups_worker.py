@@ -11,7 +11,7 @@ from distflow.cluster.process_groups import ProcessGroups, TorchCollective, back
 from distflow.graph import NodeType
 from distflow.models.sharding import DATA, TENSOR
 from distflow.planning.plan import Layout, Plan, Sizes, process_groups
-from distflow.runtime.rank_info import dp_group_layout
+from distflow.runtime.worker_place_and_dp_groups import dp_group_layout
 from tests.runtime.groups import context, group, step
 
 LAYOUTS = (

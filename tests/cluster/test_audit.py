@@ -30,8 +30,8 @@ TWO_WORKERS = (
 FAULTS = {
     "no KL": (
         """
-        from distflow.algorithms import objective
-        objective.kl_estimate = lambda log_probs, reference, kind: 0 * log_probs
+        from distflow.algorithms import objectives
+        objectives.kl_estimate = lambda log_probs, reference, kind: 0 * log_probs
         """,
         "loss",
     ),
@@ -45,11 +45,11 @@ FAULTS = {
     ),
     "a mean over each rank's own tokens": (
         """
-        from distflow.algorithms import objective
-        original = objective.token_weights
+        from distflow.algorithms import objectives
+        original = objectives.token_weights
         def planted(mask, mode, counts, *more, **named):
             return original(mask, mode, {name: count / 2 for name, count in counts.items()}, *more, **named)
-        objective.token_weights = planted
+        objectives.token_weights = planted
         """,
         "loss",
     ),

@@ -12,7 +12,7 @@ import torch
 
 import distflow
 from distflow import Chat, Row
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.cluster.actor_calls import WorkerDied
 from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_metrics

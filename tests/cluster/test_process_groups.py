@@ -7,7 +7,7 @@ import pytest
 
 from distflow.cluster.process_groups import backend_of
 from distflow.planning.plan import Layout, Plan, Sizes
-from distflow.runtime.rank_info import dp_group_layout
+from distflow.runtime.worker_place_and_dp_groups import dp_group_layout
 from tests.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ from distflow.cli import main
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.ledger import Ledger
-from distflow.scheduling.training_schedule import DataPlan
+from distflow.scheduling.row_order_and_step_sizes import DataPlan
 
 HOSTILE = "\x1b]0;owned\x07\u202egnp\nnext"
 

@@ -7,7 +7,7 @@ import pytest
 from distflow.config import ConfigError, load_config
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
-from distflow.launch.resolve_config import read_config
+from distflow.launch.fit_config_to_files import read_config
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 VERL = all_tables()["verl"].example

@@ -10,7 +10,7 @@ import torch
 
 from distflow import cli
 from distflow.config import load_config
-from distflow.launch.accelerator_checks import Subject, try_check
+from distflow.launch.doctor_device_checks import Subject, try_check
 from distflow.selftest.compared_runs import CHECKS
 from distflow.selftest.runs import TOKENIZER, write_models
 from tests.device.rehearsal import on_device

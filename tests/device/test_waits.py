@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.errors import TrustError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.loading import load_model

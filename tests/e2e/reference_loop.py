@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from distflow.config import Config
-from distflow.scheduling.training_schedule import minibatches
+from distflow.scheduling.row_order_and_step_sizes import minibatches
 
 
 class Sample(NamedTuple):

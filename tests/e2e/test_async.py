@@ -11,7 +11,7 @@ import pytest
 
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.spec import Spec
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.ledger_audit import verify

@@ -29,7 +29,7 @@ from distflow.rollout import engine_weights as weights_module
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.sample_queue.local import LocalSampleQueue
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.training.torch_engine import TorchTrainEngine
 
 planted, _, at = os.environ.get("KILL_AT", ":0").partition(":")

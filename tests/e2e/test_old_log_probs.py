@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline

@@ -19,8 +19,8 @@ from distflow.rollout.embedded.host_steps import RequestLane
 from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.engine_weights import stripe_hashes
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
 from distflow.scheduling.group_states import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground

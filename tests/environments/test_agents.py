@@ -8,7 +8,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.pipelines.nodes import by_agent
+from distflow.pipelines.nodes import advantages_by_agent
 from tests.e2e.runs import Playground
 from tests.environments.test_training import Games, saved
 
@@ -88,11 +88,11 @@ def test_agents_are_compared_with_the_values_of_the_next_speaker(playground: Pla
 
 
 def test_advantages_of_another_agent_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = by_agent._speakers
+    right = advantages_by_agent._speakers
 
     def wrong(batch: Batch, agents: Any) -> torch.Tensor:
         return (right(batch, agents) > 5).long()
 
-    monkeypatch.setattr(by_agent, "_speakers", wrong)
+    monkeypatch.setattr(advantages_by_agent, "_speakers", wrong)
     with pytest.raises(TrustError, match=r"\(advantages\): advantages of sample"):
         playground.run("grpo", *keys(playground, "own", SOLVER, CHECKER, JUDGE))

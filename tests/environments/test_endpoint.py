@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
-from distflow.environments.endpoint_calls import Answer, Call
+from distflow.environments.endpoint_call_types import Answer, Call
 from distflow.errors import UserError
 from tests.environments.test_chat import ids
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.environments.endpoint_calls import Answer, Call, RequestError, Wire
+from distflow.environments.endpoint_call_types import Answer, Call, RequestError, Wire
 from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.openai_formats import CHAT, TEXT
 from tests.environments.test_chat import FAMILIES, Engine, chat_of, ids

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit import metrics as audit_metrics
 from distflow.data.batch import Batch
 from distflow.errors import TrustError

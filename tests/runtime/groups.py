@@ -13,7 +13,7 @@ from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
 from distflow.runtime.group_columns import Group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.training_schedule import DataPlan
+from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.training.engine import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")

@@ -17,11 +17,11 @@ from distflow.launch.one_process_launcher import launch_local, local_ports
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
+from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.run_errors_and_limits import NodeError
 from distflow.runtime.spec import Spec
-from distflow.runtime.stop_conditions import StopRequest
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
 from distflow.runtime.worker_inputs import WorkerInputs

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.bin_packing import divide_step, karmarkar_karp, lightest_first, partition
-from distflow.scheduling.training_schedule import minibatches
+from distflow.scheduling.row_order_and_step_sizes import minibatches
 
 
 def heaviest(parts, lengths):

@@ -8,8 +8,8 @@ from distflow.errors import UserError
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.group_states import CountsError, GroupCounts, Version
 from distflow.scheduling.ledger import Ledger, timeline
+from distflow.scheduling.row_order_and_step_sizes import DataPlan, place, total_steps
 from distflow.scheduling.sample_queue import Exhausted
-from distflow.scheduling.training_schedule import DataPlan, place, total_steps
 from tests.ledger_audit import verify
 
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.ledger import Ledger, LedgerCounts, timeline
+from distflow.scheduling.row_order_and_step_sizes import DataPlan, total_steps
 from distflow.scheduling.sample_queue import Exhausted
-from distflow.scheduling.training_schedule import DataPlan, total_steps
 from tests.ledger_audit import verify
 
 NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "attempts": [], "waiting": []}

@@ -16,8 +16,8 @@ from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curri
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
+from distflow.scheduling.row_order_and_step_sizes import DataPlan, DomainPlan, epoch_order
 from distflow.scheduling.sample_queue import Exhausted
-from distflow.scheduling.training_schedule import DataPlan, DomainPlan, epoch_order
 from tests.ledger_audit import most_behind, verify
 
 

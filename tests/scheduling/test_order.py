@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow.scheduling.training_schedule import (
+from distflow.scheduling.row_order_and_step_sizes import (
     EPOCHS,
     MINI_BATCHES,
     epoch_order,

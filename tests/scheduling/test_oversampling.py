@@ -14,8 +14,8 @@ from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curri
 from distflow.scheduling.group_states import MAX_ABORTS, CountsError, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.lineage import step_lineage
+from distflow.scheduling.row_order_and_step_sizes import DataPlan, DomainPlan
 from distflow.scheduling.sample_queue import Exhausted
-from distflow.scheduling.training_schedule import DataPlan, DomainPlan
 from tests.ledger_audit import verify
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch
 from distflow.models.loading import load_model

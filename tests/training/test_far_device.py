@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distflow import builtin_names
-from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
+from distflow.algorithms.objectives import PolicyObjective, SFTObjective, ValueObjective
 from distflow.data.batch import Batch
 from distflow.device_transfer import read_numbers
 from distflow.graph.fields import Axis, find_field

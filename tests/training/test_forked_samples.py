@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from distflow.algorithms.advantages.grpo_family import compute_grpo_advantage
 from distflow.algorithms.advantages.reinforce import compute_rloo_advantage
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model

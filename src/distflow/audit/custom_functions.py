@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch

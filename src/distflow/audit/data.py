@@ -20,7 +20,7 @@ from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
 from distflow.rewards.self_check import find_broken
-from distflow.scheduling.training_schedule import UNKNOWN_ROWS
+from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS
 from distflow.untrusted_files import matching_files
 
 NUM_ROWS, NUM_PROMPTS, MOST_ROWS, MOST_BYTES = 256, 32, 2**14, 2**28

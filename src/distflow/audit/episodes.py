@@ -23,7 +23,6 @@ from distflow.audit.recorded_step import (
     index_of,
 )
 from distflow.builtin_names import PROMPT_CHAT
-from distflow.errors import count_of
 
 MOST, FEW = 16, 2
 _QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
@@ -221,8 +220,7 @@ def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said])
         return
     most: Any = rollout.workflow_kwargs.get("max_turns", MAX_TURNS[rollout.workflow])
     if len(turns) > most or (sample["finish_reason"] == "max_turns" and len(turns) != most):
-        ended = f"sample {sample['uid']} ended ({sample['finish_reason']})"
-        raise Wrong(f"{ended} after {len(turns)} of {count_of(most, 'turn')}")
+        raise Wrong(f"sample {sample['uid']} ended ({sample['finish_reason']}) after {len(turns)} of {most} turns")
     feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)
     if rollout.workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
         raise Wrong(f"sample {sample['uid']} was told other feedback than {feedback!r}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.log_probs import is_predicted
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.policy_losses import (

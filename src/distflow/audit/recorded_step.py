@@ -33,7 +33,7 @@ from distflow.runtime.rollout_thread import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.training_schedule import UNKNOWN_ROWS, WINDOW
+from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20

@@ -10,7 +10,7 @@ from signal import SIGTERM
 
 from distflow.cluster.actor_calls import WorkerDied
 from distflow.cluster.ray_cluster import failed_process
-from distflow.runtime.stop_conditions import SIGNALS, StopRequest, exit_status
+from distflow.runtime.early_stop_and_signals import SIGNALS, StopRequest, exit_status
 
 _LOOKS_EVERY_S = 0.5
 _ASKED = (*map(exit_status, SIGNALS), -SIGTERM)  # exit statuses of runs that were asked to end

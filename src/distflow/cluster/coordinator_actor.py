@@ -14,7 +14,6 @@ from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import load_queued
-from distflow.runtime.rank_info import queue_dp_group
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
@@ -25,6 +24,7 @@ from distflow.runtime.sample_queue.protocol import (
 )
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_place_and_dp_groups import queue_dp_group
 from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.group_states import GroupCounts, Version
 

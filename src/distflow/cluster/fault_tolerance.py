@@ -36,8 +36,8 @@ from distflow.launch.run_start_and_end import DRIVER, Start, find_start, resume_
 from distflow.observe.run_reader import read_events
 from distflow.observe.writing.run_folder import RunFolder, claim_again
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.rank_info import MissingDevice, Place
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_place_and_dp_groups import MissingDevice, Place
 
 MOST_DEATHS = 3
 WITHIN_S = 3600.0

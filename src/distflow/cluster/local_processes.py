@@ -25,11 +25,11 @@ from distflow.errors import TrustError, UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
+from distflow.runtime.early_stop_and_signals import StopRequest, leave_at_once
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.rank_info import Place
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
-from distflow.runtime.stop_conditions import StopRequest, leave_at_once
+from distflow.runtime.worker_place_and_dp_groups import Place
 
 _PR_SET_PDEATHSIG = 1
 _NUM_CALLS = 16

@@ -19,12 +19,12 @@ from distflow.data.batch_bytes import gather
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.score import RewardCounts
+from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.group_columns import rows_by_group
-from distflow.runtime.rank_info import queue_dp_group, with_samples
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep
 from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
 from distflow.runtime.spec import Get, Spec
-from distflow.runtime.stop_conditions import Stop
+from distflow.runtime.worker_place_and_dp_groups import queue_dp_group, with_samples
 from distflow.scheduling.bin_packing import DpGroupShares, divide_among_ranks
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
 from distflow.planning.plan import Axis, Layout, Part, Plan
-from distflow.runtime.rank_info import Place, dp_group_layout
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_place_and_dp_groups import Place, dp_group_layout
 from distflow.training.engine import Collective, OneRank, Plain, Reducible
 
 

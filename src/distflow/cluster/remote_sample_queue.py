@@ -16,6 +16,7 @@ from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import Waits
 from distflow.rewards.score import RewardCounts
 from distflow.runtime import fault_injection
+from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.run_errors_and_limits import Failure
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
@@ -27,7 +28,6 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.queue_base import joined
-from distflow.runtime.stop_conditions import Stop
 from distflow.scheduling.group_states import PromptGroup
 
 GroupRef = Any

@@ -14,10 +14,10 @@ from typing import Any
 
 from distflow.cluster.actor_calls import COORDINATOR, future_of, reply_of, shortened
 from distflow.observe.writing.terminal_view import TerminalView
-from distflow.runtime.rank_info import Place
 from distflow.runtime.recorder import make_view
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
+from distflow.runtime.worker_place_and_dp_groups import Place
 
 Message = tuple[str, tuple[Any, ...]]
 """A method of the driver's view or callbacks, and its arguments."""

@@ -14,8 +14,8 @@ from distflow.cluster.ray_cluster import PLACED_WITHIN_S
 from distflow.errors import UserError
 from distflow.rewards.pool.pool import Calls, OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.score import Error, RewardResult
-from distflow.runtime.rank_info import Home
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_place_and_dp_groups import Home
 
 _AT_ONCE = 10_000  # requests that may wait in an actor: its pools queue them by domain
 _PULSE = "heartbeat"

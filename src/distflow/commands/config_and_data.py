@@ -65,7 +65,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not fitted to the data: {reason}")
         return loaded
-    from distflow.launch.resolve_config import fit_to_files
+    from distflow.launch.fit_config_to_files import fit_to_files
 
     try:
         return fit_to_files(loaded)
@@ -124,7 +124,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
             from distflow.launch.export_checkpoint import with_models_of_runs
-            from distflow.launch.resolve_config import fitted_to_files, follow_pipeline, read_config
+            from distflow.launch.fit_config_to_files import fitted_to_files, follow_pipeline, read_config
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
         _, _, data = fitted_to_files(loaded, read_config(loaded))

@@ -14,7 +14,7 @@ from distflow.commands.arguments_and_run_folders import add_preset_arguments, im
 from distflow.config.compose.origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
-from distflow.runtime.stop_conditions import exit_status
+from distflow.runtime.early_stop_and_signals import exit_status
 
 if TYPE_CHECKING:
     from distflow.config import Loaded

@@ -17,7 +17,7 @@ from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.endpoint import Endpoint, Session, check_installed
-from distflow.environments.endpoint_calls import Answer, Call, RequestError
+from distflow.environments.endpoint_call_types import Answer, Call, RequestError
 from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.tool_calls import FORMATS
 from distflow.environments.user_process import ProcessServer

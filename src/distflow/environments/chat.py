@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from distflow.data.episode_events import note_event
+from distflow.data.episode_event_hook import note_event
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 

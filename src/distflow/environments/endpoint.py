@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from distflow.environments.anthropic_format import MESSAGES
-from distflow.environments.endpoint_calls import Answer, Call, Events, Json, RequestError, Wire
+from distflow.environments.endpoint_call_types import Answer, Call, Events, Json, RequestError, Wire
 from distflow.environments.openai_formats import CHAT, RESPONSES, TEXT
 from distflow.errors import UserError
 

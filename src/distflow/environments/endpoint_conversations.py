@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.environments.chat import Chat, Reply
-from distflow.environments.endpoint_calls import Answer, AnsweredCall, Call, Json, RequestError
+from distflow.environments.endpoint_call_types import Answer, AnsweredCall, Call, Json, RequestError
 from distflow.environments.tool_calls import find_tool_calls, format_of, text_before_calls
 from distflow.environments.tools import typed_argument
 

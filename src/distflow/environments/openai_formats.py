@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from distflow.environments.endpoint_calls import (
+from distflow.environments.endpoint_call_types import (
     Answer,
     Call,
     Events,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from distflow.builtin_names import WORKFLOWS
+from distflow.environments.agent_chats import KEY as AGENTS_KEY
+from distflow.environments.agent_chats import Agent, Agents, begin_agents
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, Prompt
-from distflow.environments.several_agents import KEY as AGENTS_KEY
-from distflow.environments.several_agents import Agent, Agents, begin_agents
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load, split_name, users_code
 

@@ -39,7 +39,7 @@ from distflow.models.loading import end_token_ids
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
-from distflow.scheduling.training_schedule import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
+from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:

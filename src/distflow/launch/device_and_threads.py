@@ -20,8 +20,8 @@ from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitized_output import escape_control
 from distflow.planning.plan import Plan, dp_groups_of
-from distflow.runtime.rank_info import Home, Place
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:

@@ -9,7 +9,6 @@ from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits, lasting
 from distflow.rewards.score import VALIDATION
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.rank_info import own_device
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_thread import Session
@@ -18,8 +17,9 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.weight_sync.receiver import WeightReceiver
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
+from distflow.runtime.worker_place_and_dp_groups import own_device
 from distflow.scheduling.group_states import Version
 
 

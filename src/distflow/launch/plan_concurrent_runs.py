@@ -11,7 +11,7 @@ from distflow.config.derived_settings import with_own_policies
 from distflow.errors import UserError
 from distflow.launch.configured_models import model_sizes
 from distflow.launch.device_and_threads import follow_machines
-from distflow.launch.resolve_config import follow_pipeline, read_config
+from distflow.launch.fit_config_to_files import follow_pipeline, read_config
 from distflow.launch.select_pipeline import bind
 from distflow.launch.spec_settings import spec_settings
 from distflow.planning.independent_parts import Part, pipeline_parts

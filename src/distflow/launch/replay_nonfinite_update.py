@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from distflow.algorithms.objective import PairObjective, SFTObjective
+from distflow.algorithms.objectives import PairObjective, SFTObjective
 from distflow.checks.step_invariants import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
 from distflow.config.derived_settings import reads_pairs

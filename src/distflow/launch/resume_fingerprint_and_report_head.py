@@ -20,7 +20,7 @@ from distflow.config.derived_settings import code_of_workflow, is_one_process, n
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.launch.device_and_threads import choose_device, threads_of, worker_cores
-from distflow.launch.resolve_config import Data
+from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_fingerprint_and_soundness import identity
 from distflow.rewards.load_functions import fingerprint_target, target_of

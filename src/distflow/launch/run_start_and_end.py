@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distflow import __version__
-from distflow.errors import count_of
 from distflow.launch.export_checkpoint import write_hf_models
 from distflow.observe.crash_safe_files import remove_asides, sync
 from distflow.observe.report.build import report_data, write_report
@@ -28,11 +27,11 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     resumes_here,
 )
 from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
+from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import ModelSizes
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.stop_conditions import Stop
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.group_states import GroupCounts
@@ -146,8 +145,7 @@ def note_end(
     recorder.status = "stopped" if stop.wanted and not finished else "finished"
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
-        after = f"{done} of {count_of(planned, 'step')}"
-        recorder.note("info", f"the data ended after {after}: groups were dropped ({dropped})")
+        recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
 def resume_hint(spec: Spec) -> str:

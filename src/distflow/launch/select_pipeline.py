@@ -8,7 +8,7 @@ from functools import partial
 from types import NoneType
 from typing import cast
 
-from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config
 from distflow.config.derived_settings import CUSTOM, pipeline_name, policies_of, policy_of

@@ -6,7 +6,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
-from distflow.config.extension_points import find_unregistered
+from distflow.config.extension_kinds import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.prompts import PromptRow
 from distflow.errors import count_of, hint
@@ -14,7 +14,7 @@ from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.device_and_threads import choose_device, own_cores, threads_of
-from distflow.launch.resolve_config import Data, Reading
+from distflow.launch.fit_config_to_files import Data, Reading
 from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.pipelines.nodes.workflow_rollout import describe_turns

@@ -14,7 +14,7 @@ from distflow.config import Config
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits
 from distflow.environments.endpoint import Endpoint
-from distflow.environments.endpoint_calls import Answer, Call
+from distflow.environments.endpoint_call_types import Answer, Call
 from distflow.environments.endpoint_conversations import Conversations
 from distflow.environments.turn_tokens import TurnTokens
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment

@@ -30,7 +30,7 @@ from distflow.runtime.run_errors_and_limits import NodeError, is_ours, node_erro
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
-from distflow.scheduling.training_schedule import minibatches
+from distflow.scheduling.row_order_and_step_sizes import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]

@@ -15,9 +15,9 @@ from distflow.rewards.score import RewardCounts
 from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_whole, server_metrics
 from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
+from distflow.runtime.early_stop_and_signals import MetricStop
 from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
 from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks, throughput
-from distflow.runtime.stop_conditions import MetricStop
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts

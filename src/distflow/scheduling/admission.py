@@ -8,8 +8,8 @@ from functools import partial
 from math import ceil
 
 from distflow.scheduling.group_states import CountsError
+from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.scheduling.sample_queue import SampleQueue
-from distflow.scheduling.training_schedule import DataPlan
 
 
 def rollout_capacity(

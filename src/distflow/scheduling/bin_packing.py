@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distflow.scheduling.training_schedule import minibatches
+from distflow.scheduling.row_order_and_step_sizes import minibatches
 
 Parts = list[list[int]]
 

@@ -10,6 +10,7 @@ from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Skips
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.group_states import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
 from distflow.scheduling.ledger import STALE, Ledger, Mark
+from distflow.scheduling.row_order_and_step_sizes import DataPlan, NextGroups, Timetable
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.snapshot import (
     Snapshot,
@@ -21,7 +22,6 @@ from distflow.scheduling.snapshot import (
     saved_group,
     saved_plan,
 )
-from distflow.scheduling.training_schedule import DataPlan, NextGroups, Timetable
 
 LOST = "lost"
 """Why a group of an offered row is dropped: its process ended, and the row is gone with it."""

@@ -10,8 +10,8 @@ from math import lcm
 from typing import Any
 
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curriculum
+from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.scheduling.snapshot import SavedShares, Snapshot
-from distflow.scheduling.training_schedule import DataPlan
 
 Shares = Sequence[Fraction]
 """Share of each domain; they sum to 1."""

@@ -13,9 +13,9 @@ import torch
 
 from distflow.cluster.ray_entry import NEEDED, is_installed, own_ray
 from distflow.config import Config
-from distflow.launch import accelerator_checks
-from distflow.launch.accelerator_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
+from distflow.launch import doctor_device_checks
 from distflow.launch.device_and_threads import accelerator
+from distflow.launch.doctor_device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
 from distflow.selftest.collectives import check_collectives
 from distflow.selftest.run_numbers import RECORDED, Differences, Figures, Recorded, differences, read_recorded
 from distflow.selftest.runs import TOKENIZER, Lab, write_models
@@ -156,7 +156,7 @@ _STEPS: Final = 2
 
 def check_all(config: Config, folder: Path) -> Iterator[Finding]:
     """A finding as soon as it is made; only the first where there is no device to check. folder: an empty one."""
-    found = accelerator_checks.find_device(config.trainer.device)
+    found = doctor_device_checks.find_device(config.trainer.device)
     yield found
     kind = accelerator()
     if found.outcome == OK and kind is not None:
@@ -180,7 +180,7 @@ def _grpo(subject: Subject) -> Result:
 
 
 CHECKS: Final = {
-    **accelerator_checks.CHECKS,
+    **doctor_device_checks.CHECKS,
     "collectives": Check(
         lambda subject: (OK, check_collectives(subject.device.type, subject.folder)),
         "train on one device until they work; NCCL_DEBUG=INFO says more",

@@ -33,10 +33,10 @@ from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
+from distflow.runtime.early_stop_and_signals import Interrupted
 from distflow.runtime.fault_injection import VARIABLE, Fault
 from distflow.runtime.group_columns import Group
 from distflow.runtime.spec import Launch, Spec
-from distflow.runtime.stop_conditions import Interrupted
 from distflow.selftest.run_numbers import Figures, Recorded, figures_of
 
 TOKENIZER = "builtin:tiny-arithmetic"

@@ -12,7 +12,7 @@ from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, 
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.scheduling.bin_packing import DpGroupShares, divide_step
 from distflow.scheduling.group_states import PromptGroup
-from distflow.scheduling.training_schedule import minibatches
+from distflow.scheduling.row_order_and_step_sizes import minibatches
 from tests.runtime.groups import coordinator
 
 TOKENS = (40, 10, 30, 20, 25, 5)

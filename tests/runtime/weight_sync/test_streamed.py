@@ -16,8 +16,8 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.weight_sync import sender
 from distflow.runtime.weight_sync.receiver import WeightReceiver
+from distflow.runtime.weight_sync.same_process_weights import StreamedWeights
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.weight_sync.weight_ports import StreamedWeights
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import make_engine, make_model, prompt_of, request_of
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from distflow.commands.migration.foreign_settings import ForeignSettings, Unread
 from distflow.commands.migration.read_files import read_foreign
+from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config
 from distflow.config.compose.origins import COMMAND_LINE, preset_names
 from distflow.config.compose.unknown_and_unused_keys import is_known
@@ -211,8 +211,7 @@ def _check_target(path: Path) -> None:
 
 def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
-    from distflow.launch.resolve_config import InertKeys, read_config
-    from distflow.planning.allocation_expression import follow_allocation
+    from distflow.launch.fit_config_to_files import InertKeys, read_config
 
     model, files = loaded.config.actor_rollout_ref.model.path, train_files(loaded.config)
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
@@ -220,7 +219,7 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
             draft.missing.append(f"{key} must be set: it is not in the file")
     while model and any(files.values()):
         try:
-            read_config(follow_allocation(loaded))
+            read_config(loaded)
             break
         except InertKeys as error:
             for key in [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from distflow.commands.migration.foreign_settings import ForeignSettings, Unread, calculate
+from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread, calculate
 from distflow.errors import UserError
 
 METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from distflow.commands.migration.foreign_settings import ForeignSettings, ShellScript, identify, method_of, read_options
 from distflow.commands.migration.python_scripts import METHODS, read_script
+from distflow.commands.migration.yaml_and_shell import ForeignSettings, ShellScript, identify, method_of, read_options
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file

@@ -13,7 +13,7 @@ from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, Setting, di
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
-from distflow.config.extension_points import find_unregistered
+from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check_config import find_problems, find_size_problems, where

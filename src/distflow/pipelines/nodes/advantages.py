@@ -29,7 +29,7 @@ from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.nodes.by_agent import by_agent
+from distflow.pipelines.nodes.advantages_by_agent import by_agent
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
 from distflow.rewards.score import RIGHT

@@ -1,6 +1,6 @@
 """From the config to the losses that an optimizer step minimises."""
 
-from distflow.algorithms.objective import PolicyObjective, ValueObjective
+from distflow.algorithms.objectives import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.algorithms.objective import PairObjective, PolicyObjective, SFTObjective
+from distflow.algorithms.objectives import PairObjective, PolicyObjective, SFTObjective
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, takes_values
 from distflow.data.batch import Batch

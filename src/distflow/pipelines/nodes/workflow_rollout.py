@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
-from distflow.data.episode_events import note_event, on_event
+from distflow.data.episode_event_hook import note_event, on_event
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of

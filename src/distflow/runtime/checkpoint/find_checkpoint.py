@@ -13,8 +13,8 @@ from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, 
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.ledger import LedgerError, counts_until, ledger_id
+from distflow.scheduling.row_order_and_step_sizes import DataPlan
 from distflow.scheduling.snapshot import Snapshot
-from distflow.scheduling.training_schedule import DataPlan
 
 CHECKPOINTS = "checkpoints"
 LEDGER = "ledger.jsonl"

@@ -1,4 +1,4 @@
-"""The protocol of the weight sync from trainer to rollout engines: `weight_ports.py` implements it, and `cluster`."""
+"""The protocol of the weight sync from trainer to engines: `same_process_weights.py` and `cluster` implement it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future

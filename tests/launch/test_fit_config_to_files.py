@@ -10,8 +10,8 @@ import torch
 
 from distflow.config import load_config
 from distflow.errors import UserError
-from distflow.launch import resolve_config
-from distflow.launch.resolve_config import fit_to_files, read_config
+from distflow.launch import fit_config_to_files
+from distflow.launch.fit_config_to_files import fit_to_files, read_config
 from distflow.planning.allocation_expression import follow_allocation
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
@@ -277,8 +277,8 @@ def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, checked = list[object](), list[object]()
-    monkeypatch.setattr(resolve_config, "check_extensions", checked.append)
-    monkeypatch.setattr(resolve_config, "read_config", lambda loaded: read.append(loaded) or read_config(loaded))
+    monkeypatch.setattr(fit_config_to_files, "check_extensions", checked.append)
+    monkeypatch.setattr(fit_config_to_files, "read_config", lambda loaded: read.append(loaded) or read_config(loaded))
     given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
     fit_to_files(load_config("grpo", given))
     assert len(checked) == 1 and len(read) == 2

@@ -23,7 +23,7 @@ from distflow.launch.spec_settings import sampling_params, spec_settings, valida
 from distflow.launch.user_code import check_importable
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.runtime.run_errors_and_limits import is_ours
-from distflow.scheduling.training_schedule import UNKNOWN_ROWS, WINDOW
+from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _REASONS = {
@@ -129,7 +129,7 @@ def read_config(loaded: Loaded) -> Reading:
 
     The rest of a spec is built here a first time, to see what it reads before any file is opened.
     """
-    config, reads = watch(loaded.config)
+    config, reads = watch(follow_allocation(loaded).config)
     make_process_ready(config)
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services

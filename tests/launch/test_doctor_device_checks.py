@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.config import load_config
-from distflow.launch.accelerator_checks import CHECKS, Subject, kv_bytes_of_token, resident_bytes, try_check
+from distflow.launch.doctor_device_checks import CHECKS, Subject, kv_bytes_of_token, resident_bytes, try_check
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from tests.tiny_models import write_tiny_model

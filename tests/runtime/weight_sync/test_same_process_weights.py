@@ -10,7 +10,7 @@ from distflow.errors import TrustError
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import WeightReceipt
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.runtime.weight_sync.weight_ports import LocalWeights
+from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.scheduling.group_states import Version
 
 ONE, TWO = Version(0, 1), Version(0, 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.environments.several_agents import agent_of
+from distflow.environments.agent_chats import agent_of
 from distflow.graph import BoundNode, Node, NodeOutput, node
 from distflow.graph.bind import bind_alone
 from distflow.pipelines.nodes.by_domain import columns_of

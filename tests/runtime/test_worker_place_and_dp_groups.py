@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distflow.runtime.rank_info import queue_dp_group
+from distflow.runtime.worker_place_and_dp_groups import queue_dp_group
 from distflow.scheduling.bin_packing import DpGroupShares
 from tests.e2e.runs import Playground
 

@@ -9,7 +9,7 @@ import torch
 from distflow import builtin_names
 from distflow.algorithms import register_policy_loss
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, loss_counts, token_weights, weighted_sum
-from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
+from distflow.algorithms.objectives import PolicyObjective, SFTObjective, ValueObjective
 from distflow.algorithms.registry import POLICY_LOSSES, find_policy_loss, read_policy_loss
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
-from distflow.data.episode_events import note_event
+from distflow.data.episode_event_hook import note_event
 from distflow.environments.chat import Chat, ChatError
 from distflow.errors import hint
 
