@@ -150,6 +150,7 @@ def test_its_random_numbers_are_its_own() -> None:
 
 
 @on_device
+@pytest.mark.by_hand
 def test_autocast_has_products_in_bfloat16() -> None:
     x = torch.ones(2, 2, device="rehearsal")
     with torch.autocast("rehearsal", dtype=torch.bfloat16):

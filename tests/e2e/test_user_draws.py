@@ -128,6 +128,7 @@ def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground: Playground
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
     """In a fresh process numpy's generator cannot be seeded before the call that imports it."""
     ground.write_reward(LATE)
@@ -135,6 +136,7 @@ def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
     """The same scores with and without draws beside them: the same samples, shuffles and weights."""
     ground = Playground(tmp_path, num_rows=8)

@@ -214,6 +214,7 @@ def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_a_debugger_gets_through_what_comes_after() -> None:
     """An exception of another thread that is taken back where there is none makes CPython 3.11 look for it for ever."""
     code = """

@@ -68,12 +68,15 @@ def adapter(folder: Path, sharding: Sharding | None) -> nn.Module:
 # By case: the model, the loss, the steps, on which meshes, and what else the engine is made with.
 CASES: dict[str, tuple[Callable[[Path, Sharding | None], nn.Module], LossFn, int, tuple[str, ...], dict[str, object]]]
 CASES = {
-    "policy": (policy, POLICY, 10, ("1", "2", "4", "2x2", "2t2", "2x1t2"), {"max_grad_norm": 0.05}),
+    "policy": (policy, POLICY, 7, ("1", "2", "4", "2x2", "2t2", "2x1t2"), {"max_grad_norm": 0.05}),
     "on-host": (policy_on_host, POLICY, 4, ("2", "2t2"), {"max_grad_norm": 0.05}),
     "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "2x2", "1t2"), {"max_grad_norm": None}),
     "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
     "adapter": (adapter, POLICY, 4, ("2", "2x2"), {"gradient_checkpointing": True}),
 }
+# Each kind of mesh once, and each kind of model.
+WATCHED = (("policy", "4"), ("policy", "2x2"), ("policy", "2t2"), ("policy", "2x1t2"), ("critic", "2"), ("tied", "1t2"))
+WATCHED += (("adapter", "2x2"),)
 
 
 def make_engine(case: str, folder: Path, sharding: Sharding | None, group: Collective) -> TorchTrainEngine:
@@ -108,7 +111,8 @@ def main(rank: int, folder: Path) -> None:
             torch.save(dict(engine.weights()), folder / f"{name}.pt")
             shards = own_shards(engine.state().tensors, leads=rank == 0)
             save_file(dict(shards.tensors), folder / f"{name}.safetensors", shards.file_metadata)
-            check_watched(case, engine, SHARES[layout.sizes.data][layout.place(rank)["data"]])
+            if (case, layout.role) in WATCHED:
+                check_watched(case, engine, SHARES[layout.sizes.data][layout.place(rank)["data"]])
 
 
 def check_watched(case: str, engine: TorchTrainEngine, rows: list[int]) -> None:
