@@ -34,7 +34,7 @@ from openai import AsyncOpenAI, OpenAI
 
 
 async def several(prompt, base_url, api_key, ground_truth):
-    """Each of the formats in one conversation, and a branch with a summary."""
+    """Each of the formats in one conversation, a branch with a summary, and one with each of two answers."""
     said = [{"role": "user", "content": prompt}]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         chat = client.chat.completions
@@ -46,6 +46,8 @@ async def several(prompt, base_url, api_key, ground_truth):
         said += [{"role": "assistant", "content": text}, {"role": "user", "content": "c"}]
         summary = [{"role": "user", "content": "all: " + text}]
         other = await client.responses.create(model="o", input=summary, max_output_tokens=3)
+        pair = await chat.create(model="o", messages=[{"role": "user", "content": "or " + text}], max_tokens=3, n=2)
+        text = min((choice.message.content for choice in pair.choices), key=len)
     last = Anthropic().messages.create(model="claude", messages=said, max_tokens=3)
     assert ground_truth == "7"
     return {"length": len(text) / 4, "letters": sum(map(ord, other.output_text + last.content[0].text)) % 7 / 6}
@@ -138,10 +140,10 @@ def test_an_agent_with_all_clients_trains_and_every_audit_passes(games: Games, m
     for audit in run.audits():
         assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
     batch = saved(run)
-    assert all(len(forks) == 1 for forks in batch["forks"])
+    assert all(len(forks) == 3 for forks in batch["forks"])
     for mask in batch["response_mask"]:
         edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
-        assert len(edges) == 8, "three turns of one conversation, and one of its branch"
+        assert len(edges) == 12, "three turns of one conversation, and one of each of its branches"
         assert all(1 <= end - begin <= 3 for begin, end in zip(edges[::2], edges[1::2], strict=True))
     parts = batch["reward_parts"]
     assert {*parts[0]} == {"length", "letters"}

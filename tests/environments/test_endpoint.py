@@ -134,6 +134,37 @@ def test_completions_continue_a_text(begin: Any) -> None:
     assert episode.engine.asked[0][0] == tuple(ids(episode.family, "1 + 1 ="))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_several_answers_to_one_call_are_branches_and_any_is_continued(begin: Any, streams: bool) -> None:
+    episode = begin("two", "2", "zwei", "four")
+    create = episode.openai.chat.completions.create
+    if streams:
+        said = ["", "", ""]
+        for chunk in create(model="x", messages=[ASKED], n=3, stream=True):
+            for choice in chunk.choices:
+                said[choice.index] += choice.delta.content or ""
+    else:
+        found = create(model="x", messages=[ASKED], n=3, logprobs=True)
+        said = [choice.message.content for choice in found.choices]
+        drawn = [[each.logprob for each in choice.logprobs.content] for choice in found.choices]
+        assert drawn == [[*chat.segments[1].log_probs] for chat in episode.chat.conversations]
+        assert found.usage.completion_tokens == sum(map(len, episode.engine.replies[:3]))
+    assert said == ["two", "2", "zwei"]
+    prompts = [asked[0] for asked in episode.engine.asked]
+    assert prompts[0] == prompts[1] == prompts[2], "each answers the same prompt"
+    more = [ASKED, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 2?"}]
+    assert create(model="x", messages=more).choices[0].message.content == "four"
+    assert [len(chat.segments) for chat in episode.chat.conversations] == [2, 2, 4], "the one that was continued"
+    assert episode.engine.asked[3][0][: len(prompts[0])] == prompts[0]
+
+
+def test_several_texts_continue_one(begin: Any) -> None:
+    episode = begin("two", "2")
+    found = episode.openai.completions.create(model="x", prompt="1 + 1 =", n=2, logprobs=0)
+    assert [(choice.index, choice.text) for choice in found.choices] == [(0, "two"), (1, "2")]
+    assert {asked[0] for asked in episode.engine.asked} == {tuple(ids(episode.family, "1 + 1 ="))}
+
+
 def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(begin: Any) -> None:
     episode = begin("two and more", CALLS.replace("}}", "}"))
     create = episode.openai.chat.completions.create
@@ -147,7 +178,9 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
 @pytest.mark.parametrize(
     ("path", "changes", "status", "said"),
     [
-        ("chat/completions", {"n": 2}, 400, "'n' is not supported"),
+        ("chat/completions", {"n": 0}, 400, "'n' is 0: it must be a number from 1 to 64"),
+        ("completions", {"prompt": "1", "n": 65}, 400, "'n' is 65: it must be a number from 1 to 64"),
+        ("responses", {"input": "hi", "n": 2}, 400, "'n' is not supported"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "'response_format' is not supported"),
         ("chat/completions", {"messages": []}, 400, "no messages"),
         ("chat/completions", {"messages": 7}, 400, "the request is invalid"),

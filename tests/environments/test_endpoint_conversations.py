@@ -38,7 +38,7 @@ class Agent:
     def says(self, *messages: Any, **options: Any) -> dict[str, Any]:
         """The message of the policy, as the client gets it."""
         answer = self.send(list(messages), **options)
-        message: dict[str, Any] = CHAT.write({}, answer, {"id": ""})["choices"][0]["message"]
+        message: dict[str, Any] = CHAT.write({}, [answer], {"id": ""})["choices"][0]["message"]
         return message
 
     @property
@@ -142,7 +142,7 @@ def test_a_reply_without_room_leaves_the_conversation_as_it_was() -> None:
     reply = agent.says(user("1"))
     full = agent.send([user("1"), reply, user("x" * 3000)])
     assert (full.text, full.finish_reason, full.tokens) == ("", "length", [])
-    returned = CHAT.write({}, full, {"id": ""})["choices"][0]["message"]
+    returned = CHAT.write({}, [full], {"id": ""})["choices"][0]["message"]
     assert returned["content"] == ""
     assert agent.says(user("1"), reply, user("2"))["content"] == "two"
     assert agent.owners == [LINEAR]

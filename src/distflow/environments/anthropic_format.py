@@ -1,6 +1,7 @@
 """The wire format of Anthropic: messages. Pure functions."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from distflow.environments.endpoint_call_types import (
@@ -59,7 +60,8 @@ def _result(block: Json) -> str:
     return "error: " * bool(block.get("is_error")) + text_of(block.get("content"))
 
 
-def write_messages(body: Json, answer: Answer, head: Json) -> Json:
+def write_messages(body: Json, answers: Sequence[Answer], head: Json) -> Json:
+    (answer,) = answers
     content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
     for call in answer.calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
@@ -73,8 +75,8 @@ def write_messages(body: Json, answer: Answer, head: Json) -> Json:
     }
 
 
-def stream_messages(body: Json, answer: Answer, head: Json) -> Events:
-    whole = write_messages(body, answer, head)
+def stream_messages(body: Json, answers: Sequence[Answer], head: Json) -> Events:
+    whole = write_messages(body, answers, head)
     begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield "message_start", {"type": "message_start", "message": {**whole, **begun}}
     for index, block in enumerate(whole["content"]):

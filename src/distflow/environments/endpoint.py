@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -129,15 +129,16 @@ class Endpoint:
                 raise RequestError(
                     404, f"there is no model {body.get('model')!r:.80}: it is {session.model!r}", "model_not_found"
                 )
-            answer = await _awaited(request, session.submit(_read(wire, body)))
+            call = _read(wire, body)
+            answers = await _awaited(request, [session.submit(replace(call, choice=i)) for i in range(call.n)])
         except RequestError as error:
             if error.status not in _NOT_REFUSED:
                 refused.append(error)
             return _failed(request, error)
         head = {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
         if not body.get("stream"):
-            return _response(200, wire.write(body, answer, head))
-        events = _lines(wire.stream(body, answer, head))
+            return _response(200, wire.write(body, answers, head))
+        events = _lines(wire.stream(body, answers, head))
         return import_module("starlette.responses").StreamingResponse(events, media_type="text/event-stream")
 
 
@@ -178,9 +179,10 @@ async def _body(request: Any) -> Json:
     return body
 
 
-async def _awaited(request: Any, future: "Future[Answer]") -> Answer:
-    """If the client goes, the call is cancelled. Raises RequestError."""
-    answering, going = asyncio.wrap_future(future), asyncio.ensure_future(request.receive())
+async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer]:
+    """If the client goes, the calls are cancelled. Raises RequestError."""
+    answering = asyncio.gather(*map(asyncio.wrap_future, futures))
+    going = asyncio.ensure_future(request.receive())
     await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
     going.cancel()
     if not answering.done():

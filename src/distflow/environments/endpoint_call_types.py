@@ -22,7 +22,8 @@ class RequestError(ValueError):
 @dataclass(frozen=True)
 class Call:
     """messages: as chat templates take them, or a text that is continued as it is. tools: schemas of functions.
-    parses_tools: False where the caller wants text. temperature and so on: for a served model; a run has its own."""
+    parses_tools: False where the caller wants text. temperature and so on: for a served model; a run has its own.
+    n: answers that are wanted. choice: which of them this is; the second and later begin a branch."""
 
     messages: Sequence[Json] | str
     tools: Sequence[Json] = ()
@@ -32,6 +33,8 @@ class Call:
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    n: int = 1
+    choice: int = 0
 
 
 class AnsweredCall(NamedTuple):
@@ -63,7 +66,7 @@ class Answer:
 
 class Wire(NamedTuple):
     """A wire format. read: the call in a request's body; raises RequestError, KeyError, TypeError, ValueError. write:
-    the body of the response. stream: its events, each with a name if the format has names."""
+    the body of the response, with all answers. stream: its events, each with a name if the format has names."""
 
     read: Any
     write: Any

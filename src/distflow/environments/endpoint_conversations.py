@@ -26,7 +26,8 @@ class Conversations:
     """Of one episode. last: the reply to its last call.
 
     A call extends a conversation if that is how its messages begin, with the policy's replies as they were returned and
-    the same tools; the longest such conversation counts. One that extends none is a branch.
+    the same tools; the longest such conversation counts. One that extends none is a branch, and so is each further
+    answer to one call.
     """
 
     def __init__(self, chat: Chat, format: str | None, max_calls: int) -> None:
@@ -46,7 +47,7 @@ class Conversations:
         if sum(chat.turns for chat in self._chat.conversations) >= self._max_calls:
             self._chat.conversations[-1].finish_reason = "max_turns"
             raise RequestError(410, f"this episode has had its {self._max_calls} replies (max_calls)", "max_calls")
-        found = self._extended(call)
+        found = self._extended(call) if call.choice == 0 else None
         begun = found or self._begun(call)
         num_known, chat = len(begun.so_far), begun.chat
         format = None

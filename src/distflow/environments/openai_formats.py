@@ -1,6 +1,7 @@
 """The wire formats of OpenAI: chat completions, completions and responses. Pure functions."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from distflow.environments.endpoint_call_types import (
@@ -19,7 +20,6 @@ from distflow.environments.endpoint_call_types import (
 )
 
 _ONE_TEXT: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -28,6 +28,7 @@ _ONE_TEXT: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
 }
 _DONE = ("", "[DONE]")
+MAX_CHOICES = 64
 
 
 def read_chat(body: Json) -> Call:
@@ -35,7 +36,15 @@ def read_chat(body: Json) -> Call:
     most = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     messages = named_tools([made for message in body["messages"] for made in _message(message)])
     tools = [_tool(tool, tool.get("function") or {}) for tool in body.get("tools") or ()]
-    return Call(messages, tools, parses_tools=body.get("tool_choice") != "none", **read_common(body, most))
+    wanted = body.get("tool_choice") != "none"
+    return Call(messages, tools, parses_tools=wanted, n=_num_choices(body), **read_common(body, most))
+
+
+def _num_choices(body: Json) -> int:
+    n = body.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
+        raise RequestError(400, f"'n' is {n!r:.40}: it must be a number from 1 to {MAX_CHOICES}")
+    return n or 1
 
 
 def _message(message: Json) -> list[Json]:
@@ -60,25 +69,29 @@ def _tool(tool: Json, function: Json) -> Json:
     return tool_schema(function["name"], function.get("description"), function.get("parameters"))
 
 
-def write_chat(body: Json, answer: Answer, head: Json) -> Json:
-    choice = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": _chat_log_probs(body, answer)}
+def write_chat(body: Json, answers: Sequence[Answer], head: Json) -> Json:
+    choices = [_choice(body, answer, index) for index, answer in enumerate(answers)]
+    return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)}
+
+
+def _choice(body: Json, answer: Answer, index: int) -> Json:
+    choice = {"index": index, "finish_reason": answer.finish_reason, "logprobs": _chat_log_probs(body, answer)}
     content = answer.text or (None if answer.calls else "")
     calls = {"tool_calls": _calls(answer)} if answer.calls else {}
-    choice["message"] = {"role": "assistant", "content": content, "refusal": None, **calls}
-    return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
+    return {**choice, "message": {"role": "assistant", "content": content, "refusal": None, **calls}}
 
 
-def stream_chat(body: Json, answer: Answer, head: Json) -> Events:
-    whole = write_chat(body, answer, head)
-    (choice,), head = whole["choices"], {**head, "object": "chat.completion.chunk"}
-    calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
-    deltas: list[Json] = [{"role": "assistant", "content": choice["message"]["content"]}]
-    deltas += [{"tool_calls": calls}] if calls else []
-    for number, delta in enumerate(deltas):
-        log_probs = choice["logprobs"] if number == 0 else None
-        chunk = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": None}
-        yield "", {**head, "choices": [chunk]}
-    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+def stream_chat(body: Json, answers: Sequence[Answer], head: Json) -> Events:
+    whole, head = write_chat(body, answers, head), {**head, "object": "chat.completion.chunk"}
+    for index, choice in enumerate(whole["choices"]):
+        calls = [{"index": number, **call} for number, call in enumerate(choice["message"].get("tool_calls", ()))]
+        deltas: list[Json] = [{"role": "assistant", "content": choice["message"]["content"]}]
+        deltas += [{"tool_calls": calls}] if calls else []
+        for number, delta in enumerate(deltas):
+            log_probs = choice["logprobs"] if number == 0 else None
+            chunk = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
+            yield "", {**head, "choices": [chunk]}
+        yield "", {**head, "choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]}
     yield from _stream_end(body, whole, head)
 
 
@@ -106,8 +119,8 @@ def _chat_log_probs(body: Json, answer: Answer) -> Json | None:
     return {"content": tokens, "refusal": None}
 
 
-def _usage(answer: Answer, prompt: str = "prompt_tokens", drawn: str = "completion_tokens") -> Json:
-    numbers = (answer.num_prompt_tokens, len(answer.tokens))
+def _usage(answers: Sequence[Answer], prompt: str = "prompt_tokens", drawn: str = "completion_tokens") -> Json:
+    numbers = (answers[0].num_prompt_tokens, sum(len(answer.tokens) for answer in answers))
     return {prompt: numbers[0], drawn: numbers[1], "total_tokens": sum(numbers)}
 
 
@@ -118,10 +131,15 @@ def read_text(body: Json) -> Call:
         (prompt,) = prompt
     if not isinstance(prompt, str) or not prompt:
         raise RequestError(400, "'prompt' must be one text that is not empty")
-    return Call(prompt, **read_common(body, "max_tokens"))
+    return Call(prompt, n=_num_choices(body), **read_common(body, "max_tokens"))
 
 
-def write_text(body: Json, answer: Answer, head: Json) -> Json:
+def write_text(body: Json, answers: Sequence[Answer], head: Json) -> Json:
+    choices = [_text_choice(body, answer, index) for index, answer in enumerate(answers)]
+    return {**head, "object": "text_completion", "choices": choices, "usage": _usage(answers)}
+
+
+def _text_choice(body: Json, answer: Answer, index: int) -> Json:
     log_probs, offset, offsets = None, 0, []
     if body.get("logprobs") is not None:
         for text, _ in answer.tokens:
@@ -129,18 +147,20 @@ def write_text(body: Json, answer: Answer, head: Json) -> Json:
             offset += len(text)
         texts, numbers = ([each[part] for each in answer.tokens] for part in (0, 1))
         log_probs = {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
-    choice = {"index": 0, "text": answer.text, "logprobs": log_probs, "finish_reason": answer.finish_reason}
-    return {**head, "object": "text_completion", "choices": [choice], "usage": _usage(answer)}
+    return {"index": index, "text": answer.text, "logprobs": log_probs, "finish_reason": answer.finish_reason}
 
 
-def stream_text(body: Json, answer: Answer, head: Json) -> Events:
-    whole = write_text(body, answer, head)
+def stream_text(body: Json, answers: Sequence[Answer], head: Json) -> Events:
+    whole = write_text(body, answers, head)
     yield "", {name: value for name, value in whole.items() if name != "usage"}
     yield from _stream_end(body, whole, {**head, "object": "text_completion"})
 
 
 def read_responses(body: Json) -> Call:
-    refuse(body, {**_ONE_TEXT, "previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()})
+    refuse(
+        body,
+        {**_ONE_TEXT, "n": (1,), "previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()},
+    )
     if (form := (body.get("text") or {}).get("format")) not in (None, {"type": "text"}):
         raise RequestError(400, f"'text.format' is not supported ({json.dumps(form):.80}): leave it out")
     given = body["input"]
@@ -172,7 +192,8 @@ def _turn(items: list[Json]) -> list[Json]:
     return assistant(text, [(call["call_id"], call["name"], call.get("arguments")) for call in calls])
 
 
-def write_responses(body: Json, answer: Answer, head: Json) -> Json:
+def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
+    (answer,) = answers
     ends_early = answer.finish_reason == "length"
     status, id = "incomplete" if ends_early else "completed", head["id"]
     output: list[Json] = []
@@ -183,7 +204,7 @@ def write_responses(body: Json, answer: Answer, head: Json) -> Json:
     for call in answer.calls:
         named = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
         output.append({"type": "function_call", "id": f"fc_{call.id}", "status": "completed", **named})
-    usage = {**_usage(answer, "input_tokens", "output_tokens"), "input_tokens_details": {"cached_tokens": 0}}
+    usage = {**_usage(answers, "input_tokens", "output_tokens"), "input_tokens_details": {"cached_tokens": 0}}
     return {
         **{"id": id, "object": "response", "created_at": head["created"], "model": head["model"], "status": status},
         "output": output,
@@ -194,8 +215,8 @@ def write_responses(body: Json, answer: Answer, head: Json) -> Json:
     }
 
 
-def stream_responses(body: Json, answer: Answer, head: Json) -> Events:
-    whole, events = write_responses(body, answer, head), list[Json]()
+def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Events:
+    whole, events = write_responses(body, answers, head), list[Json]()
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events += [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
     for index, item in enumerate(whole["output"]):

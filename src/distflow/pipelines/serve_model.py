@@ -49,7 +49,11 @@ class ServedPolicy:
             params = replace(params, greedy=call.temperature == 0, temperature=call.temperature or 1.0)
         if call.top_p:
             params = replace(params, top_p=min(call.top_p, 1.0))
-        stream = Stream(self._seed, "serve", 0, next(self._numbers)) if seed is None else Stream(seed, "seed", 0, 0)
+        stream = (
+            Stream(self._seed, "serve", 0, next(self._numbers))
+            if seed is None
+            else Stream(seed, "seed", 0, call.choice)
+        )
 
         async def generate(
             prompt: tuple[int, ...], most: int, stop: tuple[str | int, ...], num_drawn: int
