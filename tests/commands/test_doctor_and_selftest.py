@@ -15,6 +15,7 @@ from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
 from distflow.sandbox.interface import INSTALL
 from distflow.sandbox.sandbox import probe
+from tests.environments.test_chat import FAMILIES
 
 # Holds the folder as a run does, listens, and ends when its input does.
 RUN = """
@@ -119,3 +120,29 @@ def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
         monkeypatch.setattr(torch.version, "cuda", cuda)
         status, line = checks_of_device(capsys)
         assert status == 1 and "the NVIDIA driver 560.35.03, but torch" in line and told in line
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3", ["turns: it would write earlier turns anew", "tools: tool calls are read in the format hermes"]),
+        ("gemma", ["turns: a reply that was cut off is closed with '<end_of_turn>'", "tools: cannot be used"]),
+        ("deepseek", ["turns: it would write the thinking of earlier turns anew"]),
+    ],
+)
+def test_what_a_chat_template_does_in_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: list[str]
+) -> None:
+    FAMILIES[name]().tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert main(["doctor", "--template", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "turns: each turn follows the tokens of the one before"
+    assert all(any(line.startswith(text) for line in lines) for text in said)
+    assert any(line.startswith("with data.enable_thinking=true: ") for line in lines) == (name == "qwen3")
+
+
+def test_a_template_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--template", "builtin:tiny-arithmetic"]) == 0
+    assert "turns: cannot be used: messages need a chat template" in capsys.readouterr().out
+    assert main(["doctor", "--template", str(tmp_path / "nothing")]) == 2

@@ -145,8 +145,10 @@ def test_thinking_stays_as_it_was_drawn() -> None:
 def test_what_a_template_does_is_told(name: str) -> None:
     """Qwen 3 and DeepSeek strip thinking; Qwen 3 without thinking leaves out the empty block that it prompts with."""
     family = FAMILIES[name]()
-    told = chat_of(family, Engine([])).tokens.describe()
-    assert told.startswith("each turn follows the tokens of the one before") and "no end token" not in told
+    first, closed, *others = chat_of(family, Engine([])).tokens.describe()
+    told = " ".join(others)
+    assert first == "each turn follows the tokens of the one before"
+    assert closed == f"a reply that was cut off is closed with {family.end!r}"
     assert ("it would write the thinking of earlier turns anew" in told) == (name in ("qwen3", "deepseek"))
     assert ("it would write earlier turns anew" in told) == (name in ("qwen3 without thinking", "mistral"))
 
@@ -187,7 +189,7 @@ def test_a_template_without_end_tokens_adds_its_own_text() -> None:
     asyncio.run(talk())
     wanted = "user: 3 + 4?\nassistant: seven\nuser: No.\nassistant: "
     assert family.tokenizer.decode(engine.asked[1][0]) == wanted
-    assert "no end token is known" in chat.tokens.describe()
+    assert "no end token is known" in chat.tokens.describe()[1]
 
 
 def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:

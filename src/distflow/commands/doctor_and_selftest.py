@@ -1,6 +1,6 @@
 """`distflow doctor`: what this machine has, what extras would add, which ports a run has open, and faults; with
-`--device` whether its accelerator computes what a CPU does, and bears the run of a config; `distflow selftest`: proves
-on this machine that a tiny run gives the same numbers on each path."""
+`--device` whether its accelerator computes what a CPU does, and bears the run of a config; with `--template` what a
+chat template does in episodes. `distflow selftest`: proves that a tiny run gives the same numbers on each path."""
 
 import argparse
 import importlib.metadata
@@ -47,6 +47,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     wanted = "try the accelerator before a first run, and whether a config's models fit"
     parser.add_argument("--device", nargs="*", metavar="CONFIG key=value", help=wanted)
+    parser.add_argument("--template", metavar="MODEL", help="show what a model's chat template does in episodes")
     add_trust_argument(parser, "the config of --device names")
 
 
@@ -54,6 +55,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
     if arguments.device is not None:
         return _check_device(arguments.device, arguments.trust_code)
+    if arguments.template is not None:
+        with importing():
+            from distflow.launch.startup_messages import template_lines
+
+        print("\n".join(escape_control(line, one_line=True) for line in template_lines(arguments.template)))
+        return 0
     from distflow.launch.device_and_threads import find_thread_faults
 
     ports, versions = _of_run(arguments.run_dir), {name: _version(name) for name in NEEDED}

@@ -43,6 +43,7 @@ class TurnTokens:
 
     def tool_template(self, tools: Sequence[Message]) -> str:
         """The chat template's text for these tools. Raises TemplateError where it would leave them out."""
+        self._check_template()
         template = str(self._tokenizer.get_chat_template(None, list(tools)))
         if "tools" not in template:
             raise TemplateError(f"{template_of(self._tokenizer)} does not use tools: use a model whose template does")
@@ -96,11 +97,7 @@ class TurnTokens:
         return whole[len(start) :]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompts: bool = True) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise TemplateError(
-                "messages need a chat template, and the tokenizer has none: pass text, or set "
-                "actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
-            )
+        self._check_template()
         try:
             rows = Rows([dict(message) for message in messages], [dict(tool) for tool in tools], self._kwargs)
             return ChatTemplate(self._tokenizer).render(rows, prompts=prompts)
@@ -110,23 +107,32 @@ class TurnTokens:
                 f"{template_of(self._tokenizer)} refuses messages of {roles}: {type(error).__name__}: {error}"
             ) from error
 
+    def _check_template(self) -> None:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise TemplateError(
+                "messages need a chat template, and the tokenizer has none: pass text, or set "
+                "actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
+            )
+
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def describe(self) -> str:
-        """What the template does between turns, in words. Raises TemplateError where it cannot be used."""
+    def describe(self) -> list[str]:
+        """What the template does between turns, in sentences. Raises TemplateError where it cannot be used."""
         asked, more = _user(_ASKED), _user(f"another {_ASKED}")
-        _, num_closing = self._rendered_between([more])
+        ids, num_closing = self._rendered_between([more])
         said = ["each turn follows the tokens of the one before"]
-        if not num_closing:
+        if num_closing:
+            said.append(f"a reply that was cut off is closed with {self._tokenizer.decode(ids[:num_closing])!r}")
+        else:
             said.append("no end token is known to end a reply, so the template's text after a reply is always added")
         thought = f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"
         for reply, what in ((_STAND_IN, "earlier turns"), (thought, "the thinking of earlier turns")):
             begun = self._render([asked]) + reply
             if not self._render([asked, {"role": "assistant", "content": reply}, more]).startswith(begun):
-                said.append(f"it would write {what} anew in later prompts; an episode keeps what was drawn")
+                said.append(f"it would write {what} anew in later prompts; an episode keeps what was sampled")
                 break
-        return "; ".join(said)
+        return said
 
 
 def _user(text: str) -> dict[str, str]:

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
-from distflow.config import Loaded
+from distflow.config import Loaded, load_config
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_kinds import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.prompts import PromptRow
-from distflow.errors import count_of, hint
+from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
+from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.device_and_threads import choose_device, own_cores, threads_of
 from distflow.launch.fit_config_to_files import Data, Reading
@@ -22,6 +23,7 @@ from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 
 _NUM_ROWS_CHECKED = 100  # rows
+_TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
 def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
@@ -40,7 +42,7 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             check_domains(reward_functions(config), found.domains)
     validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
     if config.actor_rollout_ref.rollout.workflow is not None and any(map(_is_chat, data.looked_at[:1])):
-        yield f"chat template: {describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer))}"
+        yield f"chat template: {'; '.join(describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer)))}"
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
@@ -53,6 +55,27 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             of = "" if domain is None else f" of '{domain}'"
             options = {} if node is None else options_of(node, domain)
             yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+
+
+def template_lines(model: str) -> Iterator[str]:
+    """What the chat template of a model does in episodes, without and with thinking and tools. Raises UserError for a
+    model without a tokenizer."""
+    settings, thinks = [f"actor_rollout_ref.model.path={model}"], "data.enable_thinking"
+    tokenizer = tokenizer_loader(load_config("grpo", settings, complete=False).config)()
+    ends = end_token_ids(tokenizer)
+    yield f"end of a turn: {', '.join(repr(tokenizer.decode([end])) for end in ends)}"
+    said = set[str]()
+    asked = {"turns": [], "tools": ["actor_rollout_ref.rollout.workflow=tools", f"{_TOOLS}=[calculator]"]}
+    if "enable_thinking" in str(tokenizer.chat_template):
+        asked |= {f"with {thinks}=true": [f"{thinks}=true"]}
+    for name, keys in asked.items():
+        config = load_config("grpo", [*settings, *keys], complete=False).config
+        try:
+            found = describe_turns(config, tokenizer, ends)
+        except UserError as error:
+            found = [f"cannot be used: {error}"]
+        yield from (f"{name}: {line}" for line in found if line not in said)
+        said.update(found)
 
 
 def _is_chat(row: PromptRow) -> bool:

@@ -480,14 +480,13 @@ def read_outcome(returned: object) -> Outcome:
     return RewardOutcome(Score(value), {name: Score(part) for name, part in parts.items()}, accuracy)
 
 
-def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
-    """What the chat template does between turns. Raises UserError where it cannot be used."""
+def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
+    """What the chat template does between turns. Raises UserError where it, or its tools, cannot be used."""
     tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
     settings = config.actor_rollout_ref.rollout
     if settings.workflow == "tools":
-        template = tokens.tool_template([{}])
-        if settings.workflow_kwargs.get("format") is None:
-            format_of(template)
+        template, format = tokens.tool_template([{}]), settings.workflow_kwargs.get("format")
+        return [*tokens.describe(), f"tool calls are read in the format {format or format_of(template)}"]
     return tokens.describe()
 
 
