@@ -67,12 +67,13 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
 
-# Frameworks of agents bring many packages, so they are in no other environment.
+# Frameworks of agents, and OpenEnv, bring many packages, so they are in no other environment.
 test-agents: $(INSTALLED)
 	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python $(PIP_INSTALL) $(TORCH)
-	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks]"
-	.venv-agents/bin/python -m pytest -m slow -n 0 tests/environments/test_agent_frameworks.py
+	.venv-agents/bin/python $(PIP_INSTALL) -e ".[dev,agent-frameworks,openenv]"
+	.venv-agents/bin/python -m pytest -m "slow or not slow" -n 0 tests/environments/test_agent_frameworks.py \
+		tests/environments/test_openenv_adapter.py
 
 # verifiers wants an OpenAI client below version 3, which those of agents do not.
 test-verifiers: $(INSTALLED)

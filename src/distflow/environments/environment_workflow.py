@@ -1,4 +1,4 @@
-"""The workflow `environment`: the model plays an environment with gymnasium's `reset` and `step`."""
+"""The workflow `environment`: the model plays an environment with the `reset` and `step` of gymnasium or OpenEnv."""
 
 import hashlib
 import weakref
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-from distflow.environments import gymnasium_adapter
+from distflow.environments import gymnasium_adapter, openenv_adapter
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.user_process import ProcessServer
 from distflow.environments.workflows import Row
@@ -20,11 +20,11 @@ class EnvironmentWorkflow:
     def __init__(
         self, *, env: str, env_kwargs: Mapping[str, Any] | None = None, max_turns: int = 16, timeout_s: float = 30.0
     ) -> None:
-        """env: module:Class, file.py:function, or gymnasium's id. timeout_s: of each `reset` and `step`. Raises
-        UserError."""
-        self._server = ProcessServer(
-            f"{gymnasium_adapter.__name__}:TextEnv", {"env": env, "options": dict(env_kwargs or {})}
-        )
+        """env: module:Class, file.py:function, gymnasium's id, or the address of a server of OpenEnv. timeout_s: of
+        each `reset` and `step`. Raises UserError."""
+        is_openenv = env.startswith(("http://", "https://"))
+        target = f"{openenv_adapter.__name__}:OpenEnv" if is_openenv else f"{gymnasium_adapter.__name__}:TextEnv"
+        self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
         self._max_turns, self._timeout_s = max_turns, timeout_s
         self._options: dict[str, Any] = {
