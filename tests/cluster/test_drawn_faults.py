@@ -70,6 +70,7 @@ def alone(ground: Playground) -> Left:
 
 
 @pytest.mark.parametrize("seed", one_fast_in(3, seeds(), others=BY_HAND))
+@pytest.mark.by_hand
 def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     ground: Playground,
     alone: Left,

@@ -115,6 +115,7 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
 
 
 @pytest.mark.parametrize("sizes", one_fast_in(2, ["d1t2", "d2t2"], others=BY_HAND))
+@pytest.mark.by_hand
 def test_recorded_groups_train_the_same_weights_where_ranks_compute_layers_together(
     ground: Playground, free: Run, alone: Run, sizes: str
 ) -> None:

@@ -171,7 +171,8 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 
-@pytest.mark.parametrize("mode", [COLLECTIVE, pytest.param(DISK, marks=pytest.mark.by_hand)])
+@pytest.mark.parametrize("mode", [COLLECTIVE, DISK])
+@pytest.mark.by_hand
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
     ground: Playground, alone: Run, plan: Callable[..., None], mode: str
 ) -> None:

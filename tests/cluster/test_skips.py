@@ -58,6 +58,7 @@ def figures(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in each.items() if not name.startswith(TIMES)} for each in records]
 
 
+@pytest.mark.by_hand
 def test_all_ranks_skip_together_and_stop_together_where_one_process_does(tmp_path: Path, on_ray: None) -> None:
     ground = Playground(tmp_path, num_rows=32)
     (tmp_path / "spoiled.py").write_text(SPOILS)

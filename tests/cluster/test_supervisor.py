@@ -339,6 +339,7 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, [DISK, COLLECTIVE], others=BY_HAND))
+@pytest.mark.by_hand
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run, mode: str) -> None:
     """By files, and through a process group."""
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"

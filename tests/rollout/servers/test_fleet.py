@@ -297,6 +297,7 @@ def test_a_pause_may_meet_any_moment_of_a_deadline(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.by_hand
 def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_to_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
