@@ -3,8 +3,10 @@
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread, calculate
 from distflow.errors import UserError
@@ -19,6 +21,7 @@ _LEFT_OUT = (
 )
 """Arguments that hold what the script made of others, which are read where they stand."""
 _REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
+_PARSERS = ("TrlParser", "HfArgumentParser")
 _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -27,6 +30,8 @@ _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
 }
 _NOT_GIVEN = Unread("")
 """An option of the command that it does not give: TRL's default."""
+_MOST_CALLS, _DEEPEST = 500, 12
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     """arguments: of the command that runs it. Raises UserError where it trains nothing that trains here."""
     script = _Script(arguments)
     try:
-        script.read(ast.parse(text).body)
+        script.read_file(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"it is not a valid Python script: {error}") from error
     if not script.trainers:
@@ -61,7 +66,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     found = ForeignSettings("TRL", METHODS[kind], remarks=script.remarks)
     if kind == "RLOO":
         found.remarks.append("epsilon: the ratio is clipped for each token here, in TRL's RLOO for the whole response")
-    if len(script.trainers) > 1:
+    if len({*script.trainers}) > 1:
         found.remarks.append(f"the script calls several trainers; {kind}Trainer in line {line} is read")
     for owner, key, value, at in script.given:
         if (
@@ -91,21 +96,33 @@ def _weigh(values: dict[str, object]) -> None:
 
 
 class _Script:
-    """names: values of variables, of `.attributes` of any object, and of what `functions()` return. given: (trainer,
-    key, value, line) of arguments. has_options: its arguments are those of TRL. has_adapters: a trainer or
-    a model is given some."""
+    """names: values of variables, in the function that is being read. attributes: by class and name; without a class,
+    of any object. functions: by name, methods as `Class.name`. given: (trainer, key, value, line) of arguments.
+    has_options: its arguments are those of TRL. has_adapters: a trainer or a model is given some."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
-        self.names: dict[str, object] = {f".{key}": value for key, value in arguments.items()}
+        self.arguments, self.names = arguments, cast(MutableMapping[str, object], {})
+        self.attributes: dict[tuple[str, str], object] = {}
+        self.functions: dict[str, Function] = {}
+        self.returned: dict[str, object] = {}
+        self.num_calls, self.active = Counter[str](), list[str]()
         self.given: list[tuple[str, str, object, int]] = []
         self.trainers: list[tuple[str, int]] = []
         self.remarks: list[str] = []
         self.lines: dict[str, int] = {}
         self.has_options = self.has_adapters = self.in_branch = False
-        self.function = ""
+
+    def read_file(self, tree: ast.Module) -> None:
+        """The module, and then the functions that nothing in it has called. Options may be read above their parser."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _name(node.func) == "add_argument":
+                self._call(node, "add_argument")
+        self.read(tree.body)
+        for name in [name for name in self.functions if not self.num_calls[name]]:
+            self._enter(name, {}, self.names)
 
     def read(self, body: Iterable[ast.AST]) -> None:
-        """Statements in their order; those of functions where these are defined."""
+        """Statements in their order; those of functions where these are called."""
         for node in body:
             match node:
                 case ast.Assign():
@@ -115,9 +132,14 @@ class _Script:
                 case ast.AnnAssign(value=ast.expr() as assigned):
                     self._assign(node.target, self.value(assigned))
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    self._define(node)
-                case ast.Return(value=ast.expr() as returned):
-                    self.names[f"{self.function}()"] = self.value(returned)
+                    self.names[node.name], self.functions[node.name] = Object(node.name), node
+                case ast.Return(value=ast.expr() as returned) if self.active:
+                    self.returned[self.active[-1]] = self.value(returned)
+                case ast.For():
+                    each = self.value(node.iter)
+                    several = Unread("it has a different value in each turn of a loop")
+                    self._assign(node.target, each[0] if isinstance(each, list) and len(each) == 1 else several)
+                    self.read([*node.body, *node.orelse])
                 case ast.ImportFrom():
                     for alias in node.names:
                         self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
@@ -144,19 +166,35 @@ class _Script:
                 value = before if isinstance(value, Unread) else Unread("it has a different value in a branch")
             self.names[target.id] = value
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            self.names[f".{target.attr}"] = value
             owner = self.names.get(target.value.id)
+            self._set_attributes(owner, {target.attr: value})
             if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
                 self.given.append((kind, target.attr, value, target.lineno))
 
-    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        outer, self.function = self.function, node.name
-        self.names[node.name] = Object(node.name)
-        places = zip(reversed([*node.args.posonlyargs, *node.args.args]), reversed(node.args.defaults), strict=False)
-        for argument, default in places:
-            self.names.setdefault(argument.arg, self.value(default))
+    def _set_attributes(self, owner: object, values: Mapping[str, object]) -> None:
+        names = {"", owner.name} if isinstance(owner, Object) else {""}
+        self.attributes |= {(name, key): value for name in names for key, value in values.items()}
+
+    def _enter(self, name: str, given: Mapping[str, object], around: Mapping[str, object]) -> object:
+        """Read a function with these arguments; others have their defaults, or what their names stand for around it.
+        Returns what it returns."""
+        self.num_calls[name] += 1
+        if name in self.active or len(self.active) >= _DEEPEST or self.num_calls.total() > _MOST_CALLS:
+            return Unread(f"it is what {name} returns")
+        node, outer = self.functions[name], self.names
+        values: dict[str, object] = {}
+        for argument, default in _parameters(node):
+            kind = self.names.get(_name(argument.annotation)) if argument.annotation is not None else None
+            unknown = Unread(f"`{argument.arg}` is an argument that the file does not give")
+            otherwise = around.get(argument.arg, kind if isinstance(kind, Object) else unknown)
+            values[argument.arg] = otherwise if default is None else self.value(default)
+        self.names = ChainMap(values | dict(given), cast(dict[str, object], outer))
+        self.active.append(name)
+        self.returned.pop(name, None)
         self.read(node.body)
-        self.function = outer
+        self.active.pop()
+        self.names = outer
+        return self.returned.get(name, Unread(f"it is what {name} returns"))
 
     def _define_class(self, node: ast.ClassDef) -> None:
         """Fields of a class hold the defaults of a script's own arguments; a class of a trainer is that trainer."""
@@ -164,12 +202,15 @@ class _Script:
         self.names[node.name] = Object(f"{kinds[0]}Trainer", "trl") if kinds else Object(node.name)
         self.remarks += [f"line {node.lineno}: {node.name} changes what {kinds[0]}Trainer does"] if kinds else []
         for item in node.body:
-            if isinstance(item, ast.AnnAssign) and item.value is not None and isinstance(item.target, ast.Name):
-                self.names.setdefault(f".{item.target.id}", self.value(item.value))
-            elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
-                self.names.setdefault(f".{item.targets[0].id}", self.value(item.value))
-            else:
-                self.read([item])
+            if isinstance(item, Function):
+                self.functions[f"{node.name}.{item.name}"] = item
+            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
+            if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None and isinstance(target, ast.Name):
+                value = self.arguments.get(target.id, self.value(item.value))
+                other = self.attributes.setdefault(("", target.id), value)
+                if other != value:
+                    self.attributes["", target.id] = Unread(f"several classes have a field `{target.id}`")
+                self.attributes[node.name, target.id] = value
 
     def _kind(self, name: str, role: str) -> str | None:
         """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
@@ -188,7 +229,6 @@ class _Script:
                 self._give(owner, value, line)
             elif key not in _LEFT_OUT:
                 self.given.append((owner, key, value, self.lines.get(key, line)))
-            self.names[f".{key}"] = value
 
     def value(self, node: ast.expr) -> object:
         """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
@@ -199,7 +239,8 @@ class _Script:
                 return self.names.get(node.id, Unread(f"`{node.id}` has no value in the file"))
             case ast.List() | ast.Tuple():
                 values = [self.value(each) for each in node.elts]
-                return next((each for each in values if isinstance(each, Unread)), values)
+                unread = next((each for each in values if isinstance(each, Unread)), None)
+                return values if unread is None or any(isinstance(each, Object) for each in values) else unread
             case ast.Dict():
                 pairs = zip(node.keys, node.values, strict=True)
                 return {key.value: self.value(each) for key, each in pairs if isinstance(key, ast.Constant)}
@@ -212,8 +253,7 @@ class _Script:
             case ast.FormattedValue():
                 return self.value(node.value)
             case ast.Attribute():
-                unknown = _NOT_GIVEN if self.has_options else _computed(node)
-                return node.attr if _name(node.value) == "torch" else self.names.get(f".{node.attr}", unknown)
+                return node.attr if _name(node.value) == "torch" else self._attribute(node)
             case ast.Subscript():
                 return self._item(self.value(node.value), self.value(node.slice), node)
             case ast.Compare(ops=[test]) if type(test) in _TESTS:
@@ -235,12 +275,22 @@ class _Script:
                     return _computed(node)
         return _computed(node)
 
+    def _attribute(self, node: ast.Attribute) -> object:
+        owner = self.value(node.value) if isinstance(node.value, ast.Name | ast.Attribute) else None
+        own = (owner.name, node.attr) if isinstance(owner, Object) else ("", "")
+        if own in self.attributes or node.attr in self.arguments:
+            return self.attributes.get(own, self.arguments.get(node.attr))
+        unknown = _NOT_GIVEN if self.has_options else Unread(f"`{ast.unparse(node):.60}` has no value in the file")
+        return self.attributes.get(("", node.attr), unknown)
+
     def _item(self, value: object, name: object, node: ast.Subscript) -> object:
         """An entry of a mapping, or a split of a data set."""
         if isinstance(value, Rows):
             path, *config = value.source.split(":")
             is_named = isinstance(name, str) and len(config) < 2
             return replace(value, source=f"{path}:{config[0] if config else ''}:{name}") if is_named else value
+        if isinstance(value, list) and type(name) is int and -len(value) <= name < len(value):
+            return value[name]
         return (
             value.get(name, _computed(node)) if isinstance(value, dict) and isinstance(name, str) else _computed(node)
         )
@@ -249,16 +299,23 @@ class _Script:
         """What it returns; the arguments of trainers, their configs and models are taken down."""
         named, values = self._arguments(node), [self.value(each) for each in node.args]
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        self.has_options = self.has_options or name in ("TrlParser", "HfArgumentParser")
+        self.has_options = self.has_options or name in _PARSERS
+        if name in (*_PARSERS, "cli"):  # the classes whose objects its methods return
+            return values[0] if name == "cli" or not values or isinstance(values[0], list) else [values[0]]
+        if isinstance(owner, list) and name.startswith("parse_"):
+            return owner
         if (kind := self._kind(name, "Trainer")) is not None:
             self.trainers.append((kind, node.lineno))
             self.has_adapters = self.has_adapters or named.get("peft_config") is not None
             self._give(kind, {**dict(zip(("model", "reward_funcs"), values, strict=False)), **named}, node.lineno)
         elif (kind := self._kind(name, "Config")) is not None:
             self._give(kind, named, node.lineno)
+            self._set_attributes(Object(name), named)
             return Object(name)
         elif name in ("LoraConfig", "get_peft_model"):
             self.has_adapters = self.has_adapters or name == "get_peft_model"
+            if name == "get_peft_model" and "Fast" in ast.unparse(node.func):  # unsloth's own
+                named.setdefault("target_modules", "all-linear")
             self._give(
                 _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
             )
@@ -267,8 +324,10 @@ class _Script:
         elif name == "add_argument":
             default = named.get("default", Unread("its option has no default"))
             for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
+                key = ("", option[2:].replace("-", "_"))
                 flag = False if "action" in named and "default" not in named else default
-                self.names.setdefault("." + option[2:].replace("-", "_"), flag)
+                if isinstance(self.attributes.get(key, _NOT_GIVEN), Unread):
+                    self.attributes[key] = flag
         if name == "load_dataset":
             return _rows(values, named)
         if name == "dict" and not values:
@@ -278,13 +337,34 @@ class _Script:
         if name in ("from_pretrained", "int", "float", "str", "get_peft_model", "prepare_model_for_kbit_training"):
             paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
             return next(each for each in (*values[:1], *paths) if each is not None)
-        returned = self.names.get(f"{name}()") if isinstance(node.func, ast.Name) else None
+        returned = self._returned(node, name, owner, values, named)
         rows = next((each for each in (owner, *values) if isinstance(each, Rows)), None)
         if isinstance(owner, str) and name in ("to", "cuda"):
             return owner
-        if returned is not None and not (rows and isinstance(returned, Rows)):
+        if returned is not None and not (rows and isinstance(returned, Rows | Unread)):
             return returned
         return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
+
+    def _returned(
+        self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
+    ) -> object:
+        """Of a function, a method or a class of the script, which is read with these arguments; None for others."""
+        known = self.names.get(name) if isinstance(node.func, ast.Name) else None
+        is_class = any(of == name for of, _ in self.attributes) or f"{name}.__init__" in self.functions
+        maker = Object(name) if is_class and isinstance(known, Object) else owner
+        function = name if isinstance(known, Object) else ""
+        if isinstance(maker, Object):
+            function = f"{maker.name}.{'__init__' if maker is not owner else name}"
+            values = [maker, *values]
+        returned: object = None
+        if function in self.functions:
+            places = [argument.arg for argument, _ in _parameters(self.functions[function])]
+            given = dict(zip(places, values, strict=False)) | dict(named)
+            returned = self._enter(function, {key: given[key] for key in places if key in given}, {})
+        if maker is owner:
+            return returned
+        self._set_attributes(maker, named)
+        return maker
 
     def _arguments(self, node: ast.Call) -> dict[str, object]:
         """By name, those of `**` too."""
@@ -298,6 +378,13 @@ class _Script:
             elif value != _NOT_GIVEN and self._kind(_name(node.func), "Config") is not None:
                 self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
         return found
+
+
+def _parameters(node: Function) -> list[tuple[ast.arg, ast.expr | None]]:
+    """Each with its default."""
+    places = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*[None] * (len(places) - len(node.args.defaults)), *node.args.defaults]
+    return [*zip(places, defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
 
 
 def _name(node: ast.expr) -> str:
@@ -336,6 +423,9 @@ def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, objec
 
 
 def _as_reward(value: object, remarks: list[str]) -> object:
+    if isinstance(value, Unread):
+        remarks.append(f"reward_funcs: {value.why}; reward.functions names reward functions")
+        return "custom"
     if not isinstance(value, Object):
         return {"name": "model", "options": {"path": str(value)}}
     if value.name == "accuracy_reward" and value.module.startswith("trl"):
