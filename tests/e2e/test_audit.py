@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms import objective as objectives
+from distflow.algorithms import objectives
 from distflow.algorithms.losses import clipped_ratio
 from distflow.audit import rescored_samples
 from distflow.audit.audit_schedule import AuditSchedule, Depth

@@ -243,7 +243,7 @@ def test_several_parts_of_one_of_the_pipelines_have_devices_each() -> None:
 
 def test_fewer_devices_than_pipelines_are_refused() -> None:
     parts = [pipeline_parts(grpo(), SMALL)] * 3
-    with pytest.raises(UserError, match="3 independent parts, but there are 2 devices"):
+    with pytest.raises(UserError, match="3 independent parts, but only 2 devices"):
         share_devices(parts, devices(2))
 
 

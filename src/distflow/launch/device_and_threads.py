@@ -58,7 +58,7 @@ def choose_device(config: Config) -> torch.device:
     found = accelerator()
     if wanted not in ("auto", "cpu", found) and (wanted != "cuda" or config.trainer.launcher == "local"):
         raise UserError(
-            f"trainer.device={wanted}, but torch finds {f'{found}, and' if found else ''} no {wanted} device here: set "
+            f"trainer.device={wanted}, but torch finds {f'{found}, and ' if found else ''}no {wanted} device here: set "
             f"trainer.device=auto or {found or 'cpu'}"
         )
     return torch.device(found or "cpu" if wanted == "auto" else wanted)

@@ -19,6 +19,7 @@ OF_TRL = {
     "data.seed": 42,
     "trainer.seed": 42,
     "trainer.test_freq": -1,
+    "trainer.keep_last": 1000,
 }
 
 # file: (devices that are asked for, preset, what the config sets)
@@ -139,6 +140,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         None,
         "verl_grpo",
         {
+            f"{ACTOR}.strategy": "fsdp",
             "algorithm.adv_estimator": "grpo",
             "data.train_files": ("/data/sums/train.parquet",),
             "data.val_files": ("/data/sums/test.parquet",),
@@ -160,6 +162,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         1,
         "grpo",
         {
+            f"{ROLLOUT}.name": "vllm",
             "algorithm.adv_estimator": "grpo",
             "algorithm.reward_clip": 10.0,
             "algorithm.allow_group_of_one": True,
@@ -204,6 +207,8 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         None,
         "rlvr",
         {
+            f"{ACTOR}.strategy": "fsdp",
+            "trainer.keep_last": 1000,
             "algorithm.adv_estimator": "reinforce",
             "algorithm.reward_norm.mean_level": "group",
             "algorithm.reward_norm.std_level": None,
@@ -300,7 +305,7 @@ MISSING = {
         "lora_rank=16",
         "no adapters",
     ),
-    "trl_arguments.sh": ("max_length: prompts and responses have limits of their own",),
+    "trl_arguments.sh": ("max_length: prompts and responses have separate limits, here half of it",),
     "trl_rloo.py": ("the ratio is clipped for each token here", "put reward into my_rewards.py"),
     "verl_grpo.sh": (
         "gpus=16; 4 is used",
@@ -332,3 +337,125 @@ def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_pat
     by_hand = {key: value for key, value in wanted.items() if key not in MAPS}
     assert {key: found[key] for key in by_hand} == by_hand
     assert {key for key, value in found.items() if value != base[key]} <= wanted.keys() | MAPS, "nothing else differs"
+
+
+LR, MODEL_PATH = f"{ACTOR}.optim.lr", f"{MODEL}.path"
+TRAINER = "from trl import SFTConfig, SFTTrainer\nfrom datasets import load_dataset\n"
+OPTIONS = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float, default=5e-6)\n"
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
+
+# What a script computes from its own functions, classes and options, and what a shell script says around its command.
+READ = {
+    "the arguments of a caller": (
+        "py",
+        TRAINER + "def train(lr=1e-4, epochs=3, model='m/default'):\n"
+        "    a = SFTConfig(learning_rate=lr, num_train_epochs=epochs)\n"
+        "    SFTTrainer(model=model, args=a, train_dataset='d/d').train()\n"
+        f"{OPTIONS}args = p.parse_args()\ntrain(args.lr, epochs=1, model='m/real')\n",
+        {LR: 5e-6, "trainer.total_epochs": 1, MODEL_PATH: "m/real"},
+    ),
+    "a parser below its reader": (
+        "py",
+        TRAINER + "def train(args):\n    SFTTrainer(model=args.model, args=SFTConfig(learning_rate=args.lr)).train()\n"
+        "def main():\n    p = argparse.ArgumentParser()\n    p.add_argument('--lr', default=3e-5)\n"
+        "    p.add_argument('--model', default='m/x')\n    train(p.parse_args())\n"
+        "if __name__ == '__main__':\n    main()\n",
+        {LR: 3e-5, MODEL_PATH: "m/x"},
+    ),
+    "two classes with one field": (
+        "py",
+        TRAINER + "class Teacher:\n    lr: float = 9e-9\n    model: str = 'm/teacher'\n"
+        "class Args:\n    lr: float = 1e-5\n    model: str = 'm/student'\nargs = Args()\n"
+        "SFTTrainer(model=args.model, args=SFTConfig(learning_rate=args.lr)).train()\n",
+        {LR: 1e-5, MODEL_PATH: "m/student"},
+    ),
+    "a method with the settings of its object": (
+        "py",
+        TRAINER + "class Job:\n    def __init__(self, model, lr=1e-3):\n        self.model, self.lr = model, lr\n"
+        "    def run(self):\n        SFTTrainer(model=self.model, args=SFTConfig(learning_rate=self.lr)).train()\n"
+        "Job('m/x', lr=2**-3).run()\n",
+        {LR: 0.125, MODEL_PATH: "m/x"},
+    ),
+    "the old name of a length": (
+        "py",
+        TRAINER + "SFTTrainer(model='m', args=SFTConfig(max_seq_length=4096)).train()\n",
+        {"data.max_prompt_length": 2048, "data.max_response_length": 2048},
+    ),
+    "mini-batches of PPO": (
+        "py",
+        "from trl import PPOConfig, PPOTrainer\nc = PPOConfig(per_device_train_batch_size=8, num_mini_batches=2,\n"
+        "    gradient_accumulation_steps=4, total_episodes=10000, warmup_ratio=0.2)\n"
+        "PPOTrainer(model='m', args=c).train()\n",
+        {
+            **{"data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 32, "trainer.total_training_steps": 157},
+            **{"critic.optim.warmup_ratio": 0.2, f"{ACTOR}.optim.warmup_ratio": 0.2},
+        },
+    ),
+    "quotation marks in comments": (
+        "sh",
+        f'lr=3e-6 # don\'t change\nbs=32  # "small\nx="a # b"\n{VERL} {LR}=$lr data.train_batch_size=$bs '
+        'trainer.experiment_name="$x"\n',
+        {LR: 3e-6, "data.train_batch_size": 32, "trainer.experiment_name": "a # b"},
+    ),
+    "a package of that name": (
+        "sh",
+        f"pip install trl\ncd ~/src/trl\n{VERL} {MODEL_PATH}=$PWD/m\npython3 -m verl.trainer.main_generation a=1\n",
+        {MODEL_PATH: "./m"},
+    ),
+    "a penalty that is off": (
+        "sh",
+        f"{VERL} reward_model.overlong_buffer.enable=False reward_model.overlong_buffer.len=4096 "
+        f"data.max_response_length=8192 trainer.n_gpus_per_node=8\n",
+        {"reward.overlong.buffer_tokens": 0, f"{ACTOR}.strategy": "fsdp"},
+    ),
+    "the mean of GSPO": (
+        "sh",
+        f"{VERL} {ACTOR}.policy_loss.loss_mode=gspo\n",
+        {f"{ACTOR}.policy_loss": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    "the mean of GSPO as it is set": (
+        "sh",
+        f"{VERL} {ACTOR}.loss_agg_mode=token-mean {ACTOR}.policy_loss.loss_mode=gspo\n",
+        {f"{ACTOR}.policy_loss": "gspo", f"{ACTOR}.loss_agg_mode": "token-mean"},
+    ),
+    "a reward model of AReaL": (
+        "yaml",
+        "experiment_name: a\ntrial_name: b\nactor: {path: m/m, is_critic: true, optimizer: {lr: 1e-5}}\n"
+        "train_dataset: {path: a/b, type: rw, batch_size: 4}\nvalid_dataset: {path: a/b, batch_size: 4}\n",
+        {"data.train_files": ("a/b::train",), "data.val_files": ("a/b::test",), LR: 1e-5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_stands_around_a_setting_is_read(name: str, tmp_path: Path) -> None:
+    suffix, text, wanted = READ[name]
+    (tmp_path / f"x.{suffix}").write_text(text)
+    draft = convert(read_foreign(tmp_path / f"x.{suffix}"), None)
+    (tmp_path / "migrated.yaml").write_text(yaml.safe_dump(as_file(draft, compose(draft))))
+    found = flatten(load_config(str(tmp_path / "migrated.yaml"), complete=False).config)
+    assert {key: found[key] for key in wanted} == wanted
+    assert draft.preset == ("rm" if "AReaL" in name else draft.preset)
+
+
+def test_a_value_that_the_file_does_not_say_is_named_once(tmp_path: Path) -> None:
+    """Not once more by each of the sizes that are computed from it."""
+    (tmp_path / "x.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer\nimport os\nn = int(os.environ['N'])\n"
+        "GRPOTrainer(model='m', args=GRPOConfig(num_generations=n), train_dataset='d/d').train()\n"
+    )
+    missing = convert(read_foreign(tmp_path / "x.py"), 1).missing
+    assert [line for line in missing if "num_generations" in line] == [
+        f"line 4: num_generations: it is computed: os.environ['N']; write {ROLLOUT}.n=..."
+    ]
+    assert not any("Unread" in line or line.startswith("_") for line in missing)
+
+
+def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "x.sh").write_text(
+        "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d/d "
+        "--remote_rm_url http://localhost:5000/get\n"
+    )
+    draft = convert(read_foreign(tmp_path / "x.sh"), None)
+    assert "custom_reward_function.path" not in draft.overrides
+    assert any("remote_rm_url=http://localhost:5000/get: it must be a Python file" in line for line in draft.missing)

@@ -14,7 +14,7 @@ import yaml
 
 from distflow.commands.migration.read_files import read_foreign
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
-from distflow.config.compose.load_config import Loaded, load_config, preset_config
+from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
 from distflow.config.compose.origins import COMMAND_LINE, preset_names
 from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.compose.values import nested
@@ -29,6 +29,8 @@ _PRESETS = {
 }
 _IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
 _REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
+_OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
+"""Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
 
@@ -61,17 +63,28 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     defaults = _for(table.defaults, theirs.method)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
     computed, used = _compute(table, theirs, values, devices, draft.missing)
-    if "_limit" in _for(table.computed, theirs.method):
+    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
         advice = "`distflow data check` shows which lengths your data have"
-        draft.missing.append(f"max_length: prompts and responses have limits of their own, here half of it; {advice}")
+        said = "it" if any("max_" in key for key in used & theirs.values.keys()) else f"{theirs.system}'s default"
+        draft.missing.append(f"max_length: prompts and responses have separate limits, here half of {said}; {advice}")
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
-    for key, value in values.items():
+    for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
         if key not in used or isinstance(value, Unread):
             _convert_setting(theirs, table, key, value, draft)
     for key, value in computed.items():
         draft.write({key: value}, bool(used & theirs.values.keys()))
+    if theirs.method == "ppo" and theirs.system in _ONE_OPTIMIZER:
+        own = {key.replace(_OPTIMIZER, "critic.optim."): (key, text) for key, text in draft.overrides.items()}
+        for key, (of_actor, text) in own.items():
+            if key not in draft.overrides:
+                draft.write({key: text}, of_actor in draft.given)
     return draft
+
+
+def _order(key: str) -> int:
+    """A choice comes before the options that refine it, and a switch after the sizes that it switches off."""
+    return key.endswith((".enable", "overlong_reward_penalty")) - key.endswith(("loss_mode", "policy_loss_type"))
 
 
 def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any]:
@@ -95,11 +108,13 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
     elif name is None:
         draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
+        is_address = isinstance(value, str) and "://" in value and "path={}" in name.ours
         renamed = tables.find_value(key, value) if theirs.system == "verl" and isinstance(value, str) else None
-        if text := name.overrides(renamed or value):
+        if (text := name.overrides(renamed or value)) and not is_address:
             draft.write(tables.split_overrides(text), key in theirs.values)
         else:
-            draft.missing.append(f"{place}={tables.as_override(value)}: {name.answer(value)}")
+            answer = name.note if is_address else name.answer(value)
+            draft.missing.append(f"{place}={tables.as_override(value)}: {answer}")
 
 
 def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
@@ -130,12 +145,18 @@ def _compute(
         missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
     for ours, formula in formulas.items():
         code = compile(_DOT.sub("__", formula), ours, "eval")
-        used |= {name.replace("__", ".") for name in code.co_names}
         own = {name: names.get(name) for name in code.co_names if name not in _IN_FORMULAS}
+        used |= {name.replace("__", ".") for name in own}
+        unread = next((each for each in own.values() if isinstance(each, Unread)), None)
         try:
-            value = eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
+            value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
-            missing.append(f"{ours} cannot be computed from the file ({formula})")
+            lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
+            value = Unread(f"it cannot be computed from the file, which has no {lacking}")
+            if is_known(ours):
+                missing.append(f"{ours}: {value.why}")
+        if isinstance(value, Unread):
+            names[_DOT.sub("__", ours)] = value
             continue
         info = schema_keys().get(ours)
         if isinstance(value, float) and info is not None and int in info.arms and float not in info.arms:
@@ -143,6 +164,7 @@ def _compute(
                 missing.append(f"{ours}: {value:g} there, rounded up")
             value = math.ceil(value)
         names[_DOT.sub("__", ours)] = value
+        used -= {ours} if value is None else set()  # a default of a key that is theirs, too, and is set
         if value is not None and is_known(ours):
             overrides[ours] = "null" if value == "null" else tables.as_override(value)
     return overrides, used
@@ -217,15 +239,18 @@ def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
         if not found:
             draft.missing.append(f"{key} must be set: it is not in the file")
+    why = "it may run on another machine than this one"
+    elsewhere: list[tuple[str, object, str]] = [("trainer.device", "cpu", why), ("trainer.launcher", "ray", why)]
+    elsewhere += [(key, False, why) for key in schema_keys() if key.endswith("_offload")]
     while model and any(files.values()):
         try:
-            read_config(loaded)
+            read_config(with_changes(loaded, elsewhere))
             break
         except InertKeys as error:
             for key in [
                 name for name in draft.overrides if any(f"{name}.".startswith(f"{key}.") for key in error.keys)
             ]:
-                draft.drop(key, f"it is not used by the pipeline of {draft.preset}")
+                draft.drop(key, f"it has no effect with these settings ({draft.preset})")
             loaded = compose(draft)
         except UserError as error:
             draft.missing.append(f"a run would be rejected: {error}")

@@ -13,7 +13,7 @@ from distflow.errors import UserError
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 _TRAINER = re.compile(
-    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_\w+|\w*sft_trainer)(?:\.py)?"
+    r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_(?!gen|eval)\w+|\w*sft_trainer)(?:\.py)?"
     r"|(?:.*/)?(?P<TRL>trl)|(?P<script>.*\.py)"
 )
 _METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
@@ -85,7 +85,7 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
     """What a command trains; None for one of another tool."""
     found = ((place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word)))
     place, trainer = next(found, (0, None))
-    if trainer is None:
+    if trainer is None or trainer["TRL"] and place and [*words, ""][place + 1] not in _METHODS:  # pip install trl
         return None
     system, values, own = str(trainer.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
     read_options(own[:-1], values.__setitem__)

@@ -38,6 +38,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.Pow: lambda base, exponent: base ** min(exponent, 64),
 }
 
 
@@ -58,7 +59,7 @@ class ShellScript:
 
     def __init__(self, text: str) -> None:
         self.commands: list[tuple[list[str], int]] = []
-        self.variables = {"HOME": str(Path.home()), "@": "", "*": ""}
+        self.variables = {"HOME": str(Path.home()), "PWD": ".", "@": "", "*": ""}
         self.remarks: list[str] = []
         self._in_branches: dict[str, str] = {}
         depth = 0
@@ -124,7 +125,7 @@ def _unread(why: str) -> str:
 
 def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str]]]:
     """The words of each command, and its line. An array is one assignment; a text over several lines goes on."""
-    text = re.sub(r"(?m)^\s*#.*$|(?<=\s)#[^'\"\n]*$", "", text.replace("\r\n", "\n"))
+    text = _without_comments(text.replace("\r\n", "\n"))
     text = _ARRAY.sub(
         lambda array: f"{array[1]}{shlex.quote(' '.join(array[2].split()))}" + "\n" * array[2].count("\n"), text
     )
@@ -155,6 +156,14 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
                 command.append(word)
     if held.strip():
         raise UserError(f"line {line}: a quotation mark is not closed")
+
+
+_COMMENT = re.compile(r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|(?:(?<=\s)|^)\#[^\n]*""", re.MULTILINE | re.DOTALL)
+
+
+def _without_comments(text: str) -> str:
+    """A comment may have any quotation marks, and a quotation a number sign."""
+    return _COMMENT.sub(lambda found: found[1] or "", text)
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
@@ -263,6 +272,8 @@ def method_of(system: str, values: Mapping[str, object]) -> str:
     if system == "TRL":
         is_rl = any(key in values for key in ("num_generations", "max_completion_length", "reward_funcs", "beta"))
         return "grpo" if is_rl else "ppo" if "num_ppo_epochs" in values else "sft"
+    if system == "AReaL" and (values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"):
+        return "rm"
     rollout = {"verl": "actor_rollout_ref.", "ROLL": "rollout_batch_size", "AReaL": "gconfig."}.get(system, "")
     if not any(key.startswith(rollout) for key in values):
         return "sft"
