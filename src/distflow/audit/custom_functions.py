@@ -90,7 +90,10 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
     batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
     names = [*loss.reads, *(name for name in loss.optional if name in batch)]
-    fields = {name: batch[name] for name in names} | {"log_probs": micro.outputs["log_probs"]}
+    now = {"log_probs": micro.outputs["log_probs"], "old_log_probs": micro.outputs["log_probs"].detach()}
+    fields = now | {name: batch[name] for name in names if name in batch}  # without old ones the current ones serve
+    if lacking := {*loss.reads} - fields.keys():
+        return [f"{name} reads {', '.join(sorted(lacking))}, which the audit does not have"]
 
     def call(positional: Sequence[object], keyword: Mapping[str, Any]) -> tuple[Tensor, ...]:
         with torch.no_grad():

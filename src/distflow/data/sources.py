@@ -8,7 +8,7 @@ import csv
 import hashlib
 import json
 import re
-from codecs import BOM_UTF8, iterdecode
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, iterdecode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from errno import EFBIG
 from io import BufferedReader
@@ -238,7 +238,21 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             if (left := left - len(line)) < 0 and file is not raw:
                 raise OSError(EFBIG, "it expands to more than 1,000 times its size")
             if line.strip():
-                yield json_record(line, f"{path}:{number}")
+                yield json_record(line, f"{path}:{number}") if number > 1 else _first_record(line, path)
+
+
+def _first_record(line: bytes, path: Path) -> Record:
+    """The first line of a file, which may be of another kind. Raises UserError for one that has no lines of text."""
+    if line.startswith(b"\x1f\x8b"):
+        raise UserError(f"'{path}' is compressed by gzip: name it {path.name}.gz")
+    if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise UserError(f"'{path}' is UTF-16: save it as UTF-8")
+    record, text = json_record(line, f"{path}:1"), line.strip()
+    is_list = text == b"[" or text.startswith(b"[{")
+    kind, suffix = ("one JSON list", "json") if is_list else ("CSV", "csv")
+    if not record.bad or not is_list and (b"," not in text or text.startswith((b"{", b"["))):
+        return record
+    return Record(record.origin, bad=f"{record.bad}; if the file is {kind}, name it {path.stem}.{suffix}")
 
 
 def _decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
@@ -291,6 +305,9 @@ def _read_csv(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         reader = csv.DictReader(iterdecode(lines_of(file), "utf-8-sig"), strict=True)
         try:
+            (name, *others) = reader.fieldnames or [""]
+            if not others and (used := next((each for each in ";\t|" if each in name), "")):
+                raise UserError(f"'{path}' has one column, {name!r}: separate columns by commas instead of {used!r}")
             for values in reader:
                 yield _csv_record(values, f"{path}:{reader.line_num}")
         except UnicodeDecodeError as error:

@@ -80,7 +80,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     outside = {name: band for name, band in bands.items() if band}
     return replace(
         plan,
-        max_staleness=config.async_.max_staleness,
+        max_staleness=min(config.async_.max_staleness, plan.total_steps),  # no sample can be older
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
         oversampling=Fraction(str(filters.oversampling)),

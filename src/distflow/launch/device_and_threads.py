@@ -57,9 +57,11 @@ def choose_device(config: Config) -> torch.device:
         return torch.device("cpu" if wanted == "cpu" else "cuda")
     found = accelerator()
     if wanted not in ("auto", "cpu", found) and (wanted != "cuda" or config.trainer.launcher == "local"):
+        known = f"{found}, and " if found else ""
+        more = " (torch calls the GPUs of NVIDIA and AMD cuda)" if wanted == "gpu" else ""
         raise UserError(
-            f"trainer.device={wanted}, but torch finds {f'{found}, and ' if found else ''}no {wanted} device here: set "
-            f"trainer.device=auto or {found or 'cpu'}"
+            f"trainer.device={wanted}, but torch finds {known}no {wanted} device here: set trainer.device=auto or "
+            f"{found or 'cpu'}{more}"
         )
     return torch.device(found or "cpu" if wanted == "auto" else wanted)
 

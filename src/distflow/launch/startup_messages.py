@@ -1,14 +1,16 @@
 """The messages of a run before it starts: its data and settings, and notes on probable mistakes."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded, load_config
+from distflow.config.compose.origins import is_preset
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_kinds import find_unregistered
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
-from distflow.data.prompts import PromptRow
+from distflow.data.prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
@@ -23,6 +25,8 @@ from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 
 _NUM_ROWS_CHECKED = 100  # rows
+_LEAST_DISTINCT = 0.9
+_HIGHEST_LR = 0.02  # of what is used with any optimizer here
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
@@ -122,8 +126,28 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     for tag, domain in domain_of_tag(config).items():
         if tag not in tags:
             yield f"note: data.domains.{domain}.tags has '{tag}', but no used row has that tag{hint(tag, tags)}"
-    if "reward_fn" in reading.pipeline.services and all(row.ground_truth is None for row in data.looked_at):
-        yield (
-            f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
-            "ground_truth=None"
-        )
+    yield from _notes_on_rows(loaded, reading, data.looked_at)
+    if config.actor_rollout_ref.actor.optim.lr > _HIGHEST_LR:
+        yield f"note: actor_rollout_ref.actor.optim.lr={config.actor_rollout_ref.actor.optim.lr:g} is unusually high"
+    workers = config.trainer.n_gpus_per_node
+    if choose_device(config).type == "cpu" and workers > cores and config.trainer.launcher == "local":
+        yield f"note: {workers} processes share {count_of(cores, 'core')} of this machine (trainer.n_gpus_per_node)"
+
+
+def _notes_on_rows(loaded: Loaded, reading: Reading, rows: PromptSet) -> Iterator[str]:
+    """Raises UserError if no row has the answers whose column was set."""
+    key = loaded.config.data.answer_key
+    without = sum(row.ground_truth is None for row in rows)
+    if "reward_fn" in reading.pipeline.services and without == len(rows):
+        columns = sorted({name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()} - {PROMPT_CHAT})
+        absent = f"no row has the column '{key}' (data.answer_key)"
+        if loaded.origin("data.answer_key") != "default" and not is_preset(loaded.origin("data.answer_key")):
+            raise UserError(f"{absent}{hint(key, columns)}")
+        yield f"note: {absent}: the reward is called with ground_truth=None"
+    kinds = Counter(type(row.ground_truth).__name__ for row in rows)
+    if "reward_fn" in reading.pipeline.services and len(kinds) > 1:
+        counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.most_common())
+        yield f"note: the reward is called with ground truths of several types ({counts}), from data.answer_key={key}"
+    distinct = len({(row.prompt_text, repr(row.ground_truth), row.response_ids, row.rejected_ids) for row in rows})
+    if distinct < _LEAST_DISTINCT * len(rows):
+        yield f"note: {len(rows) - distinct:,} of {len(rows):,} rows are duplicates: see `distflow data check`"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distflow.errors import UserError
+from distflow.errors import UserError, hint
 from distflow.models.paths import require_files
 from distflow.observe.crash_safe_files import read_object
 
@@ -35,6 +35,11 @@ def add_lora(
     except ImportError as error:
         raise UserError("lora_rank > 0 needs the extra: pip install 'distflow[lora]'") from error
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    modules = dict(model.named_modules())
+    linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+    for target in targets if isinstance(targets, list) else ():
+        if not any(name == target or name.endswith(f".{target}") for name in modules):
+            raise UserError(f"target_modules: '{target}' matches no layer of the model{hint(target, linear)}")
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,

@@ -85,6 +85,8 @@ def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = N
         raise UserError(f"{what} needs a package that is not installed: {error}") from error
     except Exception as error:  # a foreign library reads somebody's files: for broken ones it raises anything
         reason = why_not_loaded(resolved, first_lines(error))
+        if _CUT in reason:
+            reason = f"a file of weights is cut off ({reason}): download or copy the folder again"
         code = [] if runs_code or not is_local(resolved) else code_of(resolved)
         if code:
             reason += (
@@ -92,6 +94,9 @@ def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = N
                 "actor_rollout_ref.model.trust_remote_code=true runs"
             )
         raise UserError(f"{what} cannot be loaded: {reason}") from error
+
+
+_CUT = "not fully covered"  # what safetensors says of a file that is shorter than its header promises
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
-from distflow.import_target import innermost
+from distflow.import_target import innermost, shown_name
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.score import RewardCounts
 
 REPAIR_ADVICE = (
-    "Correct the named function (custom_reward_function.path, reward.functions, dag), or its ground truths "
-    "(data.answer_key); if it is slow, raise reward.timeout_s"
+    "Correct the named function (custom_reward_function.path, reward.functions, rollout.workflow, dag), or its ground "
+    "truths (data.answer_key); if it is slow, raise reward.timeout_s"
 )
 
 WARN_ABOVE = 0.05
@@ -49,7 +49,9 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
 
 
 def output_error(node: BoundNode, what: str) -> NodeError:
-    return (NodeError if is_ours(node) else UserNodeError)(f"node '{node.node_id}' {what}")
+    if is_ours(node):
+        return NodeError(f"node '{node.node_id}' {what}")
+    return UserNodeError(f"node '{node.node_id}' ({shown_name(innermost(node.fn))}) {what}")
 
 
 def is_ours(node: BoundNode) -> bool:

@@ -126,9 +126,10 @@ class Quotas:
         """Set the shares of a step in units of a slot; smaller units if they are finer than before."""
         shares = [shares for first, shares in self._changes if first <= step][-1]
         finer = lcm(self._whole, *(share.denominator for share in shares)) // self._whole
-        self._whole *= finer
-        self._lag = [lag * finer for lag in self._lag]
-        self._lags = deque([lag * finer for lag in lags] for lags in self._lags)
+        if finer > 1:
+            self._whole *= finer
+            self._lag = [lag * finer for lag in self._lag]
+            self._lags = deque([lag * finer for lag in lags] for lags in self._lags)
         self._shares = [int(share * self._whole) for share in shares]
 
     def _take(self) -> int:

@@ -77,7 +77,7 @@ def find_source(preset_or_file: str) -> Path:
         what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         near = nearest(path.stem, (each.stem for each in path.parent.glob("*.yaml")))
-        meant = f"did you mean {path.with_stem(near)}? " if near else ""
+        meant = f"did you mean {path.with_name(near)}.yaml? " if near else ""
         what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
     else:
         meant = did_you_mean(preset_or_file, origins.preset_names())

@@ -9,7 +9,14 @@ from functools import cache
 
 from distflow.config.compose.check_paths import find_missing
 from distflow.config.compose.fit_defaults import Change, Fitted, apply_changes, fit
-from distflow.config.compose.origins import COMMAND_LINE, IN_PYTHON, Setting, display, settings_of_value
+from distflow.config.compose.origins import (
+    COMMAND_LINE,
+    IN_PYTHON,
+    Setting,
+    display,
+    overriding_defaults,
+    settings_of_value,
+)
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
 from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
@@ -17,7 +24,7 @@ from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check_config import find_problems, find_size_problems, where
-from distflow.errors import ConfigError, Problem, UserError
+from distflow.errors import ConfigError, Problem, UserError, joined
 from distflow.import_target import LoadError, load_modules
 
 # Keys that do not change the training: limits of memory, names of the run, other spellings of a value.
@@ -99,7 +106,14 @@ def load_config(
         origins = _origins(known, composed.deleted)
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
         line = f"{display(source)} has no defaults: it builds on {unnamed}"
-        notes = [*([line] if unnamed else []), *accepted.values(), *_differences_from_verl(loaded, accepted)]
+        behind = joined(overriding_defaults(source)) if overriding_defaults(source) else ""
+        order = f"{display(source)}: {behind} overrides its own keys, as _self_ is not the last of its defaults"
+        notes = [
+            *([line] if unnamed else []),
+            *([order] if behind else []),
+            *accepted.values(),
+            *_differences_from_verl(loaded, accepted),
+        ]
         return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
         # The name may be unknown because a table lacks the line of its file.

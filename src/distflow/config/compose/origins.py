@@ -52,6 +52,15 @@ def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | Non
     return "dapo" if workflow_type == "DAPO" else "ppo" if needs_critic else None
 
 
+def overriding_defaults(path: Path) -> list[str]:
+    """The names in the `defaults` of a YAML file that override its own keys, as they stand behind `_self_`."""
+    root = read_node(path, [])
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    chosen = next((value for name, value in pairs if name.value == "defaults"), None)
+    names = [str(entry.value) for entry in chosen.value] if isinstance(chosen, yaml.SequenceNode) else []
+    return names[names.index("_self_") + 1 :] if "_self_" in names else []
+
+
 def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     """Whether a YAML file builds on no preset by its `defaults`, nor do the files beside it that these name."""
     root = read_node(path, [])

@@ -199,7 +199,10 @@ def _judge(
         theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
-        return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
+        same = [group for group in _groups() if setting.is_group and group.endswith(f".{key.rpartition('.')[2]}")]
+        near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
+        meant = f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
+        return Problem(places, f"there is no such key{theirs}", meant or suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
         return Problem(places, "has dots, which YAML reads as a single name", advice)

@@ -218,6 +218,8 @@ _IN_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "
 def _advise(value: object, wanted: object) -> str:
     if wanted is bool:
         return "write true or false"
+    if wanted is str and isinstance(value, bool):
+        return "put the word in quotes: YAML reads on, yes, off and no as true and false"
     if wanted is str and isinstance(value, int | float):
         return f'put it in quotes: "{value}"; on the command line \'key="{value}"\''
     if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+", value):

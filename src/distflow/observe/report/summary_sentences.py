@@ -164,7 +164,7 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     if bad:
         counts.append(f"non-finite values in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
     if not counts:
-        return Finding("good", "No warnings, no errors, no skipped updates.")
+        return Finding("good", "The run recorded no warnings, errors or skipped updates.")
     has_errors = any(group["kind"] == "error" for group in groups)
     return Finding("bad" if has_errors else "flat", f"Worth a look: {joined(counts)}.")
 

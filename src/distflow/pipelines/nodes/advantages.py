@@ -1,9 +1,10 @@
 """Nodes from scores to advantages: KL penalty, estimator, normalising and clipping (AReaL, ROLL); and nodes that
 leave samples out of the loss, weigh them, or select tokens."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from distflow.algorithms.normalization_filters_and_weights import (
     share_right,
     with_mean_one,
 )
-from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
+from distflow.algorithms.registry import AdvEstimator, check_choices, check_options, find_adv_est, find_policy_loss
 from distflow.config import Config
 from distflow.config.derived_settings import find_estimator, reward_functions
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
+from distflow.errors import UserError
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.import_target import shown_name
 from distflow.pipelines.nodes.advantages_by_agent import by_agent
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
@@ -218,7 +221,29 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **kwargs}
-    return by_agent(partial(estimator.fn, **options) if options else estimator.fn, config)
+    is_ours = str(getattr(estimator.fn, "__module__", "")).startswith("distflow.")
+    fn = estimator.fn if is_ours else _finite(estimator)
+    return by_agent(partial(fn, **options) if options else fn, config)
+
+
+def _finite(estimator: AdvEstimator) -> Callable[..., object]:
+    """The user's function, which raises UserError for NaN and infinity."""
+
+    @wraps(estimator.fn)
+    def call(*args: Any, **kwargs: Any) -> object:
+        returned = estimator.fn(*args, **kwargs)
+        mask = inspect.signature(estimator.fn).bind(*args, **kwargs).arguments.get("response_mask")
+        for tensor in returned if isinstance(returned, tuple) else ():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                counts = mask > 0 if mask is not None and mask.shape == tensor.shape else torch.ones_like(tensor).bool()
+                if num_bad := int((~tensor.isfinite() & counts).sum()):
+                    raise UserError(
+                        f"algorithm.adv_estimator={estimator.name} ({shown_name(estimator.fn)}) returned NaN or "
+                        f"infinity for {num_bad:,} of {int(counts.sum()):,} tokens"
+                    )
+        return returned
+
+    return call
 
 
 @algorithm_node(lambda algorithm: is_on(algorithm.adv_norm))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
+from distflow.config.keys.schema import diff
 from distflow.data import random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError
@@ -85,16 +86,22 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
 def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
     """Harmless differences, as lines for the user. Raises UserError naming what must not differ."""
     with checkpoint.reading():
-        before_facts = dict(checkpoint.load("run")["facts"])
+        saved = checkpoint.load("run")
+        before_facts, config = dict(saved["facts"]), config_from_dict(saved["config"], judge=False)
     notes = []
     for name, now in facts.items():
         before = before_facts.get(name, now)
         if now == before:
             continue
         if name.endswith("fingerprint"):
+            what = name.removesuffix("_fingerprint")
+            group = "data." if what == "data" else "actor_rollout_ref.model."
+            keys = [change for change in diff(config, spec.config) if change[0].startswith(group)]
+            shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in keys)
             raise UserError(
-                f"{checkpoint.path} was saved with another {name.removesuffix('_fingerprint')}: rows, tokens or "
-                f"the reference would not be the same.\n{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
+                f"{checkpoint.path} was saved with another {what}: rows, tokens or the reference would not be the "
+                f"same.\n{shown or '  the keys are the same: files that they name have changed'}\n"
+                f"{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
             )
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
     return notes
