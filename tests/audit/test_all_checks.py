@@ -255,6 +255,10 @@ def sound_loss(log_probs, advantages, loss_mask):
 def deaf_loss(log_probs, advantages, loss_mask):
     return -log_probs.detach() * advantages * loss_mask + 0.0 * log_probs, {}
 
+@register_policy_loss("ratio_loss")
+def ratio_loss(log_probs, old_log_probs, advantages, loss_mask):
+    return -(log_probs - old_log_probs).exp() * advantages * loss_mask, {}
+
 @register_policy_loss("scalar_loss")
 def scalar_loss(old_log_prob, log_prob, advantages, response_mask, **kwargs):
     zero = torch.zeros(())
@@ -276,6 +280,7 @@ USERS = {
         f"{ACTOR}.policy_loss=scalar_loss",
         "the loss 'scalar_loss' does not aggregate with distflow.algorithms.agg_loss",
     ),
+    "ratio_loss": (f"{ACTOR}.policy_loss=ratio_loss", None),
     "aggregated_loss": (f"{ACTOR}.policy_loss=aggregated_loss", None),
     "sound_loss": (f"{ACTOR}.policy_loss=sound_loss", None),
 }

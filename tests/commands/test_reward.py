@@ -104,3 +104,10 @@ def test_the_readmes_own_reward_has_no_fault(
     Path("my_reward.py").write_text(text.partition("# my_reward.py\n")[2].partition("```")[0])
     status = main(["reward", "check", "my_reward.py", "--data", "problems.jsonl"])
     assert status == 0, capsys.readouterr().out
+
+
+def test_a_column_that_is_not_there_is_named_by_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    assert main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert "has the column 'prompt' (--prompt-key); set --prompt-key=question" in said and "data." not in said

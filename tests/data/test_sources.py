@@ -1,6 +1,7 @@
 """Data sets of every kind, and what each kind of damage is answered with."""
 
 import csv
+import gzip
 import json
 from datetime import date
 from decimal import Decimal
@@ -348,3 +349,36 @@ class TestRowsOfAFunction:
 
     def test_they_need_a_run_folder(self, tmp_path):
         assert "run's folder" in message(function_of(tmp_path, "return []"))
+
+
+OBJECT = '{"prompt": "a", "answer": 1}\n'
+KINDS = {
+    "gzip": (gzip.compress(OBJECT.encode()), "is compressed by gzip: name it x.jsonl.gz"),
+    "utf-16": (OBJECT.encode("utf-16"), "is UTF-16: save it as UTF-8"),
+    "a list": (
+        f"[\n{OBJECT}]".encode(),
+        "x.jsonl:1: not JSON (Expecting value: line 2 column 1 (char 2)); if the file is one JSON list, name it x.json",
+    ),
+    "csv": (
+        b"prompt,answer\na,1\n",
+        "x.jsonl:1: not JSON (Expecting value: line 1 column 1 (char 0)); if the file is CSV, name it x.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_kind_is_named_as_such(tmp_path, kind):
+    content, said = KINDS[kind]
+    (tmp_path / "x.jsonl").write_bytes(content)
+    assert said in message(tmp_path / "x.jsonl")
+
+
+def test_a_broken_first_line_is_skipped_where_it_is_to_be(tmp_path):
+    (tmp_path / "x.jsonl").write_text(f"a, b\n{OBJECT}")
+    rows, bad = load_rows(tmp_path / "x.jsonl", Columns(), bad_rows="skip")
+    assert [row.prompt for row in rows] == ["a"] and "if the file is CSV" in bad.reasons[0]
+
+
+def test_another_separator_is_named(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt;answer\na;1\n")
+    assert "has one column, 'prompt;answer': separate columns by commas instead of ';'" in message(tmp_path / "x.csv")

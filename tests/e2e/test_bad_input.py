@@ -248,7 +248,7 @@ def test_a_run_s_folder_of_another_config_data_or_tokenizer(
     assert '"allowed_change","keys":["actor_rollout_ref.actor.optim.lr"]' in journal
 
     ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(4)])
-    refused(capsys, 2, train(ground, *longer), "another data", "--resume never")
+    refused(capsys, 2, train(ground, *longer), "another data", "files that they name have changed", "--resume never")
     ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(5)])
     refused(capsys, 2, train(ground, *longer), "another data")
     assert (ground.folder / "run" / "metrics.jsonl").read_bytes().startswith(before)

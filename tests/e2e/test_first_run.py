@@ -64,6 +64,8 @@ REFUSED = {
         ("custom_reward_function.name=score",),
         ("custom_reward_function.name=compute_score",),
     ),
+    "an answer column that no row has": (("data.answer_key=answr",), ("no row has the column 'answr'",)),
+    "a device by another name": (("trainer.device=gpu",), ("no gpu device here", "cuda")),
     "a path that is no hub id": (("actor_rollout_ref.model.path=model/no",), ("model/no", "no such file or folder")),
     "a key as an option": (("--trainer.seed=3",), ("write trainer.seed=3",)),
     "an option of Hydra's": (("--config-name=ppo_trainer", "--config-path=config"), ("an option of Hydra: remove it",)),
@@ -97,6 +99,36 @@ def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["eval", "grpo", MODEL, "data.val_files=row.jsonl"]) == 2
     said = capsys.readouterr().err
     assert "data.val_files = 'row.jsonl'" in said and "data.train_files" not in said
+
+
+def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 3 + [{"prompt": "1+1=", "answer": [2]}, {"prompt": "1+2="}]
+    (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ("trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=5")
+    assert main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, *keys]) == 0
+    said = capsys.readouterr().out
+    assert "note: 2 of 5 rows are duplicates" in said
+    assert "ground truths of several types (str 3, list 1, NoneType 1), from data.answer_key=answer" in said
+    assert "note: actor_rollout_ref.actor.optim.lr=5 is unusually high" in said
+
+
+ESTIMATORS = {
+    "nan": ("returned NaN or infinity for", "token_level_rewards * float('nan'), token_level_rewards"),
+    "flat": ("expected (", "token_level_rewards.sum(-1), token_level_rewards.sum(-1)"),
+    "one": ("1 values for the fields advantages, returns", "token_level_rewards"),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_what_an_estimator_must_not_return_is_named_with_the_function(
+    name: str, bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, returned = ESTIMATORS[name]
+    (bare / "mine.py").write_text(f"def own(token_level_rewards, response_mask):\n    return {returned}\n")
+    keys = ("trainer.total_training_steps=1", "algorithm.adv_estimator=mine.py:own")
+    assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *keys]) == 2
+    told = capsys.readouterr().err
+    assert said in told and "mine.py:own" in told
 
 
 def test_tools_that_no_template_shows_are_noted(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,3 +116,9 @@ def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playgroun
     tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
     with pytest.raises(UserError, match="data.lazy cannot select rows by data.domains.NAME.tags"):
         spec_of(ground, good(2)[1:], "data.lazy=true", *tags)
+
+
+def test_no_sample_can_be_older_than_the_run_is_long(ground: Playground) -> None:
+    """A bound that no step can reach costs nothing."""
+    _, spec = ground.spec("grpo", "async.max_staleness=1000000", "trainer.total_training_steps=2")
+    assert spec.data.max_staleness == spec.data.total_steps == 2

@@ -86,3 +86,9 @@ def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(tmp_path: Pat
 def test_names_of_no_module_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nonesuch"):
         add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["nonesuch"])
+
+
+def test_each_name_must_be_that_of_a_layer(tmp_path: Path) -> None:
+    """Also beside one that is: nobody wants half of an adapter."""
+    with pytest.raises(UserError, match=r"'q_prj' matches no layer of the model; did you mean 'q_proj'\?"):
+        add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["v_proj", "q_prj"])

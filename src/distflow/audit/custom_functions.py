@@ -90,8 +90,9 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
     batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
     names = [*loss.reads, *(name for name in loss.optional if name in batch)]
-    now = {"log_probs": micro.outputs["log_probs"], "old_log_probs": micro.outputs["log_probs"].detach()}
-    fields = now | {name: batch[name] for name in names if name in batch}  # without old ones the current ones serve
+    fields = {name: batch[name] for name in names if name in batch} | {"log_probs": micro.outputs["log_probs"]}
+    if objective.derives_old and "old_log_probs" in loss.reads:
+        fields.setdefault("old_log_probs", micro.outputs["log_probs"].detach())
     if lacking := {*loss.reads} - fields.keys():
         return [f"{name} reads {', '.join(sorted(lacking))}, which the audit does not have"]
 

@@ -4,12 +4,13 @@ a rollout engine on everything that a run expects of it: both before a run."""
 import argparse
 import asyncio
 import json
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
@@ -129,14 +130,11 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
         answer_required=label is None and compares,
     )
     with TemporaryDirectory() as folder:
-        raw, _ = load_rows(
-            arguments.data,
-            columns,
-            key="--data",
-            max_samples=arguments.rows or -1,
-            run_folder=Path(folder),
-            bad_rows="skip",
-        )
+        kwargs: dict[str, Any] = {"max_samples": arguments.rows or -1, "run_folder": Path(folder), "bad_rows": "skip"}
+        try:
+            raw, _ = load_rows(arguments.data, columns, key="--data", **kwargs)
+        except UserError as error:  # columns are named by options here
+            raise UserError(re.sub(r"data\.(\w+)_key", r"--\1-key", str(error))) from error
     labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
     if any(found not in (0, 1) for found in labels):
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))

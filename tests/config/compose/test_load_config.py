@@ -360,3 +360,29 @@ def test_an_outer_composition_of_hydra_survives(tmp_path):
     with initialize_config_dir(config_dir=str(tmp_path), version_base="1.3"):
         load_config("grpo", GOOD)
         assert compose("outer").x == 1
+
+
+def test_a_group_at_another_level_is_named_with_its_place(write):
+    problem = problems_of(write(BASE + "actor: {optim: {lr: 1e-5}}\n"))[0]
+    assert problem.places[0][0] == "actor" and "did you mean actor_rollout_ref.actor?" in problem.advice
+    (problem,) = problems_of(write(BASE.replace("{model", "{optim: {lr: 1e-5}, model")))
+    assert "did you mean actor_rollout_ref.actor.optim?" in problem.advice
+
+
+def test_a_word_that_yaml_reads_as_a_truth_value_is_named(write):
+    (problem,) = problems_of(write(BASE + "trainer: {resume_mode: off}\n"))
+    assert "put the word in quotes: YAML reads on, yes, off and no as true and false" in problem.advice
+
+
+def test_another_ending_of_a_file_is_named(write):
+    write(BASE, "mine.yaml")
+    assert "did you mean mine.yaml?" in problems_of("mine.yml")[0].advice
+
+
+def test_defaults_that_override_the_keys_of_their_file_are_named(write):
+    write("trainer: {total_training_steps: 3}\n", "base.yaml")
+    loaded = load_config(write(f"defaults: [grpo, _self_, base]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
+    assert loaded.config.trainer.total_training_steps == 3
+    assert "run.yaml: base overrides its own keys, as _self_ is not the last of its defaults" in loaded.notes
+    last = load_config(write(f"defaults: [grpo, base, _self_]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
+    assert last.config.trainer.total_training_steps == 7 and not any("_self_" in note for note in last.notes)
