@@ -46,7 +46,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command("chat with a model or a run's policy", "eval_chat_and_serve", runs_code=True),
     "serve": Command(
-        "serve a model or a run's policy to clients of OpenAI and Anthropic", "eval_chat_and_serve", runs_code=True
+        "serve a model or a run's policy to clients made for OpenAI or Anthropic", "eval_chat_and_serve", runs_code=True
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_why"),
     "config": Command("print the resolved config", "config_and_data"),
@@ -58,16 +58,16 @@ COMMANDS: dict[str, Command] = {
         "test a reward function on right and wrong responses", "check_reward_and_rollout", runs_code=True
     ),
     "rollout": Command(
-        "test the rollout engine on all that a run expects of it", "check_reward_and_rollout", runs_code=True
+        "test everything that a run expects of the rollout engine", "check_reward_and_rollout", runs_code=True
     ),
     "sandbox": Command("run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"),
     "list": Command("list presets, built-in models or runs", "new_and_list"),
-    "report": Command("write report.html of a run again", "export_replay_report_why"),
-    "why": Command("show the groups of a step, and what was dropped", "export_replay_report_why"),
-    "trace": Command("write steps of a run for ui.perfetto.dev", "export_replay_report_why"),
+    "report": Command("rewrite a run's report.html", "export_replay_report_why"),
+    "why": Command("show the groups of a step, with those that were dropped", "export_replay_report_why"),
+    "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_why"),
     "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_why"),
     "doctor": Command("show the hardware, missing extras and problems of this machine", "doctor_and_selftest"),
-    "selftest": Command("verify that all kinds of runs agree on this machine", "doctor_and_selftest"),
+    "selftest": Command("verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"),
 }
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),

@@ -135,7 +135,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def _not_found(name: str, missing: str) -> str:
     if name != missing and not name.startswith(f"{missing}."):
-        return f"'{name}' needs the module '{missing}', which is not installed"
+        return f"'{name}' needs the module '{missing}', which is not installed: install its package"
     package = missing.rpartition(".")[0]
     folders = getattr(sys.modules[package], "__path__", []) if package else None
     beside = [module.name for module in pkgutil.iter_modules(folders)]

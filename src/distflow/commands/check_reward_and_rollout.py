@@ -34,12 +34,18 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
     )
     parser.add_argument(
-        "--data", metavar="FILE", action="append", required=True, help="as data.train_files; repeatable"
+        "--data",
+        metavar="FILE",
+        action="append",
+        required=True,
+        help="file with rows, as in data.train_files; repeatable",
     )
     parser.add_argument("--prompt-key", default="prompt", help="column of the prompt")
     parser.add_argument("--answer-key", default="answer", help="column of the ground truth")
     parser.add_argument("--response-key", help="column of correct responses, such as reference solutions")
-    parser.add_argument("--label-key", help="column that says whether the response is correct: measures the agreement")
+    parser.add_argument(
+        "--label-key", help="column that says whether the response is correct, to measure the agreement with it"
+    )
     parser.add_argument(
         "--right-from", type=float, default=RIGHT, metavar="X", help="score from which a response counts as correct"
     )
@@ -47,11 +53,13 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", type=_options, default={}, metavar="JSON", help="options of the reward function, as a JSON object"
     )
-    parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="number of first rows to use; 0 is all")
+    parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="use the first ROWS rows; 0 means all")
     parser.add_argument(
         "--show", type=partial(at_least, 0), default=3, help="number of faults of each kind to show; 0 is all"
     )
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one call may take")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
+    )
     parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="reward processes")
 
 
@@ -209,7 +217,7 @@ MODEL = "actor_rollout_ref.model.path"
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], help="what to do with the engine")
+    parser.add_argument("action", choices=["check"], help="test the engine")
     add_preset_arguments(parser)
 
 

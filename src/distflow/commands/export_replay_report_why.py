@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or does not exist")
-    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, as a folder for peft")
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter, as a PEFT folder")
     add_trust_argument(parser, "came with the model")
 
 
@@ -66,7 +66,9 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    parser.add_argument("steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; default: the last ones")
+    parser.add_argument(
+        "steps", nargs="?", metavar="STEPS", help="a step or a range, such as 12 or 10-14; default: the last steps"
+    )
     parser.add_argument("--to", metavar="FILE", help="default: trace.json in the run's folder")
 
 

@@ -4,6 +4,7 @@ its process, and the same in words."""
 import ctypes
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,8 +197,10 @@ def describe_hardware() -> list[str]:
 
 
 def find_thread_faults() -> list[str]:
-    """A message where the environment asks for more threads than this process has cores."""
+    """A message where the environment asks for more threads than this process has cores, or for no number."""
     wanted, cores = os.environ.get("OMP_NUM_THREADS", ""), own_cores()
+    if wanted and not re.fullmatch(r"[\d, ]+", wanted):
+        return [f"OMP_NUM_THREADS={wanted!r} is no number of threads and has no effect: unset it"]
     if wanted.isdigit() and int(wanted) > cores:
         return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"]
     return []

@@ -16,7 +16,7 @@ from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.data_sets import num_rows_of
-from distflow.launch.device_and_threads import choose_device, own_cores, threads_of
+from distflow.launch.device_and_threads import choose_device, find_thread_faults, own_cores, threads_of
 from distflow.launch.fit_config_to_files import Data, Reading
 from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.by_domain import options_of
@@ -126,6 +126,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     for tag, domain in domain_of_tag(config).items():
         if tag not in tags:
             yield f"note: data.domains.{domain}.tags has '{tag}', but no used row has that tag{hint(tag, tags)}"
+    yield from (f"note: {fault}" for fault in find_thread_faults())
     yield from _notes_on_rows(loaded, reading, data.looked_at)
     if config.actor_rollout_ref.actor.optim.lr > _HIGHEST_LR:
         yield f"note: actor_rollout_ref.actor.optim.lr={config.actor_rollout_ref.actor.optim.lr:g} is unusually high"

@@ -191,7 +191,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._findings = LiveFindings(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
-            TrackedRun(spec.run_dir, options.project, options.experiment, config),
+            TrackedRun(spec.run_dir, options.project, options.experiment, config, partial(self.note, "info")),
             local={"console": self.view},
             on_failure=self.note,
         )

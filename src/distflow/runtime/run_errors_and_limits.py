@@ -51,7 +51,7 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
 def output_error(node: BoundNode, what: str) -> NodeError:
     if is_ours(node):
         return NodeError(f"node '{node.node_id}' {what}")
-    return UserNodeError(f"node '{node.node_id}' ({shown_name(innermost(node.fn))}) {what}")
+    return UserNodeError(f"node '{node.node_id}' {what}; its function is {shown_name(innermost(node.fn))}")
 
 
 def is_ours(node: BoundNode) -> bool:

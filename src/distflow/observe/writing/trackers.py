@@ -33,12 +33,13 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is made for. config: the whole config as JSON."""
+    """The run that a tracker is made for. config: the whole config as JSON. say: tells the user a line."""
 
     run_dir: Path
     project: str
     experiment: str
     config: dict[str, Any]
+    say: Callable[[str], None] = lambda line: None
 
     def run_id(self, tracker: str, create: Callable[[], str] = lambda: os.urandom(8).hex()) -> str:
         """The same for every restart: stored in the run's folder, created at the first start."""
@@ -221,6 +222,8 @@ class WandbTracker(_TrackerRun):
         mode: Any = os.environ.get("WANDB_MODE")
         if mode not in _WANDB_MODES:
             mode = "online" if wandb.login(verify=False, prompt=False) else "offline"
+            if mode == "offline":
+                run.say("wandb has no API key (`wandb login`): its run is offline, and `wandb sync` uploads it later")
         self._run = wandb.init(
             dir=str(run.run_dir),
             project=run.project,

@@ -222,7 +222,7 @@ class RewardPool(Pool):
             self._num_hung[name] += 1
 
     def _why_given_up(self, name: str, timeout_s: float) -> str:
-        first, target = self._hung[name], self._settings.functions[name]
+        first, target = self._hung[name], self._settings.functions[name].partition("?{")[0]
         return (
             f"the reward function '{name}' ({target}) hangs, or is slow: none of its first {self._num_hung[name]} "
             f"calls returned within {timeout_s:g} s (reward.timeout_s), e.g. for the response "
@@ -235,7 +235,8 @@ class RewardPool(Pool):
         try:
             process = self._start(None)
         except StartFailed as error:
-            loaded = [target for name, target in self._settings.functions.items() if not name.startswith("(")]
+            functions = self._settings.functions.items()
+            loaded = [target.partition("?{")[0] for name, target in functions if not name.startswith("(")]
             raise UserError(
                 f"the reward functions ({', '.join(loaded)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
