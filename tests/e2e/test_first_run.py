@@ -110,6 +110,13 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     assert "note: 2 of 5 rows are duplicates" in said
     assert "ground truths of several types (str 3, list 1, NoneType 1), from data.answer_key=answer" in said
     assert "note: actor_rollout_ref.actor.optim.lr=5 is unusually high" in said
+    seeds = [{"prompt": "1+1=", "answer": "2", "seed": seed} for seed in range(5)]
+    (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seeds))
+    assert (
+        main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, keys[0], "trainer.experiment_name=b"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "duplicates" not in said and "several types" not in said and "unusually high" not in said
 
 
 ESTIMATORS = {

@@ -137,18 +137,19 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
 
 def _notes_on_rows(loaded: Loaded, reading: Reading, rows: PromptSet) -> Iterator[str]:
     """Raises UserError if no row has the answers whose column was set."""
-    key = loaded.config.data.answer_key
-    without = sum(row.ground_truth is None for row in rows)
-    if "reward_fn" in reading.pipeline.services and without == len(rows):
+    key, kinds, seen = loaded.config.data.answer_key, Counter[str](), set[int]()
+    for row in rows:
+        kinds[type(row.ground_truth).__name__] += 1
+        told = repr((row.ground_truth, row.extra_info))  # a game's rows may differ by their seed alone
+        seen.add(hash((row.prompt_text, told, row.response_ids, row.rejected_ids)))
+    if "reward_fn" in reading.pipeline.services and [*kinds] == ["NoneType"]:
         columns = sorted({name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()} - {PROMPT_CHAT})
         absent = f"no row has the column '{key}' (data.answer_key)"
         if loaded.origin("data.answer_key") != "default" and not is_preset(loaded.origin("data.answer_key")):
             raise UserError(f"{absent}{hint(key, columns)}")
         yield f"note: {absent}: the reward is called with ground_truth=None"
-    kinds = Counter(type(row.ground_truth).__name__ for row in rows)
-    if "reward_fn" in reading.pipeline.services and len(kinds) > 1:
+    elif "reward_fn" in reading.pipeline.services and len(kinds) > 1:
         counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.most_common())
         yield f"note: the reward is called with ground truths of several types ({counts}), from data.answer_key={key}"
-    distinct = len({(row.prompt_text, repr(row.ground_truth), row.response_ids, row.rejected_ids) for row in rows})
-    if distinct < _LEAST_DISTINCT * len(rows):
-        yield f"note: {len(rows) - distinct:,} of {len(rows):,} rows are duplicates: see `distflow data check`"
+    if len(seen) < _LEAST_DISTINCT * len(rows):
+        yield f"note: {len(rows) - len(seen):,} of {len(rows):,} rows are duplicates: see `distflow data check`"
