@@ -55,7 +55,7 @@ class ConfigError(UserError):
 def count_of(number: int, noun: str) -> str:
     """ "1 step", "2 steps", "3 processes"."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{ending}"
+    return f"{number} {noun}{ending}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -62,6 +62,11 @@ def load(path: str) -> object:
     return _bound(owner, name, found, path)
 
 
+def without_folder(name: str) -> str:
+    """The name as messages have it: of a function that was passed from Python, its own."""
+    return split_name(name)[1] if is_pickled(name) else name
+
+
 def is_pickled(name: str) -> bool:
     """Whether it names a function that was passed from Python: every process reads it from the run's folder."""
     return split_name(name)[0].endswith(PICKLED)

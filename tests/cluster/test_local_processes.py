@@ -172,7 +172,7 @@ def test_an_error_of_the_users_is_told_as_in_one_process(ground: Playground) -> 
         (("trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'",), "join all parts of trainer.allocation with"),
         (
             ("trainer.n_gpus_per_node=1000", "trainer.device=cpu"),
-            "the plan is for 1,000 workers on CPUs, but this machine has",
+            "the plan is for 1000 workers on CPUs, but this machine has",
         ),
         (("trainer.n_gpus_per_node=1000", "trainer.device=cuda"), r"the workers need 1000 GPU\(s\) on 1 machine"),
     ],

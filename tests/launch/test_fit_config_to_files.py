@@ -298,3 +298,10 @@ def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> N
     embedded = split[1].replace("vllm", "embedded").replace("t2", "")
     with pytest.raises(UserError, match="the engine 'embedded' has no server"):
         load_config("grpo", [*given, split[0], embedded, split[2]])
+
+
+@pytest.mark.parametrize("key", ["apportion_strategy=even", "consider_node_cohesion=false", "consider_node_load=false"])
+def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(key: str, tmp_path: Path) -> None:
+    over_ray = ("trainer.launcher=ray", "trainer.n_gpus_per_node=4", f"{MODEL}.path=builtin:tiny-arithmetic")
+    with pytest.raises(UserError, match=r"dag\.\w+ \(command line\): the pipeline is one part, which has all devices"):
+        refuse("grpo", *over_ray, f"dag.{key}")

@@ -1,7 +1,6 @@
 """A config in a few lines for people, and the explanation of one key."""
 
 from distflow.builtin_names import POLICY_LOSSES
-from distflow.config.compose.fit_defaults import count
 from distflow.config.compose.load_config import Loaded
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.compose.unknown_and_unused_keys import suggest
@@ -20,6 +19,7 @@ from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value
 from distflow.config.keys.trainer_async_dag import TrainerConfig
 from distflow.errors import ConfigError, Problem, count_of
+from distflow.import_target import without_folder
 
 
 def describe(config: Config) -> list[str]:
@@ -35,15 +35,15 @@ def _step(config: Config) -> str:
     prompts = config.data.train_batch_size
     first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
     policy = first if staleness == 0 else f"weights at most {count_of(staleness, 'step')} old"
-    samples = f"{count(prompts, 'prompt')} × {sizes[0]} = {count(prompts * sizes[0], 'sample')}"
+    samples = f"{count_of(prompts, 'prompt')} × {sizes[0]} = {count_of(prompts * sizes[0], 'sample')}"
     if len(sizes) > 1:
-        samples = f"{count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
+        samples = f"{count_of(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
     return f"{samples} → {_updates(config, *sizes)}, {policy}"
 
 
 def _supervised_step(config: Config) -> str:
     longest = config.data.max_prompt_length + config.data.max_response_length
-    examples = count(config.data.train_batch_size, "example")
+    examples = count_of(config.data.train_batch_size, "example")
     return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, {_micro_batches(config)}"
 
 
@@ -52,7 +52,7 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
     counted, unit = (1, " prompts") if others else (group_size, "")
-    steps = count(optimizer_steps_a_step(config, "actor"), "optimizer step")
+    steps = count_of(optimizer_steps_a_step(config, "actor"), "optimizer step")
     shape = f"{steps} of {min(mini, prompts) * counted}{unit}"
     if prompts > mini and prompts % mini:
         shape += f" (the last of a pass {prompts % mini * counted})"
@@ -65,7 +65,8 @@ def _objective(config: Config) -> str:
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
-    return f"{name}: {config.algorithm.adv_estimator} advantages, {actor.policy_loss} loss ({', '.join(details)})"
+    estimator, loss = map(without_folder, (config.algorithm.adv_estimator, actor.policy_loss))
+    return f"{name}: {estimator} advantages, {loss} loss ({', '.join(details)})"
 
 
 def _clips(config: Config) -> list[str]:
@@ -115,7 +116,7 @@ def _learning_rate(config: Config) -> str:
     if optim.scheduler == "constant" or (optim.lr_warmup_steps < 0 and optim.warmup_ratio == 0):
         rise = ""
     elif optim.lr_warmup_steps >= 0:
-        rise = f", rising for {count(optim.lr_warmup_steps, 'optimizer step')}"
+        rise = f", rising for {count_of(optim.lr_warmup_steps, 'optimizer step')}"
     else:
         rise = f", rising for {optim.warmup_ratio:.0%} of the optimizer steps"
     return f"{optim.optimizer}, learning rate {optim.lr:g} ({optim.scheduler}{rise})"
@@ -124,9 +125,9 @@ def _learning_rate(config: Config) -> str:
 def _run(config: Config) -> str:
     trainer = config.trainer
     length = (
-        count(trainer.total_epochs, "epoch")
+        count_of(trainer.total_epochs, "epoch")
         if trainer.total_training_steps is None
-        else count(trainer.total_training_steps, "step")
+        else count_of(trainer.total_training_steps, "step")
     )
     saves = f"checkpoint {_every(trainer, 'save_freq')}"
     validation = f"validation {_every(trainer, 'test_freq')}" if validates(config) else "no validation data"

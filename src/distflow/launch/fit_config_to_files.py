@@ -26,7 +26,9 @@ from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
+_ONE_PART = "the pipeline is one part, which has all devices: they are divided among several parts, or configs"
 _REASONS = {
+    **{f"dag.{name}": _ONE_PART for name in ("apportion_strategy", "consider_node_cohesion", "consider_node_load")},
     **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
     "actor_rollout_ref.rollout.free_cache_engine": "engines cannot free anything if async.max_staleness is above 0, "
     "or if trainer.allocation has workers that only generate",

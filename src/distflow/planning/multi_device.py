@@ -126,6 +126,8 @@ def share_devices(pipelines: Sequence[Sequence[Part]], config: Config) -> list[t
 def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...], ...]:
     """`trainer.devices`, else all. Raises UserError where they are for another number of parts."""
     given, num_devices = config.trainer.devices, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if not given and len(parts) == 1:
+        return (tuple(range(num_devices)),)
     if not given:
         return share_devices([parts], config)[0]
     # Those keys were used where the command divided the devices over several pipelines: they are no mistake.

@@ -141,14 +141,10 @@ def _warm_ups(config: Config, is_free: IsFree, room: derived_settings.RunLimits)
         return
     key, lengths = "trainer.critic_warmup", ("trainer.total_training_steps", "trainer.total_epochs")
     if derived_settings.may_have_critic(config) and config.trainer.critic_warmup >= steps and is_free(key, *lengths):
-        yield key, steps // 10, f"the run has {count(steps, 'step')}"
+        yield key, steps // 10, f"the run has {count_of(steps, 'step')}"
     for key, warmup, updates in derived_settings.learning_rate_warm_ups(config, steps):
         if warmup >= updates > 0 and is_free(key, *lengths):
-            yield key, updates // 10, f"the run has {count(updates, 'optimizer step')}"
+            yield key, updates // 10, f"the run has {count_of(updates, 'optimizer step')}"
 
 
 _STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
