@@ -29,7 +29,7 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
     keys = "critic.optim.lr=1e-4 actor_rollout_ref.model.path=builtin:tiny-arithmetic data.train_batch_size=4"
     script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {rows} {keys}\n")
     assert main(["migrate", str(script), "--to", str(target)]) == 0
-    assert "critic.optim.lr=0.0001: it is not used by the pipeline of verl_grpo" in capsys.readouterr().err
+    assert "critic.optim.lr=0.0001: it has no effect with these settings (verl_grpo)" in capsys.readouterr().err
     assert "critic" not in yaml.safe_load(target.read_text())
     assert main(["config", str(target)]) == 0
 

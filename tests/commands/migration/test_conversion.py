@@ -209,6 +209,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         {
             f"{ACTOR}.strategy": "fsdp",
             "trainer.keep_last": 1000,
+            **{"trainer.total_training_steps": 500, "trainer.save_freq": 50, "trainer.test_freq": 10},
             "algorithm.adv_estimator": "reinforce",
             "algorithm.reward_norm.mean_level": "group",
             "algorithm.reward_norm.std_level": None,
@@ -244,7 +245,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "trainer.experiment_name": "sums-7",
             "trainer.seed": 7,
             "trainer.launcher": "ray",
-            "trainer.n_gpus_per_node": 4,
+            "trainer.n_gpus_per_node": 8,
         },
     ),
     "areal_grpo.sh": (
@@ -418,6 +419,35 @@ READ = {
         f"{VERL} {ACTOR}.loss_agg_mode=token-mean {ACTOR}.policy_loss.loss_mode=gspo\n",
         {f"{ACTOR}.policy_loss": "gspo", f"{ACTOR}.loss_agg_mode": "token-mean"},
     ),
+    "a number in the environment": (
+        "py",
+        TRAINER + "import os\n"
+        "bs, n = int(os.getenv('BS', '4')), int(os.environ.get('ACC', '8'))\n"
+        "a = SFTConfig(per_device_train_batch_size=bs, gradient_accumulation_steps=n)\n"
+        "SFTTrainer(model='m', args=a).train()\n",
+        {"data.train_batch_size": 32, "trainer.save_freq": 500},
+    ),
+    "a mapping that a parser reads": (
+        "py",
+        "import json\nfrom trl import SFTTrainer\nfrom transformers import HfArgumentParser, TrainingArguments\n"
+        "class Lora:\n    lora_r: int\nparser = HfArgumentParser((Lora, TrainingArguments))\n"
+        'lora, args = parser.parse_dict(json.loads(\'{"lora_r": 4, "learning_rate": 1e-4, "num_train_epochs": 1}\'))\n'
+        "from peft import LoraConfig\n"
+        "SFTTrainer(model='m', args=args, peft_config=LoraConfig(r=lora.lora_r)).train()\n",
+        {LR: 1e-4, "trainer.total_epochs": 1, f"{MODEL}.lora_rank": 4},
+    ),
+    "a loader of the script's own": (
+        "py",
+        TRAINER.replace("from datasets import load_dataset\n", "") + "def load_dataset(path, tokenizer, n):\n"
+        "    return [1]\nrows = load_dataset('d.parquet', 'gpt2', 3)\n"
+        "SFTTrainer(model='m', args=SFTConfig(), train_dataset=rows).train()\n",
+        {"data.train_files": ()},
+    ),
+    "a loop over one value": (
+        "sh",
+        f'rates=(1e-3)\nfor rate in "${{rates[@]}}"; do\n{VERL} {LR}=$rate {ACTOR}.strategy=fsdp2 trainer.n_gpus_per_node=2\ndone\n',
+        {LR: 1e-3, f"{ACTOR}.strategy": "fsdp"},
+    ),
     "a reward model of AReaL": (
         "yaml",
         "experiment_name: a\ntrial_name: b\nactor: {path: m/m, is_critic: true, optimizer: {lr: 1e-5}}\n"
@@ -459,3 +489,25 @@ def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
     draft = convert(read_foreign(tmp_path / "x.sh"), None)
     assert "custom_reward_function.path" not in draft.overrides
     assert any("remote_rm_url=http://localhost:5000/get: it must be a Python file" in line for line in draft.missing)
+
+
+def test_a_default_is_not_taken_for_what_a_file_says(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(
+        TRAINER + "import yaml\nc = yaml.safe_load(open('c.yaml'))\n"
+        "a = SFTConfig(learning_rate=c.get('lr', 1e-5), per_device_train_batch_size=c['bs'])\n"
+        "SFTTrainer(model='m', args=a).train()\n"
+    )
+    draft = convert(read_foreign(tmp_path / "x.py"), 1)
+    assert LR not in draft.overrides and "data.train_batch_size" not in draft.overrides
+    assert [line.partition(":")[0] for line in draft.missing if "c[" in line or "c.get" in line] == ["line 5", "line 5"]
+
+
+def test_options_of_a_command_that_is_not_there_are_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser\n"
+        "args, model_args = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()\n"
+        "GRPOTrainer(model=model_args.model_name_or_path, args=args).train()\n"
+    )
+    assert any(
+        "takes its settings from a command line" in line for line in convert(read_foreign(tmp_path / "x.py"), 1).missing
+    )

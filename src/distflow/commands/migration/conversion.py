@@ -143,21 +143,22 @@ def _compute(
     if theirs.system == "TRL" and not names["devices"]:
         names["devices"] = 1
         missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
+    made = list[Unread]()
     for ours, formula in formulas.items():
         code = compile(_DOT.sub("__", formula), ours, "eval")
         own = {name: names.get(name) for name in code.co_names if name not in _IN_FORMULAS}
-        used |= {name.replace("__", ".") for name in own}
         unread = next((each for each in own.values() if isinstance(each, Unread)), None)
         try:
             value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
             lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
-            value = Unread(f"it cannot be computed from the file, which has no {lacking}")
-            if is_known(ours):
-                missing.append(f"{ours}: {value.why}")
-        if isinstance(value, Unread):
+            value = Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
+            made.append(value)
+        if isinstance(value, Unread):  # one of the file is reported as such
+            missing += [f"{ours}: {value.why}"] if is_known(ours) and any(value is each for each in made) else []
             names[_DOT.sub("__", ours)] = value
             continue
+        used |= {name.replace("__", ".") for name in own}
         info = schema_keys().get(ours)
         if isinstance(value, float) and info is not None and int in info.arms and float not in info.arms:
             if not value.is_integer():

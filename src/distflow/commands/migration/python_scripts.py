@@ -1,6 +1,7 @@
 """Settings of a Python script that trains with TRL, read from its syntax tree: nothing of it runs."""
 
 import ast
+import json
 import operator
 import re
 from collections import ChainMap, Counter
@@ -22,6 +23,10 @@ _LEFT_OUT = (
 """Arguments that hold what the script made of others, which are read where they stand."""
 _REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
 _PARSERS = ("TrlParser", "HfArgumentParser")
+_ELSEWHERE = """\
+the script takes its settings from a command line: migrate a file with the command that runs it; what the script does \
+not say is TRL's default here"""
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
 _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -74,9 +79,13 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
             and value != _NOT_GIVEN
             and not (isinstance(value, Unread) and script.has_options and not owner)
         ):
+            if key != "reward_funcs" and isinstance(value, list):
+                value = next((each for each in value if isinstance(each, Unread)), value)
             found.add(*_as_setting(key, value, found.remarks), at)
     for key, value in arguments.items() if script.has_options else ():
         found.add(key, value, 0)
+    if script.has_options and not arguments and not script.has_mapping:
+        found.remarks.append(_ELSEWHERE)
     for key in ("processing_class", "tokenizer"):
         if isinstance(found.values.get(key), Unread) or found.values.get(key) == found.values.get("model"):
             found.values.pop(key, None)
@@ -110,7 +119,7 @@ class _Script:
         self.trainers: list[tuple[str, int]] = []
         self.remarks: list[str] = []
         self.lines: dict[str, int] = {}
-        self.has_options = self.has_adapters = self.in_branch = False
+        self.has_options = self.has_adapters = self.in_branch = self.has_mapping = False
 
     def read_file(self, tree: ast.Module) -> None:
         """The module, and then the functions that nothing in it has called. Options may be read above their parser."""
@@ -204,6 +213,9 @@ class _Script:
         for item in node.body:
             if isinstance(item, Function):
                 self.functions[f"{node.name}.{item.name}"] = item
+            if isinstance(item, ast.AnnAssign) and item.value is None and isinstance(item.target, ast.Name):
+                unknown = Unread(f"`{node.name}.{item.target.id}` has no value in the file")
+                self.attributes[node.name, item.target.id] = self.arguments.get(item.target.id, unknown)
             target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
             if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None and isinstance(target, ast.Name):
                 value = self.arguments.get(target.id, self.value(item.value))
@@ -238,9 +250,7 @@ class _Script:
             case ast.Name():
                 return self.names.get(node.id, Unread(f"`{node.id}` has no value in the file"))
             case ast.List() | ast.Tuple():
-                values = [self.value(each) for each in node.elts]
-                unread = next((each for each in values if isinstance(each, Unread)), None)
-                return values if unread is None or any(isinstance(each, Object) for each in values) else unread
+                return [self.value(each) for each in node.elts]
             case ast.Dict():
                 pairs = zip(node.keys, node.values, strict=True)
                 return {key.value: self.value(each) for key, each in pairs if isinstance(key, ast.Constant)}
@@ -303,7 +313,7 @@ class _Script:
         if name in (*_PARSERS, "cli"):  # the classes whose objects its methods return
             return values[0] if name == "cli" or not values or isinstance(values[0], list) else [values[0]]
         if isinstance(owner, list) and name.startswith("parse_"):
-            return owner
+            return self._parsed(owner, values[0] if values else None, node.lineno)
         if (kind := self._kind(name, "Trainer")) is not None:
             self.trainers.append((kind, node.lineno))
             self.has_adapters = self.has_adapters or named.get("peft_config") is not None
@@ -328,13 +338,19 @@ class _Script:
                 flag = False if "action" in named and "default" not in named else default
                 if isinstance(self.attributes.get(key, _NOT_GIVEN), Unread):
                     self.attributes[key] = flag
-        if name == "load_dataset":
+        if name == "load_dataset" and name not in self.functions:
             return _rows(values, named)
+        if name == "loads" and values and isinstance(values[0], str):
+            return _json(values[0])
         if name == "dict" and not values:
             return named
-        if name in ("getenv", "get", "field"):
+        if name == "get" and isinstance(owner, dict) and values and isinstance(values[0], str):
+            return owner.get(values[0], values[1] if len(values) == 2 else None)
+        if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
             return values[1] if len(values) == 2 else named.get("default", _computed(node))
-        if name in ("from_pretrained", "int", "float", "str", "get_peft_model", "prepare_model_for_kbit_training"):
+        if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
+            return _converted(_TYPES[name], values[0])
+        if name in ("from_pretrained", *_TYPES, "get_peft_model", "prepare_model_for_kbit_training"):
             paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
             return next(each for each in (*values[:1], *paths) if each is not None)
         returned = self._returned(node, name, owner, values, named)
@@ -344,6 +360,19 @@ class _Script:
         if returned is not None and not (rows and isinstance(returned, Rows | Unread)):
             return returned
         return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
+
+    def _parsed(self, classes: list[object], given: object, line: int) -> object:
+        """The objects that a parser makes of a mapping; of a command line, they have the arguments and defaults."""
+        if not isinstance(given, dict):
+            return classes
+        self.has_mapping = True
+        made = [each for each in classes if isinstance(each, Object)]
+        own = {key for each in made for of, key in self.attributes if of == each.name}
+        for each in made:
+            if (kind := self._kind(each.name, "Config")) is not None:
+                self._give(kind, {key: value for key, value in given.items() if key not in own}, line)
+            self._set_attributes(each, given)
+        return classes
 
     def _returned(
         self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
@@ -395,6 +424,21 @@ def _computed(node: ast.expr) -> Unread:
     return Unread(f"it is computed: {ast.unparse(node):.60}")
 
 
+def _converted(kind: type, value: object) -> object:
+    try:
+        converted: object = kind(value)
+    except ValueError as error:
+        return Unread(str(error))
+    return converted
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Unread(f"it is no JSON: {error}")
+
+
 def _rows(values: list[object], named: Mapping[str, object]) -> object:
     """The source that load_dataset's arguments name; a list of them for a list of splits."""
     path, config = ([*values, None, None][place] or named.get(name) for place, name in enumerate(("path", "name")))
@@ -415,6 +459,8 @@ def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, objec
     if isinstance(value, Rows):
         remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in value.changes]
         return key, value.source
+    if key == "report_to" and isinstance(value, list) and len(value) == 1:
+        return key, value[0]
     if key != "reward_funcs" or isinstance(value, Unread):
         return key, Unread("it is an object of the script") if isinstance(value, Object) else value
     return "reward.functions", {

@@ -64,6 +64,9 @@ class ShellScript:
         self._in_branches: dict[str, str] = {}
         depth = 0
         for line, words in _lines(text, self._put):
+            if words[:1] == ["for"] and words[2:3] == ["in"]:
+                several = _unread("it has a different value in each turn of a loop")
+                self._set(words[1], words[3] if len(words) == 4 else several, False)
             while words and (words[0] in (*_PREFIXES, *_OPENING, *_CLOSING)):
                 depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
                 words = words[1:]
@@ -76,7 +79,8 @@ class ShellScript:
 
     def _set(self, name: str, value: str, in_branch: bool) -> None:
         if in_branch and self.variables.get(name, value) != value:
-            self._in_branches[name] = f"a branch of the script sets {name}={value}; {self.variables[name]} is used"
+            shown = [re.sub(f"{MARK}[^{MARK}]*{MARK}", "...", text) or "''" for text in (value, self.variables[name])]
+            self._in_branches[name] = f"a branch of the script sets {name}={shown[0]}; {shown[1]} is used"
         elif len(value) < _LONGEST:
             self.variables[name] = value
 
@@ -274,8 +278,8 @@ def method_of(system: str, values: Mapping[str, object]) -> str:
         return "grpo" if is_rl else "ppo" if "num_ppo_epochs" in values else "sft"
     if system == "AReaL" and (values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"):
         return "rm"
-    rollout = {"verl": "actor_rollout_ref.", "ROLL": "rollout_batch_size", "AReaL": "gconfig."}.get(system, "")
-    if not any(key.startswith(rollout) for key in values):
+    of_rl = {"verl": ("actor_rollout_ref.",), "ROLL": ("actor_infer.", "rewards.", "rollout_"), "AReaL": ("gconfig.",)}
+    if not any(key.startswith(of_rl.get(system, ("",))) for key in values):
         return "sft"
     by_default = "" if system == "AReaL" and "critic.path" not in values else "gae"
     estimator = next((values[key] for key in _ESTIMATORS if key in values), by_default)
