@@ -6,10 +6,11 @@ import pytest
 import yaml
 
 from distflow.config import ConfigError, load_config
-from distflow.config.compose.unknown_and_unused_keys import is_known, suggest
+from distflow.config.compose.origins import Setting
+from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, suggest
 from distflow.config.compose.values import check_bounds, convert
 from distflow.config.keys.schema import group_names, schema_keys
-from distflow.config.migration.tables import NOT_GIVEN, all_tables, find_names
+from distflow.config.migration.tables import ANY, NOT_GIVEN, all_tables, find_names
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"
@@ -53,6 +54,28 @@ def test_keys_that_a_note_names_exist():
 
 def test_every_name_says_something():
     assert all(name.answer(value) for _, name in ENTRIES for value in (NOT_GIVEN, "x"))
+
+
+def judge(key, value):
+    """What `distflow config` says of one setting: the problems, and the line where it accepts it."""
+    problems, accepted = judge_settings([Setting(key, "command line", is_group=False, value=value)], {})
+    return [problem.advice for problem in problems], accepted.get(key, "")
+
+
+def test_every_key_is_accepted_with_a_line_where_it_changes_nothing_and_else_answered():
+    """Of several systems, all must say so."""
+    found = {key for table in all_tables().values() for key in table.names if "*" not in key}
+    keys = sorted(key for key in found if not is_known(key))
+    assert len(keys) > 800
+    for key in keys:
+        names = find_names(key).values()
+        values = {repr(value): value for name in names for value in name.harmless if name.harmless != ANY}
+        for value in (*values.values(), "no value of any system"):
+            advice, line = judge(key, value)
+            if all(name.accepts(value) for name in names):
+                assert not advice and line.startswith(f"{key}="), (key, value)
+            else:
+                assert len(advice) == 1 and len(advice[0]) > 10 and not line, (key, value)
 
 
 def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
