@@ -127,11 +127,14 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground, capsys:
     # A function without a weight measures; the run of the reward model is named as it is.
     reward = "reward.functions={default: [{name: custom, weight: 0}]}"
     keys = (reward, f"reward_model.model.path={whole.folder}", "trainer.total_training_steps=2", "trust.audit_freq=1")
-    policy = ground.run("grpo", *keys, name="grpo")
-    for sample in read_samples(policy.folder, 1):
-        (scored,) = compute_score([sample["response"]], [None], [sample["prompt"]], path=str(model), dtype="float32")
-        assert sample["score"] == pytest.approx(scored["score"], abs=2e-5)
-    assert policy.metrics()[-1]["actor/grad_norm"] > 0
+    for pipeline in ("grpo", "ppo"):
+        policy = ground.run(pipeline, *keys, name=pipeline)
+        for sample in read_samples(policy.folder, 1):
+            (scored,) = compute_score(
+                [sample["response"]], [None], [sample["prompt"]], path=str(model), dtype="float32"
+            )
+            assert sample["score"] == pytest.approx(scored["score"], abs=2e-5)
+        assert policy.metrics()[-1]["actor/grad_norm"] > 0
 
 
 def test_bad_pairs_are_told_before_the_start(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
