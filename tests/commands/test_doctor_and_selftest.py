@@ -146,3 +146,8 @@ def test_a_template_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["doctor", "--template", "builtin:tiny-arithmetic"]) == 0
     assert "turns: cannot be used: messages need a chat template" in capsys.readouterr().out
     assert main(["doctor", "--template", str(tmp_path / "nothing")]) == 2
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "is not a run's folder" in capsys.readouterr().err

@@ -83,3 +83,13 @@ def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
         assert said in capsys.readouterr().err
     assert main(["migrate", str(tmp_path / "gone.py")]) == 2
     assert "gone.py cannot be read" in capsys.readouterr().err
+
+
+def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would become another pipeline."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [grpo, _self_]\nactor_rollout_ref: {rollout: {n: 4}}\ndata: {train_batch_size: 4}\n")
+    assert main(["migrate", str(file)]) == 2
+    assert "it is a config of distflow already" in capsys.readouterr().err
+    file.write_text(file.read_text().replace("grpo", "ppo_trainer"))
+    assert main(["migrate", str(file)]) == 0

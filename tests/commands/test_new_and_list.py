@@ -49,3 +49,13 @@ def test_every_command_is_in_a_group_and_every_argument_has_help() -> None:
                 assert action.help, f"{parser.prog}: {action.dest}"
     shown = make_parser().format_help()
     assert all(entry.help in shown for entry in COMMANDS.values()) and os.linesep in shown
+
+
+def test_a_place_that_cannot_be_is_named_and_spaces_are_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["new", str(tmp_path / "file" / "x")]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "a b")]) == 0
+    assert f"distflow train '{tmp_path}/a b/config.yaml'" in capsys.readouterr().out

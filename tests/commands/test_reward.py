@@ -111,3 +111,19 @@ def test_a_column_that_is_not_there_is_named_by_its_option(tmp_path: Path, capsy
     assert main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl")]) == 2
     said = capsys.readouterr().err
     assert "has the column 'prompt' (--prompt-key); set --prompt-key=question" in said and "data." not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--timeout", "-1"), "must be a number of seconds above 0"),
+        (("--timeout", "soon"), "must be a number of seconds above 0"),
+        (("--options", "{bad"), "write a JSON object"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_its_name(
+    option: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["reward", "check", "exact_match", *DATA, *option])
+    assert f"argument {option[0]}: {said}" in capsys.readouterr().err

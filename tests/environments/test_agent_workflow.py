@@ -243,6 +243,7 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
         ({"function": "{}/agents.py:nobody"}, "has no 'nobody'"),
         ({"function": "{}/agents.py:several", "command": "ls", "reward": "reward_fn"}, "either function or command"),
         ({"command": "ls"}, "a command returns no score"),
+        ({"command": "no-such-program --x", "reward": "reward_fn"}, "there is no executable 'no-such-program'"),
         ({"command": "[no-such-program]", "reward": "reward_fn"}, "there is no executable 'no-such-program'"),
         ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
         ({"function": "{}/agents.py:several", "rewards": "x"}, "no such option; did you mean 'reward'"),

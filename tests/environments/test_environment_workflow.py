@@ -149,3 +149,9 @@ def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_pa
         assert len(samples) == 16 and all(int(sample["prompt"][:-1]) % 3 for sample in samples)
         assert all(sample["errors"] is None for sample in samples)
     assert "the board is broken (at games.py:" in (run.folder / "ledger.jsonl").read_text() or run.notes("warning")
+
+
+def test_a_class_that_is_no_environment_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("class Half:\n    def reset(self, **given):\n        return 'go', {}\n")
+    with pytest.raises(UserError, match=r"has no step: an environment has gymnasium's reset and step"):
+        EnvironmentWorkflow(env=f"{tmp_path}/half.py:Half")

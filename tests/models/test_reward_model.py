@@ -67,7 +67,7 @@ def refusal(path: Path | str) -> str:
 
 def test_what_is_no_reward_model_is_told(tmp_path: Path) -> None:
     language_model = write_tiny_model(tmp_path / "lm")
-    assert "but a LlamaForCausalLM of num_labels=2" in refusal(language_model)
+    assert "but a LlamaForCausalLM: train one from pairs" in refusal(language_model)
     headless = write_tiny_model(tmp_path / "headless", num_labels=1)
     assert "its weights lack score.weight" in refusal(headless), "no head is made up"
     assert "of num_labels=3" in refusal(write_tiny_reward_model(tmp_path / "three", num_labels=3))

@@ -42,7 +42,8 @@ def _script(spec: Spec) -> str:
         "FOLDER": shlex.quote(str(spec.run_dir.absolute())),
         "WORDS": shlex.join(shlex.split(str(spec.description["command"]))[1:]),
     }
-    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], Path(__file__).with_suffix(".sbatch").read_text())
+    template = Path(__file__).with_suffix(".sbatch").read_text("utf-8")
+    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], template)
 
 
 def _options(spec: Spec) -> list[str]:

@@ -4,6 +4,7 @@ a rollout engine on everything that a run expects of it: both before a run."""
 import argparse
 import asyncio
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         "--show", type=partial(at_least, 0), default=3, help="number of faults of each kind to show; 0 is all"
     )
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
+        "--timeout", type=_seconds, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
     )
     parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="reward processes")
 
@@ -99,9 +100,22 @@ def run_reward(arguments: argparse.Namespace) -> int:
 
 
 def _options(text: str) -> dict[str, object]:
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("write a JSON object, e.g. '{\"n\": 4}'")
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError("must be a number of seconds above 0")
     return found
 
 

@@ -25,6 +25,7 @@ from distflow.commands.arguments_and_run_folders import (
     importing,
     newest_run,
 )
+from distflow.errors import UserError
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
@@ -42,6 +43,7 @@ EXTRAS = {
 }
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
 MIN_FREE_BYTES = 2 * 1024**3
+_OF_A_RUN = ("run.json", "ledger.jsonl")
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,6 +156,8 @@ def _of_run(given: str | None) -> list[str]:
     isolation of the code that its reward functions ran."""
     run_dir = newest_run() if given is None else find_run(given)
     writer = writer_of(run_dir) if run_dir else None
+    if run_dir is not None and writer is None and not any((run_dir / name).is_file() for name in _OF_A_RUN):
+        raise UserError(f"{run_dir} is not a run's folder: it has no {_OF_A_RUN[0]}")
     if run_dir is None or (writer is None and given is None):
         return []
     name = escape_control(str(run_dir), one_line=True)

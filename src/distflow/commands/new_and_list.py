@@ -3,6 +3,7 @@ models, and the runs of a folder."""
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,10 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 def run_new(arguments: argparse.Namespace) -> int:
     """Write a config, a reward function and problems that train as they are."""
     folder = empty_folder(arguments.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder '{folder}' cannot be made: {error.strerror}") from error
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 50)]
     Random(0).shuffle(sums)
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
@@ -44,11 +48,8 @@ def run_new(arguments: argparse.Namespace) -> int:
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     name = escape_control(str(folder), one_line=True)
     print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
-    for command in (
-        f"data check {name}/config.yaml",
-        f"reward check {name}/reward.py --data {name}/problems.jsonl",
-        f"train {name}/config.yaml",
-    ):
+    config, reward, data = (shlex.quote(f"{name}/{file}") for file in ("config.yaml", "reward.py", "problems.jsonl"))
+    for command in (f"data check {config}", f"reward check {reward} --data {data}", f"train {config}"):
         print(f"  distflow {command}")
     return 0
 

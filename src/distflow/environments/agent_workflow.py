@@ -5,7 +5,9 @@ import asyncio
 import importlib.util
 import os
 import random
+import re
 import shutil
+import subprocess
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -202,6 +204,13 @@ class _Calls:
 def _command(command: str | Sequence[str] | None) -> Sequence[str]:
     """As a list; a text is one of the shell. Raises UserError."""
     if isinstance(command, str):
+        word = command.split()[0] if command.split() else ""
+        # `type` knows the builtins of the shell, too; an assignment or a quotation is no plain word.
+        if (
+            re.fullmatch(r"[\w./-]+", word)
+            and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode
+        ):
+            raise UserError(f"{KEY}.command: there is no executable '{word}'")
         return ("/bin/sh", "-c", command)
     words = list(command or ())
     if not all(isinstance(word, str) for word in words) or (command is not None and not words):

@@ -29,6 +29,9 @@ class TextEnv:
         self._make: Callable[..., Any] = _registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
         if not callable(self._make):
             raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
+        missing = [name for name in ("reset", "step") if isinstance(self._make, type) and not hasattr(self._make, name)]
+        if missing:
+            raise UserError(f"'{env}' has no {' and no '.join(missing)}: an environment has gymnasium's reset and step")
         self._options = dict(options)
         self._env: Any = None
 

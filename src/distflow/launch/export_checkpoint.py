@@ -52,6 +52,8 @@ def export_checkpoint(
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
     note |= {"adapter": True} if adapter else {}
     say(describe_choice(checkpoint, source))
+    if target.is_file():
+        raise UserError(f"'{target}' is a file: name a folder to export to")
     there = read_object(target / NOTE)
     if all(there.get(key) == note.get(key) for key in ("checkpoint", "adapter")):
         say(f"{target} holds it already")

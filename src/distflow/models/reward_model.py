@@ -52,7 +52,11 @@ def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
         raise UserError(f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier")
     if config.num_labels != 1:
         what = next(iter(config.architectures or []), "model")
-        raise UserError(f"{source} is not a reward model, but a {what} of num_labels={config.num_labels}, not 1")
+        labels = "" if what.endswith("CausalLM") else f" of num_labels={config.num_labels}, not 1"
+        raise UserError(
+            f"{source} is not a reward model, but a {what}{labels}: train one from pairs (distflow train rm), or let "
+            "the model judge in words (docs/rewards.md)"
+        )
 
 
 def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -16,8 +16,8 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.score import RewardCounts
 
 REPAIR_ADVICE = (
-    "Correct the named function (custom_reward_function.path, reward.functions, rollout.workflow, dag), or its ground "
-    "truths (data.answer_key); if it is slow, raise reward.timeout_s"
+    "Correct the named function (custom_reward_function.path, reward.functions, rollout.workflow and its kwargs, dag), "
+    "or its ground truths (data.answer_key); if it is slow, raise reward.timeout_s"
 )
 
 WARN_ABOVE = 0.05

@@ -3,6 +3,7 @@
 A row is skipped for some epochs if the share of correct responses was too high or too low when it was last used.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -148,15 +149,20 @@ class Curriculum:
         return {"domains": domains, "state": json.loads(self._state)}
 
 
-_GO_ON = "The checkpoint is intact: fix the function and start the same command again"
+_GO_ON = "Fix the function and start the same command again: it resumes from the last checkpoint, if there is one"
 
 
 def load_curriculum(name: str) -> CurriculumFunction:
     """A built-in or user function. Raises UserError."""
     try:
-        return cast(CurriculumFunction, load_function(CURRICULA[name].target if name in CURRICULA else name))
+        function = cast(CurriculumFunction, load_function(CURRICULA[name].target if name in CURRICULA else name))
     except LoadError as err:
         raise UserError(f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or use your own function") from err
+    try:
+        inspect.signature(function).bind({}, 0, {})
+    except TypeError as err:
+        raise UserError(f"{_KEY}: '{name}' must take (progress, step, state): {err}") from err
+    return function
 
 
 def learnability(progress: Mapping[str, Progress], step: int, state: dict[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import yaml
 
 from distflow.commands.migration.python_scripts import METHODS, read_script
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, ShellScript, identify, method_of, read_options
+from distflow.config.compose.origins import preset_names
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
@@ -45,7 +46,15 @@ def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignS
     values = load_yaml(text)
     if not isinstance(values, dict):
         raise UserError("it is no mapping of keys")
+    if (path.parent / "run.json").is_file() or _is_ours(values):
+        raise UserError(f"it is a config of distflow already: distflow config {path} shows it whole")
     return identify(values)
+
+
+def _is_ours(values: Mapping[str, object]) -> bool:
+    """Whether it builds on a preset of ours."""
+    defaults = values.get("defaults")
+    return isinstance(defaults, list) and any(name in preset_names() for name in defaults)
 
 
 def _read_python(text: str, arguments: Mapping[str, object] | None) -> ForeignSettings:

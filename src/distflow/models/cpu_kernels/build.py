@@ -94,7 +94,7 @@ def _digest(compiler: str) -> str:
     features = {
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     }
-    sources = [path.read_text() for path in sorted(FOLDER.glob("*.[ch]"))]
+    sources = [path.read_text("utf-8") for path in sorted(FOLDER.glob("*.[ch]"))]
     parts = (*sources, _run(compiler, "--version"), " ".join(FLAGS), *sorted(features))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
