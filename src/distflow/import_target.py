@@ -62,7 +62,7 @@ def load(path: str) -> object:
     return _bound(owner, name, found, path)
 
 
-def without_folder(name: str) -> str:
+def own_name(name: str) -> str:
     """The name as messages have it: of a function that was passed from Python, its own."""
     return split_name(name)[1] if is_pickled(name) else name
 
@@ -176,6 +176,11 @@ def innermost(fn: Callable[..., object]) -> Callable[..., object]:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
+
+
+def is_ours(fn: Callable[..., object]) -> bool:
+    """Whether the function, below any `functools.partial`, is defined in distflow."""
+    return str(getattr(innermost(fn), "__module__", "")).startswith("distflow.")
 
 
 def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:

@@ -16,7 +16,7 @@ from distflow.config.compose.values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
 from distflow.graph.node_spec import NodeRole, Scope, node
-from distflow.import_target import innermost, is_pickled, load, load_module, required_parameters, shown_name, split_name
+from distflow.import_target import is_ours, load, load_module, own_name, required_parameters, shown_name, split_name
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
@@ -156,8 +156,7 @@ class Registry(dict[str, Registered]):
             if not callable(found) or isinstance(found, type):
                 raise ValueError(f"{self._what} '{name}' is {found!r:.80}: give a function")
             entry = self._make(name, found)
-        made = cast(Registered, entry or found)
-        return replace(made, name=getattr(made.fn, "__qualname__", name) if is_pickled(name) else name)
+        return replace(cast(Registered, entry or found), name=own_name(name))
 
     def find(self, name: str) -> Registered:
         """Raises ValueError with the nearest name."""
@@ -178,7 +177,7 @@ class Registry(dict[str, Registered]):
     def own(self, name: str) -> Registered | None:
         """The user's of that name, if one is registered."""
         entry = self.get(name)
-        is_own = entry is not None and not str(getattr(innermost(entry.fn), "__module__", "")).startswith("distflow.")
+        is_own = entry is not None and not is_ours(entry.fn)
         return entry if is_own else None
 
 

@@ -35,7 +35,7 @@ from distflow.audit.recorded_step import (
 from distflow.audit.token_level_rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, reads_pairs
-from distflow.import_target import without_folder
+from distflow.import_target import own_name
 
 LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
 CORRECTION_LIMIT = 1e-3
@@ -190,7 +190,7 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         formula = FORMULAS.get(name)
     if formula is None:
         return (
-            f"the loss '{without_folder(name)}' has no formula: register_policy_loss(NAME, formula=...) accepts a "
+            f"the loss '{own_name(name)}' has no formula: register_policy_loss(NAME, formula=...) accepts a "
             "second implementation, (tokens, options) -> loss of each token"
         )
     return lambda batch, outputs: _policy_loss(recorded, batch, outputs, formula)

@@ -24,6 +24,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
+from distflow.import_target import is_ours
 from distflow.observe.metrics import Measured
 from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
@@ -386,7 +387,7 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
 
 def is_builtin(fn: Callable[..., object]) -> bool:
     """Whether the function is defined in distflow, below any wrappers."""
-    return str(getattr(plain_function(fn), "__module__", "")).startswith("distflow.")
+    return is_ours(plain_function(fn))
 
 
 def plain_function(fn: Callable[..., object]) -> Callable[..., object]:

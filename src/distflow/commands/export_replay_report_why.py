@@ -66,9 +66,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's folder")
-    parser.add_argument(
-        "steps", nargs="?", metavar="STEPS", help="a step or a range, such as 12 or 10-14; default: the last steps"
-    )
+    parser.add_argument("steps", nargs="?", metavar="STEPS", help="such as 12 or 10-14; default: the last steps")
     parser.add_argument("--to", metavar="FILE", help="default: trace.json in the run's folder")
 
 

@@ -19,7 +19,7 @@ from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value
 from distflow.config.keys.trainer_async_dag import TrainerConfig
 from distflow.errors import ConfigError, Problem, count_of
-from distflow.import_target import without_folder
+from distflow.import_target import own_name
 
 
 def describe(config: Config) -> list[str]:
@@ -65,7 +65,7 @@ def _objective(config: Config) -> str:
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
-    estimator, loss = map(without_folder, (config.algorithm.adv_estimator, actor.policy_loss))
+    estimator, loss = map(own_name, (config.algorithm.adv_estimator, actor.policy_loss))
     return f"{name}: {estimator} advantages, {loss} loss ({', '.join(details)})"
 
 

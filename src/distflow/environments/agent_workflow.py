@@ -206,10 +206,8 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
     if isinstance(command, str):
         word = command.split()[0] if command.split() else ""
         # `type` knows the builtins of the shell, too; an assignment or a quotation is no plain word.
-        if (
-            re.fullmatch(r"[\w./-]+", word)
-            and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode
-        ):
+        is_plain = re.fullmatch(r"[\w./-]+", word) is not None
+        if is_plain and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode:
             raise UserError(f"{KEY}.command: there is no executable '{word}'")
         return ("/bin/sh", "-c", command)
     words = list(command or ())

@@ -56,9 +56,7 @@ class TextEnv:
         if not isinstance(returned, tuple) or len(returned) != 5:
             raise TypeError(f"step returned {returned!r:.80}, not (observation, reward, terminated, truncated, info)")
         observation, reward, terminated, truncated, _ = returned
-        if not math.isfinite(number := float(reward)):
-            raise ValueError(f"step returned the reward {reward!r}")
-        return [self._text(observation), number, bool(terminated) or bool(truncated)]
+        return [self._text(observation), finite_reward(reward), bool(terminated) or bool(truncated)]
 
     def close(self) -> None:
         if hasattr(self._env, "close"):
@@ -70,7 +68,19 @@ class TextEnv:
             observation = self._env.render()
         if not isinstance(observation, str):
             observation = json.dumps(observation, default=_plain)
-        return bounded(without_control(observation), MAX_CHARACTERS).text
+        return shown(observation)
+
+
+def shown(observation: str) -> str:
+    """As the model is told it: without control characters, and not longer than 20,000 characters."""
+    return bounded(without_control(observation), MAX_CHARACTERS).text
+
+
+def finite_reward(reward: Any) -> float:
+    """Raises ValueError for NaN and infinity."""
+    if not math.isfinite(number := float(reward)):
+        raise ValueError(f"step returned the reward {reward!r}")
+    return number
 
 
 def _plain(value: Any) -> object:

@@ -3,14 +3,12 @@ observations become text, the model's text an action, whose fields the server te
 
 import importlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from distflow.environments.gymnasium_adapter import MAX_CHARACTERS
-from distflow.environments.tools_in_process import bounded, without_control
+from distflow.environments.gymnasium_adapter import finite_reward, shown
 from distflow.errors import UserError
 
 _TIMEOUT_S = 30
@@ -65,14 +63,12 @@ class OpenEnv:
             self._session.close()
 
     def _read(self, result: Any) -> list[Any]:
-        reward = 0.0 if result.reward is None else float(result.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"step returned the reward {result.reward!r}")
+        reward = 0.0 if result.reward is None else finite_reward(result.reward)
         seen = {name: value for name, value in result.observation.items() if name not in _NOT_OBSERVED}
         said = [value for value in seen.values() if value is not None]
         is_text = len(said) == 1 and isinstance(said[0], str)
         text = said[0] if is_text else json.dumps(seen, ensure_ascii=False)
-        return [bounded(without_control(text), MAX_CHARACTERS).text, reward, bool(result.done)]
+        return [shown(text), reward, bool(result.done)]
 
     def _schema(self) -> dict[str, Any]:
         """Of an action. Raises UserError."""

@@ -14,6 +14,7 @@ from distflow.data.prompts import PromptSet
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
+from distflow.import_target import is_ours
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.configured_models import policy_context, tokenizer_loader
 from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
@@ -22,7 +23,6 @@ from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.user_code import check_importable
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
@@ -55,7 +55,8 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
     role's), and of groups that users registered. For keys of other groups it should name options.
     The presets that spell out verl's defaults may have more keys than a pipeline reads.
     """
-    handed = [node for node in pipeline.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
+    theirs = [node for node in pipeline.nodes if not is_ours(node.fn)]
+    handed = [node for node in theirs if {"ctx", "config"} & set(node.contract.reserved)]
     groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
     values = flatten(loaded.config)
     inert = {

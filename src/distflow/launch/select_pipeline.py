@@ -26,7 +26,15 @@ from distflow.graph import (
 )
 from distflow.graph.fields import MissingColumn
 from distflow.graph.graph_node import Node
-from distflow.import_target import LoadError, innermost, load_function, load_modules, required_parameters, users_code
+from distflow.import_target import (
+    LoadError,
+    innermost,
+    is_ours,
+    load_function,
+    load_modules,
+    required_parameters,
+    users_code,
+)
 from distflow.launch.device_and_threads import make_process_ready
 from distflow.pipelines.nodes.log_probs import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
@@ -34,7 +42,6 @@ from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.runtime.group_columns import Group
-from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.runtime.sample_queue.user_prompt_rows import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 
@@ -112,7 +119,7 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
     updates = [node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)]
     columns = {"old_log_probs", "rollout_is_weights"}
     for node in pipeline.nodes:
-        gets_batch = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "training"
+        gets_batch = not is_ours(node.fn) and "batch" in node.contract.reserved and node.plane == "training"
         reads = columns & {*node.contract.reads, *node.contract.optional}
         if node not in scoring and node not in updates and (reads or gets_batch):
             return pipeline

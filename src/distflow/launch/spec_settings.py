@@ -17,6 +17,7 @@ from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, 
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
+from distflow.import_target import is_ours
 from distflow.launch.configured_models import check_layouts, model_sizes
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
@@ -27,7 +28,6 @@ from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.multi_device import plan_ray
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.run_errors_and_limits import is_ours
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 
@@ -126,7 +126,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
     takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
-    has_deadline = any(not (node.contract.is_async and is_ours(node)) for node in pipeline.rollout_nodes)
+    has_deadline = any(not (node.contract.is_async and is_ours(node.fn)) for node in pipeline.rollout_nodes)
     run_self_check = trust.check_rewards if "reward_fn" in pipeline.services else False
     own, data = partial(own_setting, config), config.data
     checked = ("", *data.domains) if run_self_check else ()

@@ -78,6 +78,11 @@ def with_options(target: str, options: Mapping[str, object]) -> str:
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
+def without_options(target: str) -> str:
+    """The function alone, as messages name it."""
+    return target.partition(_OPTIONS)[0]
+
+
 def with_answer_key(target: str, options: Mapping[str, object], answer_key: str) -> str:
     """The same for a user's function, which may take the ground truth by the name of its column."""
     return with_options(target, options if answer_key == "answer" else {**options, _ANSWER_KEY: answer_key})

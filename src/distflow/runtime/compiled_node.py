@@ -18,7 +18,7 @@ from distflow.data.batch import Batch, Written
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError, hint
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, PipelineError
-from distflow.import_target import is_async
+from distflow.import_target import is_async, is_ours
 from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import Waits
 from distflow.rewards.router import RewardOutcome, RewardRouter
@@ -26,7 +26,7 @@ from distflow.rewards.score import RewardResult
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.group_columns import Group, rows_by_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.run_errors_and_limits import NodeError, is_ours, node_error, output_error
+from distflow.runtime.run_errors_and_limits import NodeError, node_error, output_error
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
@@ -268,7 +268,7 @@ class Step:
         try:
             if not is_async(self.fn):
                 return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity)
-            if is_ours(self.node):  # waits for engine and reward functions, which end by themselves
+            if is_ours(self.node.fn):  # waits for engine and reward functions, which end by themselves
                 return await self.fn(*positional, **keyword)
             work = partial(self.fn, *positional, **keyword)
             return await run_async(work, deadline_s, plain_calls.turn, *identity)

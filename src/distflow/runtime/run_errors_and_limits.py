@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
-from distflow.import_target import innermost, shown_name
+from distflow.import_target import innermost, is_ours, shown_name
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.score import RewardCounts
 
@@ -49,14 +49,9 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
 
 
 def output_error(node: BoundNode, what: str) -> NodeError:
-    if is_ours(node):
+    if is_ours(node.fn):
         return NodeError(f"node '{node.node_id}' {what}")
     return UserNodeError(f"node '{node.node_id}' {what}; its function is {shown_name(innermost(node.fn))}")
-
-
-def is_ours(node: BoundNode) -> bool:
-    """Whether its function is part of this package."""
-    return str(getattr(innermost(node.fn), "__module__", "")).startswith("distflow.")
 
 
 @contextmanager

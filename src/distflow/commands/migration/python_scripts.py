@@ -213,16 +213,13 @@ class _Script:
         for item in node.body:
             if isinstance(item, Function):
                 self.functions[f"{node.name}.{item.name}"] = item
-            if isinstance(item, ast.AnnAssign) and item.value is None and isinstance(item.target, ast.Name):
-                unknown = Unread(f"`{node.name}.{item.target.id}` has no value in the file")
-                self.attributes[node.name, item.target.id] = self.arguments.get(item.target.id, unknown)
             target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
-            if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None and isinstance(target, ast.Name):
-                value = self.arguments.get(target.id, self.value(item.value))
-                other = self.attributes.setdefault(("", target.id), value)
-                if other != value:
-                    self.attributes["", target.id] = Unread(f"several classes have a field `{target.id}`")
+            if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
+                unknown = Unread(f"`{node.name}.{target.id}` has no value in the file")
+                value = self.arguments.get(target.id, unknown if item.value is None else self.value(item.value))
                 self.attributes[node.name, target.id] = value
+                if item.value is not None and self.attributes.setdefault(("", target.id), value) != value:
+                    self.attributes["", target.id] = Unread(f"several classes have a field `{target.id}`")
 
     def _kind(self, name: str, role: str) -> str | None:
         """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""

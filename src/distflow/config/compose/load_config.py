@@ -105,15 +105,11 @@ def load_config(
         known = [setting for setting in composed.settings if is_known(setting.key)]
         origins = _origins(known, composed.deleted)
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
-        line = f"{display(source)} has no defaults: it builds on {unnamed}"
-        behind = joined(overriding_defaults(source)) if overriding_defaults(source) else ""
-        order = f"{display(source)}: {behind} overrides its own keys, as _self_ is not the last of its defaults"
-        notes = [
-            *([line] if unnamed else []),
-            *([order] if behind else []),
-            *accepted.values(),
-            *_differences_from_verl(loaded, accepted),
-        ]
+        notes = [f"{display(source)} has no defaults: it builds on {unnamed}"] if unnamed else []
+        if behind := overriding_defaults(source):
+            why = "as _self_ is not the last of its defaults"
+            notes.append(f"{display(source)}: {joined(behind)} overrides its own keys, {why}")
+        notes += [*accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
         # The name may be unknown because a table lacks the line of its file.

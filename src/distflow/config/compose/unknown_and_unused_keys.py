@@ -199,9 +199,7 @@ def _judge(
         theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
-        same = [group for group in _groups() if setting.is_group and group.endswith(f".{key.rpartition('.')[2]}")]
-        near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
-        meant = f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
+        meant = _misplaced(key) if setting.is_group else ""
         return Problem(places, f"there is no such key{theirs}", meant or suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
@@ -210,6 +208,13 @@ def _judge(
         below = next(name for name in keys if name.startswith(f"{key}."))
         return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {below}")
     return None
+
+
+def _misplaced(key: str) -> str:
+    """Advice for a group that exists below another one; empty for others."""
+    same = [group for group in _groups() if group.endswith(f".{key.rpartition('.')[2]}")]
+    near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
+    return f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
 
 
 def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:

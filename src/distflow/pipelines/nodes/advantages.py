@@ -31,7 +31,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.import_target import shown_name
+from distflow.import_target import is_ours, shown_name
 from distflow.pipelines.nodes.advantages_by_agent import by_agent
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
@@ -221,8 +221,7 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **kwargs}
-    is_ours = str(getattr(estimator.fn, "__module__", "")).startswith("distflow.")
-    fn = estimator.fn if is_ours else _finite(estimator)
+    fn = estimator.fn if is_ours(estimator.fn) else _finite(estimator)
     return by_agent(partial(fn, **options) if options else fn, config)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from distflow.errors import UserError
-from distflow.rewards.load_functions import PROMPT
+from distflow.rewards.load_functions import PROMPT, without_options
 from distflow.rewards.pool.process import PeerGone, Request, RewardProcess, StartFailed, encode, take
 from distflow.rewards.score import Error, RewardResult, Timeout
 
@@ -222,7 +222,7 @@ class RewardPool(Pool):
             self._num_hung[name] += 1
 
     def _why_given_up(self, name: str, timeout_s: float) -> str:
-        first, target = self._hung[name], self._settings.functions[name].partition("?{")[0]
+        first, target = self._hung[name], without_options(self._settings.functions[name])
         return (
             f"the reward function '{name}' ({target}) hangs, or is slow: none of its first {self._num_hung[name]} "
             f"calls returned within {timeout_s:g} s (reward.timeout_s), e.g. for the response "
@@ -236,7 +236,7 @@ class RewardPool(Pool):
             process = self._start(None)
         except StartFailed as error:
             functions = self._settings.functions.items()
-            loaded = [target.partition("?{")[0] for name, target in functions if not name.startswith("(")]
+            loaded = [without_options(target) for name, target in functions if not name.startswith("(")]
             raise UserError(
                 f"the reward functions ({', '.join(loaded)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
