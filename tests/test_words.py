@@ -40,6 +40,7 @@ RETIRED: dict[str, tuple[str, tuple[str, ...]]] = {
             "src/distflow/config",
             "src/distflow/launch",
             "src/distflow/environments/verifiers_episode.py",  # a name of that package
+            "src/distflow/models/gpu_kernels",  # `tl.program_id`
         ),
     ),
 }

@@ -87,26 +87,26 @@ def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(variant: str
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     for other in (plain, exact):
         attach_packed_forward(other)
-    _keep_from_native_code(plain)
+    keep_from_native_code(plain)
     with torch.autocast("cpu", torch.bfloat16):
         assert runs_natively(model.model) and not runs_natively(plain.model)
     ours, found = states_and_gradients(model, ids, shares, low=True)
     by_torch, theirs = states_and_gradients(plain, ids, shares, low=True)
     expected, wanted = states_and_gradients(exact, ids, shares=False)
     assert ours.dtype == torch.float32
-    assert _distance(ours, by_torch) < 0.25 * _distance(by_torch, expected)
+    assert distance(ours, by_torch) < 0.25 * distance(by_torch, expected)
     for name, gradient in wanted.items():
         of_model, of_autocast = found[name], theirs[name]
         assert gradient is not None and of_model is not None and of_autocast is not None
         assert of_model.dtype == torch.float32
-        assert 0 < _distance(of_model, gradient) < 1.5 * _distance(of_autocast, gradient), name
+        assert 0 < distance(of_model, gradient) < 1.5 * distance(of_autocast, gradient), name
 
 
-def _keep_from_native_code(model: Any) -> None:
+def keep_from_native_code(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda module, given, made: None)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor) -> float:
     """Root mean square of the differences."""
     return float((found.double() - expected.double()).square().mean().sqrt())
 

@@ -7,7 +7,8 @@ part); only the attention and the key-value memory are ours.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.lora import unwrapped
 from distflow.models.packed_attention import attend_in_blocks
+
+if TYPE_CHECKING:
+    from distflow.models.gpu_kernels.decode_step import PagedStep
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
@@ -48,9 +52,10 @@ class DecoderView:
     def __init__(
         self, model: nn.Module, in_blocks: bool = False, native: bool = False, compute_dtype: torch.dtype | None = None
     ) -> None:
-        """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
-        and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it and the rest in
-        float32, as a trainer that computes by autocast; over float32 weights with attention in float32, over bfloat16
+        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) where there
+        is some for this machine and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in
+        it and the rest in float32, as a trainer that computes by autocast; over float32 weights with attention in
+        float32, over bfloat16
         weights with keys and values in bfloat16. None: everything in the dtype of the weights. Raises UserError for a
         family that it cannot run, or computes with other logits than the module."""
         causal = unwrapped(model)
@@ -70,15 +75,27 @@ class DecoderView:
         self.max_positions: int = config.max_position_embeddings
         self._cos = self._sin = torch.empty(0, self.head_dim)
         self._native: NativeStep | None = None
+        self._kernels: PagedStep | None = None
         self._values_dtype = self.dtype
         self.why_not_native: str | None = "it is not wanted"
         if native:
             try:
-                self._native, self.why_not_native = NativeStep(causal, halves=self._low is not None), None
-                self._values_dtype = self._native.values_dtype
+                self._take_native(causal)
+                self.why_not_native = None
             except NotNative as reason:
                 self.why_not_native = str(reason)
         self._check_against_module()
+
+    def _take_native(self, causal: nn.Module) -> None:
+        if self.device.type != "cuda":
+            self._native = NativeStep(causal, halves=self._low is not None)
+            self._values_dtype = self._native.values_dtype
+            return
+        try:
+            from distflow.models.gpu_kernels.decode_step import PagedStep
+        except ImportError as error:  # Triton comes with torch's builds for CUDA
+            raise NotNative(f"there is no Triton: {error}") from error
+        self._kernels = PagedStep(causal, self._low)
 
     @property
     def device(self) -> torch.device:
@@ -173,18 +190,43 @@ class DecoderView:
         if self._native is not None and self._native.refresh():
             return self._native.decode(token_ids, positions, keys, values, *self._rotary_rows(extent, keys))
         rows = torch.arange(token_ids.shape[0], device=self.device)
-        bias = self.bias(positions, extent)
+        bias = self._bias(positions, extent)
 
         def attend_to_slots(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             keys[index][rows, :, positions] = key
             values[index][rows, :, positions] = value.to(values.dtype)
             return self._attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
 
-        return self.decode_over(token_ids, positions, extent, attend_to_slots)
+        return self._decode_over(token_ids, positions, extent, attend_to_slots)
 
-    def decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
-        """One token for each row, over memory that is `attend_to`'s own; `extent` is above every position. Returns
-        `(rows, hidden)` after the final norm."""
+    def decode_paged(
+        self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, tables: Tensor
+    ) -> Tensor:
+        """As `decode`, over pages: keys and values are `(layers, pages, kv_heads, page_tokens, head_dim)`, finite, and
+        tables `(rows, width)` are the pages of each row in order."""
+        if self._kernels is not None:
+            hidden = self._embed(token_ids)
+            rotary = self._rotary_rows(self.max_positions, hidden)
+            with self._autocast():
+                return self._kernels.decode(hidden, positions, rotary, tables, keys, values)
+        num_heads, page_tokens = keys.shape[2:4]
+        bias = self._bias(positions, tables.shape[1] * page_tokens)
+        page = tables.gather(1, (positions // page_tokens)[:, None]).squeeze(1)
+        offset, heads = positions % page_tokens, torch.arange(num_heads, device=self.device)
+        gathered = (tables[:, None] * num_heads + heads[:, None]).flatten()  # (rows, kv heads, width)
+
+        def write_and_gather(memory: Tensor, new: Tensor) -> Tensor:
+            memory[page, :, offset] = new
+            return memory.flatten(0, 1).index_select(0, gathered).view(len(new), num_heads, -1, self.head_dim)
+
+        def attend_to_pages(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            all_keys, all_values = write_and_gather(keys[index], key), write_and_gather(values[index], value)
+            return attend(query, all_keys, all_values, bias, scaling)
+
+        return self._decode_over(token_ids, positions, self.max_positions, attend_to_pages)
+
+    def _decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
+        """One token for each row, over memory that `attend_to` writes and reads; `extent` is above every position."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary_rows(extent, hidden)
         cos, sin = cos[positions, None], sin[positions, None]
@@ -194,7 +236,7 @@ class DecoderView:
             hidden = self._rest_of_layer(layer, hidden, mixed)
         return self._norm(self._body.norm, hidden)
 
-    def bias(self, positions: Tensor, extent: int) -> Tensor:
+    def _bias(self, positions: Tensor, extent: int) -> Tensor:
         """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
         unseen = torch.arange(extent, device=self.device) > positions[:, None]
         dtype = torch.promote_types(self.dtype, torch.float32) if self._attend is attend else self.dtype
@@ -271,11 +313,14 @@ class DecoderView:
         expected = expected.float()
         short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
         rows = [self.logits(short.hidden)]
-        keys, values = (nn.functional.pad(memory, (0, 0, 0, 2)) for memory in (short.keys, short.values))
+        keys, values = (nn.functional.pad(memory, (0, 0, 0, 59)) for memory in (short.keys, short.values))
+        decode = self.decode
+        if self._kernels is not None:  # a page of 64 tokens for each row
+            decode = partial(self.decode_paged, tables=torch.arange(2, device=self.device)[:, None])
         for step in range(2):
             positions = torch.tensor([5 + step, 3 + step], device=self.device)
             tokens = torch.tensor([ids[5 + step], ids[3 + step]], device=self.device)
-            rows.append(self.logits(self.decode(tokens, positions, keys, values)))
+            rows.append(self.logits(decode(tokens, positions, keys, values)))
         if was_training:
             self._module.train()
         difference = (torch.cat(rows).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()

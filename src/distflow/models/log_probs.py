@@ -64,8 +64,10 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
 
 
-# Logits held at a time. A chunk is made again in the backward pass, unless one chunk is all there is.
+# Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's gradient. A chunk is made
+# again in the backward pass, unless one chunk is all there is.
 CHUNK_ELEMENTS = 2**25
+CHUNK_ON_DEVICE = 2**27
 
 Head = Callable[[Tensor], Tensor]
 
@@ -78,7 +80,7 @@ def token_log_probs(
     temperature: float | Tensor = 1.0,
     vocabulary: int,
     with_entropy: bool = True,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with gradient.
 
@@ -89,7 +91,8 @@ def token_log_probs(
     """
     if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
         check_temperature(temperature)
-    num_rows = max(1, chunk_elements // vocabulary)
+    elements = chunk_elements or (CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ON_DEVICE)
+    num_rows = max(1, elements // vocabulary)
     if hidden.shape[0] <= num_rows:
         return _chunk(head, hidden, targets, temperature, with_entropy)
     states, wanted = hidden.split(num_rows), targets.split(num_rows)

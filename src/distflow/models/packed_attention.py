@@ -49,13 +49,16 @@ class _Rows(Function):
         return _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad), None, None
 
 
-class _SpreadRows(Function):
+def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
     """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, where given, as those
     of its rows that `again` names.
 
     The other rows are filling: `source` may repeat there, and the caller sees to it that they get no gradient.
     """
+    return _SpreadRows.apply(values, source, home, again)
 
+
+class _SpreadRows(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
         ctx.save_for_backward(home, again, None if again is None else source[again])
@@ -209,7 +212,7 @@ def packed_attention(
 def _padded(x: Tensor, buckets: Buckets) -> list[Tensor]:
     """`(1, heads, tokens, head_dim)` → `(rows, heads, longest, head_dim)` of each bucket."""
     num_heads, _, dim = x.shape[1:]
-    rows = _SpreadRows.apply(x[0].transpose(0, 1).reshape(-1, dim), *buckets.of_heads(num_heads))
+    rows = spread_rows(x[0].transpose(0, 1).reshape(-1, dim), *buckets.of_heads(num_heads))
     shapes = [(rows, num_heads, longest) for rows, longest in buckets.shapes]
     parts = rows.split([math.prod(shape) for shape in shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]

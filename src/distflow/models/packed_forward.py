@@ -9,39 +9,36 @@ causal model sees the padding.
 The whole pass, embedding to log-probs, is one method of the model: a wrapper that gathers or moves weights around a
 forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that uses all of them, output head included.
 
-On a CPU a decoder's layers run by native code (`packed_layers`). In float32 a layer is three operations in place of
-some fifty, which stay in the processor's cache; in a larger layer, and in bfloat16, torch computes the products and
-native code the rest. `transformers` computes models and machines without native code.
+A decoder's layers run by native code (`packed_layers`). On a CPU in float32 a layer is three operations in place of
+some fifty, which stay in the processor's cache; in a larger layer, in bfloat16, and on a CUDA device torch computes the
+products and native code the rest. `transformers` computes models and machines without native code.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import FAMILIES
 from distflow.models.cpu_kernels import build as native
-from distflow.models.cpu_kernels.training_layer import (
-    add_norm,
-    after_attention,
-    attend,
-    before_attention,
-    gate,
-    split_heads,
-)
+from distflow.models.cpu_kernels import training_layer as cpu_layer
+from distflow.models.cpu_kernels.training_layer import after_attention, before_attention
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
-from distflow.models.packed_attention import PACKED_ATTENTION, take_rows
+from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
 from distflow.models.sharding import is_spread
-from distflow.models.shared_prefixes_and_buckets import Packing, Sequences, Sharing, shared_prefixes
+from distflow.models.shared_prefixes_and_buckets import Packing, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
@@ -49,57 +46,116 @@ torch's products are faster than ours."""
 
 
 def runs_natively(decoder: Any) -> bool:
-    """Whether `packed_layers` computes what the decoder does, as it is now: under autocast to bfloat16 or none, with
-    its weights in float32 on a CPU, and only modules of `transformers`."""
-    config = decoder.config
-    if config.model_type not in FAMILIES or not native.is_there():
+    """Whether `packed_layers` computes what the decoder does, as it is now, with only modules of `transformers`: on a
+    CPU under autocast to bfloat16 or none, with its weights in float32; on a CUDA device with products in bfloat16."""
+    config, device = decoder.config, decoder.embed_tokens.weight.device.type
+    if config.model_type not in FAMILIES:
         return False
-    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != torch.bfloat16:
+    if device == "cuda":
+        if _products_of(decoder) != torch.bfloat16 or gpu_layer() is None:
+            return False
+    elif not native.is_there() or _products_of(decoder) not in (torch.float32, torch.bfloat16):
         return False
-    if 2 * len(decoder.rotary_emb.inv_freq) != decoder.layers[0].self_attn.head_dim:  # a part of each head is rotated
+    head_dim, modules = decoder.layers[0].self_attn.head_dim, list(layer_modules(decoder))
+    if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # a part of each head is rotated
         return False
-    if decoder.training and (config.attention_dropout or any(layer.gradient_checkpointing for layer in decoder.layers)):
+    if device == "cuda":
+        if head_dim & (head_dim - 1):  # Triton counts in powers of two
+            return False
+        modules.remove(decoder.embed_tokens)  # it may have a hook, for activation checkpointing, and is called
+    if decoder.training and config.attention_dropout:
+        return False
+    if decoder.training and device == "cpu" and any(layer.gradient_checkpointing for layer in decoder.layers):
         return False
     try:
-        check_modules((decoder, *decoder.layers, *layer_modules(decoder)), config.rms_norm_eps)
+        check_modules((decoder, *decoder.layers, *modules), config.rms_norm_eps, device)
     except native.NotNative:
         return False
     return True
 
 
-def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequences: Sequences) -> Tensor:
-    """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
-    hidden, config = decoder.embed_tokens(input_ids), decoder.config
+@functools.cache
+def gpu_layer() -> Any:
+    """The kernels of `gpu_kernels/training_layer.py`; None without Triton, or where it cannot compile."""
+    try:
+        from distflow.models.gpu_kernels import decode_step, training_layer
+
+        decode_step.try_to_compile(torch.device("cuda"))
+    except (ImportError, native.NotNative):
+        return None
+    return training_layer
+
+
+def _products_of(decoder: Any) -> torch.dtype:
+    weight = decoder.embed_tokens.weight
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
+    """Last hidden states `(rows, hidden)`, in float32 where the weights are, of a row of tokens, both `(rows,)`;
+    differentiable once."""
+    dtype, weight, config = _products_of(decoder), decoder.embed_tokens.weight, decoder.config
+    hidden = decoder.embed_tokens(input_ids).float()
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    low = torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", enabled=False):
-        if low or config.hidden_size * config.intermediate_size > LARGEST:
-            dtype = torch.bfloat16 if low else torch.float32
-            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, sequences, dtype)
+    with torch.autocast(weight.device.type, enabled=False):
+        if weight.device.type == "cuda":
+            hidden = _by_torchs_products(
+                decoder.layers, hidden, cos, sin, gpu_layer(), partial(_on_gpu, packing), dtype
+            )
+        elif dtype == torch.bfloat16 or config.hidden_size * config.intermediate_size > LARGEST:
+            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, cpu_layer, partial(_on_cpu, packing), dtype)
         else:
             for layer in decoder.layers:
-                mixed = attend(*before_attention(layer, hidden, cos, sin), sequences, layer.self_attn.scaling)
+                mixed = _on_cpu(packing, *before_attention(layer, hidden, cos, sin), layer.self_attn.scaling)
                 hidden = after_attention(layer, hidden, mixed)
-        return decoder.norm(hidden)
+        return decoder.norm(hidden).to(weight.dtype)
+
+
+def _on_cpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    return cpu_layer.attend(queries, keys, values, packing.sequences, scale)
+
+
+def _on_gpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Rows that sequences share are rows of each of them here."""
+    longest = int(packing.lengths.max())
+    if packing.sharing is None:
+        return gpu_layer().attend(queries, keys, values, packing.bounds, longest, scale)
+    whole = packing.whole
+    spread = (spread_rows(each, whole.source, whole.home, whole.again) for each in (queries, keys, values))
+    return take_rows(gpu_layer().attend(*spread, packing.bounds, longest, scale), whole.home)
 
 
 def _by_torchs_products(
-    layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences, dtype: torch.dtype
+    layers: Any,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kernels: Any,
+    attend: Callable[..., Tensor],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """dtype: of the products' inputs and outputs."""
+    """kernels: what stands between the products, and, with `attend`, between these and attention. dtype: of the
+    products' inputs and outputs."""
 
     def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # what each makes of x, side by side
         return linear(x, *side_by_side(modules, dtype))
 
+    def through(layer: Any, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden, normed = kernels.add_norm(hidden, added, layer.input_layernorm, dtype)
+        projected = linear_of(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        mixed = attend(*kernels.split_heads(projected, cos, sin, attention), attention.scaling)
+        added = linear_of(mixed.flatten(1).to(dtype), attention.o_proj)
+        hidden, normed = kernels.add_norm(hidden, added, layer.post_attention_layernorm, dtype)
+        return hidden, linear_of(kernels.gate(linear_of(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj)
+
     added = None
     for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        hidden, normed = add_norm(hidden, added, layer.input_layernorm, dtype)
-        projected = linear_of(normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        mixed = attend(*split_heads(projected, cos, sin, attention), sequences, attention.scaling)
-        added = linear_of(mixed.flatten(1).to(dtype), attention.o_proj)
-        hidden, normed = add_norm(hidden, added, layer.post_attention_layernorm, dtype)
-        added = linear_of(gate(linear_of(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj)
+        if layer.training and layer.gradient_checkpointing:
+            hidden, added = checkpoint(through, layer, hidden, added, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden, added = through(layer, hidden, added)
     return hidden if added is None else hidden + added
 
 
@@ -142,7 +198,7 @@ def packed_hidden_states(
         input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
     packing = Packing(lengths, input_ids.device, sharing)
     if runs_natively(decoder):
-        states = packed_layers(decoder, input_ids, position_ids, packing.sequences)
+        states = packed_layers(decoder, input_ids, send(position_ids, input_ids.device), packing)
     else:
         states = decoder(
             input_ids=input_ids[None],

@@ -88,6 +88,20 @@ class Packing:
         return Sequences.of(self.lengths, self.sharing)
 
     @cached_property
+    def bounds(self) -> Tensor:
+        """int32 `(sequences + 1,)` on the device: where each whole sequence begins, and the end."""
+        return send(torch.cat((self.lengths.new_zeros(1), self.lengths.cumsum(0))).int(), self.device)
+
+    @cached_property
+    def whole(self) -> "Buckets":
+        """The sequences one after the other, each whole; nothing is padded. There is a `sharing`."""
+        assert self.sharing is not None
+        place, positions = self.sharing.place, self.sharing.positions
+        is_repeated = torch.ones_like(place, dtype=torch.bool).index_fill_(0, positions, False)
+        again = send(is_repeated.nonzero()[:, 0], self.device)
+        return Buckets((), send(place, self.device), send(positions, self.device), again)
+
+    @cached_property
     def buckets(self) -> "Buckets":
         return self._padded(_similar(self.lengths))
 

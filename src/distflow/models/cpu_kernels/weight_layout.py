@@ -142,9 +142,9 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
     return PackedWeights(model, linear(causal.lm_head), memory)
 
 
-def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
-    """Raises NotNative where one of these parts of a decoder is none that the C of this folder computes. epsilon: of
-    all norms."""
+def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "cpu") -> None:
+    """Raises NotNative where one of these parts of a decoder is none that our kernels compute. epsilon: of all norms.
+    On a CPU all weights are float32."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
     for module in modules:
@@ -156,7 +156,7 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
         for weight in module.parameters(recurse=False):
             if type(weight) not in (Tensor, nn.Parameter):
                 raise NotNative(f"{name} has a {type(weight).__name__}")
-            if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            if weight.device.type != device or (device == "cpu" and weight.dtype != torch.float32):
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise NotNative(f"it requires float32 on a CPU, but {name} is in {dtype} on {weight.device}")
             if weight.is_inference() or not weight.is_contiguous():

@@ -90,7 +90,8 @@ class EmbeddedEngine:
         self.host: Host | None = None
         if not self.shares_weights:
             prepack(self.model)
-        by_torch = self.batch_invariant or self.enforce_eager or self.on_device is not None
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        by_torch = self.batch_invariant or self.enforce_eager or (on_cpu and self.on_device is not None)
         self._decoder = DecoderView(
             self.model, in_blocks=self.batch_invariant, native=not by_torch, compute_dtype=self.compute_dtype
         )
@@ -109,7 +110,6 @@ class EmbeddedEngine:
         self._other, self._train = self._lanes = self._make_lane("eval"), self._make_lane("train")
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        on_cpu = self._decoder.device.type == "cpu"
         self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, self.num_threads, on_cpu)
 
     def _make_lane(self, name: str) -> Lane:

@@ -97,6 +97,7 @@ class VllmEngine(HttpEngine):
             "PYTHONPATH": str(Path(__file__).parent),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler `in_vllm.py` replaces
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would be compiled, and never asked
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

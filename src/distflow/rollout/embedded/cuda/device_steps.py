@@ -21,7 +21,6 @@ from distflow.rollout.embedded.cuda.paged_kv_cache import (
     Laws,
     Lease,
     PageCopy,
-    PagedAttention,
     PageMemory,
     PagePool,
     pages_for,
@@ -225,9 +224,7 @@ class AsyncSteps:
     def _logits(self, slots: Tensor, width: int) -> Tensor:
         state, memory = self._state, self._open()
         positions, tables = state.position[slots], state.tables[:, :width][slots]
-        bias = self._decoder.bias(positions, width * self._options.page_tokens)
-        attention = PagedAttention(memory, tables, positions, bias)
-        hidden = self._decoder.decode_over(state.token[slots], positions, self._decoder.max_positions, attention)
+        hidden = self._decoder.decode_paged(state.token[slots], positions, memory.keys, memory.values, tables)
         return self._decoder.logits(hidden)
 
     def _slots_of(self, leases: Rows[Lease], size: int) -> Tensor:

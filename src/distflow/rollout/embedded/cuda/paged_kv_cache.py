@@ -1,9 +1,5 @@
 """What decode steps have on the device: paged key-value memory, and the state of each sequence with its random numbers.
 
-Attention gathers the row's pages and multiplies as `DecoderView`. torch has a kernel that reads pages where they lie
-(`torch.nn.attention.varlen`, `block_table`), but only with an implementation of FlashAttention that must be installed
-separately; FlexAttention needs a compiler.
-
 The uniform numbers are those of `rollout/stops_and_draws.py`, bit for bit. A slot keeps the state of SplitMix64 at its
 next draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
 uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
@@ -18,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distflow.device_transfer import send
-from distflow.models.cached_decoder import DecoderView, PromptKV, attend
+from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
@@ -111,33 +107,6 @@ class PageMemory:
         offset = position % self.page_tokens
         self.keys[:, page, :, offset] = prompts.keys[:, row, :, position]
         self.values[:, page, :, offset] = prompts.values[:, row, :, position]
-
-
-class PagedAttention:
-    """The attention of one decode step. All layers write and gather at the same places."""
-
-    def __init__(self, memory: PageMemory, tables: Tensor, positions: Tensor, bias: Tensor) -> None:
-        """tables: `(rows, width)`, pages of each row in order; positions: `(rows,)`, of the rows' tokens; bias: see
-        `attend`, of `width` pages."""
-        self._memory = memory
-        self._bias = bias
-        num_kv_heads = memory.keys.shape[2]
-        self._page = tables.gather(1, (positions // memory.page_tokens)[:, None]).squeeze(1)
-        self._offset = positions % memory.page_tokens
-        heads = torch.arange(num_kv_heads, device=tables.device)
-        self._gathered = (tables[:, None] * num_kv_heads + heads[:, None]).flatten()  # (rows, kv heads, width)
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Keep the tokens' keys and values, `(rows, kv_heads, head_dim)`, and attend to all up to them."""
-        keys = self._write_and_gather(self._memory.keys[layer], key)
-        values = self._write_and_gather(self._memory.values[layer], value)
-        return attend(query, keys, values, self._bias, scaling)
-
-    def _write_and_gather(self, memory: Tensor, new: Tensor) -> Tensor:
-        """Write the new tokens; returns all of each row, `(rows, kv_heads, width * page_tokens, head_dim)`."""
-        memory[self._page, :, self._offset] = new
-        pages = memory.flatten(0, 1).index_select(0, self._gathered)
-        return pages.view(len(new), memory.shape[1], -1, memory.shape[-1])
 
 
 def state_of(key: int, position: int) -> int:

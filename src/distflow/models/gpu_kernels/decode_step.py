@@ -1,0 +1,326 @@
+"""A decode step of Llama-like models on a CUDA device, with kernels in Triton between the products with weights.
+
+A step of single operations is some thirty-five kernels a layer, each of a few microseconds. Here it is thirteen: seven
+products by the module's own projections (so LoRA layers and replaced submodules take part), and of ours
+
+- residual sum and norm (`add_norm`), twice,
+- the rotation of queries and keys, the write to the paged memory, and attention over pages where they lie (`attend`):
+  every 256 tokens of a row are a instance of their own (FlashDecoding), and a row's bits depend on it alone,
+- the gate of the MLP (`silu_mul`).
+
+Sums are in float32; results are rounded where `transformers` rounds them.
+"""
+
+import functools
+import logging
+import subprocess
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from distflow.models.cpu_kernels.build import NotNative
+
+_log = logging.getLogger(__name__)
+
+SPLIT_TOKENS = 256
+"""Of a row's keys and values that one instance reads."""
+PRODUCT_ROWS = 16
+"""The fewest that a product in Triton takes: query heads of one key-value head are filled up to it."""
+
+
+class PagedStep:
+    """Raises NotNative for a model or a machine that it cannot run."""
+
+    def __init__(self, causal: Any, low: torch.dtype | None) -> None:
+        """low: of the products with weights, where it is not the dtype of the weights."""
+        config, self._body = causal.config, causal.model
+        self._head_dim: int = self._body.layers[0].self_attn.head_dim
+        self._low = low
+        if self._head_dim not in (32, 64, 128, 256):
+            raise NotNative(f"heads of {self._head_dim} numbers have no kernel")
+        if config.hidden_act != "silu":
+            raise NotNative(f"the activation {config.hidden_act} has no kernel")
+        norms = [norm for each in self._body.layers for norm in (each.input_layernorm, each.post_attention_layernorm)]
+        for part, kind in [(norm, "RMSNorm") for norm in (self._body.norm, *norms)] + [
+            (each.mlp, "MLP") for each in self._body.layers
+        ]:
+            if not _is_plain(part, kind):
+                raise NotNative(f"{type(part).__name__} has hooks, or is not that of transformers")
+        try_to_compile(self._body.norm.weight.device)
+
+    def decode(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        tables: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """hidden: `(rows, hidden)`, the tokens' embeddings, which are overwritten; positions: `(rows,)`, at which the
+        tokens' keys and values are written. rotary: `(positions, head_dim)` each, cosines and sines, of which the first
+        half is negative. tables: `(rows, width)`, the pages of each row. keys, values: `(layers, pages, kv_heads,
+        page_tokens, head_dim)`. Returns `(rows, hidden)` after the final norm."""
+        narrow = self._low or hidden.dtype
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._body.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            normed = self._norm(layer.input_layernorm, hidden, delta, narrow)
+            query, key, value = (
+                project(normed).unflatten(-1, (-1, self._head_dim))
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
+                query = self._norm(attention.q_norm, query, None, query.dtype)
+                key = self._norm(attention.k_norm, key, None, key.dtype)
+            scaling = attention.scaling
+            mixed = attend(query, key, value, keys[index], values[index], tables, positions, rotary, scaling)
+            delta = attention.o_proj(mixed.flatten(1))
+            normed = self._norm(layer.post_attention_layernorm, hidden, delta, narrow)
+            delta = mlp.down_proj(silu_mul(mlp.gate_proj(normed), mlp.up_proj(normed)))
+        return self._norm(self._body.norm, hidden, delta, narrow)
+
+    def _norm(self, module: Any, hidden: Tensor, delta: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return add_norm(hidden, delta, module.weight, module.variance_epsilon, dtype)
+
+
+@functools.cache
+def try_to_compile(device: torch.device) -> None:
+    """Raises NotNative, which a warning says, where Triton cannot compile, for want of a C compiler for instance."""
+    try:
+        add_norm(torch.ones(1, 16, device=device), None, torch.ones(16, device=device), 1e-6, torch.float32)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        reason = f"Triton cannot compile here: {str(error).strip()[:200]}"
+        _log.warning("the device computes by torch's kernels alone, at about half the speed: %s", reason)
+        raise NotNative(reason) from error
+
+
+def _is_plain(module: nn.Module, kind: str) -> bool:
+    """Whether it is a module of `transformers` whose own forward is what runs."""
+    return (
+        type(module).__module__.startswith("transformers.")
+        and type(module).__name__.endswith(kind)
+        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    )
+
+
+def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """Add `delta` to `hidden` in place; returns RMSNorm of the sum, over the last dimension, in `dtype`."""
+    hidden = hidden.contiguous() if delta is None else hidden
+    return add_norm_rows(hidden, delta, hidden, weight, epsilon, dtype)
+
+
+def add_norm_rows(
+    hidden: Tensor, delta: Tensor | None, total: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> Tensor:
+    """As `add_norm`; the sum is written to `total`, which may be `hidden`."""
+    width, normed = hidden.shape[-1], torch.empty_like(hidden, dtype=dtype)
+    rows, block = hidden.numel() // width, triton.next_power_of_2(width)
+    added = hidden if delta is None else delta
+    shape = (epsilon, width, block, delta is not None, delta is not None or total is not hidden)
+    _add_norm[(rows,)](hidden, added, total, weight, normed, *shape, num_warps=num_warps(block))
+    return normed
+
+
+def num_warps(block: int) -> int:
+    """Of a instance that has so many numbers of a row."""
+    return min(16, max(1, block // 256))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, of one shape."""
+    result, block = torch.empty_like(gate), 1024
+    _silu_mul[(triton.cdiv(gate.numel(), block),)](gate, up, result, gate.numel(), block, num_warps=4)
+    return result
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    scaling: float,
+) -> Tensor:
+    """Rotate queries `(rows, heads, head_dim)` and keys `(rows, kv_heads, head_dim)`, write keys and values to the page
+    of each row's position, and attend to all up to it. keys, values: `(pages, kv_heads, page_tokens, head_dim)`; the
+    others: see `PagedStep.decode`. Returns `(rows, heads, head_dim)` in the dtype of the memory."""
+    (rows, heads, head_dim), (_, kv_heads, page_tokens, _) = query.shape, keys.shape
+    split_pages = max(1, SPLIT_TOKENS // page_tokens)
+    splits = triton.cdiv(tables.shape[1], split_pages)
+    out = torch.empty(rows, heads, head_dim, dtype=keys.dtype, device=keys.device)
+    # What the parts of a row sum to, with its largest score and its sum of weights behind it.
+    parts = out if splits == 1 else out.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
+    cos, sin = rotary
+    group = heads // kv_heads
+    _attend[(rows, kv_heads, splits)](
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        keys,
+        values,
+        tables,
+        positions,
+        cos,
+        sin,
+        parts,
+        scaling,
+        tables.stride(0),
+        splits,
+        kv_heads,
+        group,
+        max(PRODUCT_ROWS, triton.next_power_of_2(group)),
+        head_dim,
+        page_tokens,
+        split_pages,
+        splits == 1,
+        "ieee" if keys.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
+    if splits > 1:
+        block = triton.next_power_of_2(splits)
+        _join[(rows, heads)](parts, out, positions, splits, heads, head_dim, block, split_pages * page_tokens)
+    return out
+
+
+@triton.jit
+def _add_norm(
+    hidden,
+    delta,
+    total,
+    weight,
+    normed,
+    epsilon,
+    width,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    WRITES: tl.constexpr,
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    stream = tl.load(hidden + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        stream = (stream.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(stream.dtype)
+    if WRITES:
+        tl.store(total + at, stream, mask=inside)
+    numbers = stream.to(tl.float32)
+    scaled = (numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / width + epsilon)).to(stream.dtype)
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    result = scale.to(tl.float32) * scaled.to(tl.float32)
+    tl.store(normed + at, result.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate, up, result, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    given = tl.load(gate + at, mask=inside, other=0.0)
+    numbers = given.to(tl.float32)
+    opened = (numbers / (1.0 + tl.exp(-numbers))).to(given.dtype).to(tl.float32)
+    tl.store(
+        result + at,
+        (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(given.dtype),
+        mask=inside,
+    )
+
+
+@triton.jit
+def _rotated(x, cos, sin, mask, HALF: tl.constexpr, kind: tl.constexpr):
+    """Both halves of heads: x and y, with what is HALF behind, are x cos + y sin and y cos + x sin; see `rotary`."""
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    first_cos, first_sin = tl.load(cos).to(tl.float32), tl.load(sin).to(tl.float32)
+    second_cos, second_sin = tl.load(cos + HALF).to(tl.float32), tl.load(sin + HALF).to(tl.float32)
+    return (first * first_cos + second * first_sin).to(kind), (second * second_cos + first * second_sin).to(kind)
+
+
+@triton.jit
+def _attend(
+    query, key, value, keys, values, tables, positions, cos, sin, out, scaling, table_width, num_splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr, IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    HALF: tl.constexpr = HEAD_DIM // 2
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    first = split * SPLIT_PAGES
+    if first * PAGE > position:
+        return
+    low, whole, tokens, heads = tl.arange(0, HALF), tl.arange(0, HEAD_DIM), tl.arange(0, PAGE), tl.arange(0, ROWS)
+    kept = keys.dtype.element_ty
+
+    angle, own = position * HEAD_DIM + low, (row * KV_HEADS + kv_head) * HEAD_DIM
+    is_head, head = (heads < GROUP)[:, None], (row * KV_HEADS + kv_head) * GROUP + heads
+    of_heads = tl.broadcast_to(angle[None, :], (ROWS, HALF))
+    queries = head[:, None] * HEAD_DIM + low[None, :]
+    rotated_1, rotated_2 = _rotated(query + queries, cos + of_heads, sin + of_heads, is_head, HALF, kept)
+    new_1, new_2 = _rotated(key + own + low, cos + angle, sin + angle, low < HALF, HALF, kept)
+    new_value = tl.load(value + own + whole).to(kept)
+
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for number in range(SPLIT_PAGES):
+        at = (first + number) * PAGE + tokens
+        page = tl.load(tables + row * table_width + first + number, mask=(first + number) * PAGE <= position, other=0)
+        base = (page * KV_HEADS + kv_head) * PAGE * HEAD_DIM
+        is_seen, is_new = at <= position, at == position
+        lie = keys + base + tokens[None, :] * HEAD_DIM + low[:, None]
+        keys_1 = tl.where(is_new[None, :], new_1[:, None], tl.load(lie, mask=is_seen[None, :], other=0.0))
+        keys_2 = tl.where(is_new[None, :], new_2[:, None], tl.load(lie + HALF, mask=is_seen[None, :], other=0.0))
+        scores = tl.dot(rotated_1, keys_1, input_precision=PRECISION)
+        scores = tl.dot(rotated_2, keys_2, scores, input_precision=PRECISION) * scaling
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        above = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp(scores - above[:, None])
+        shrunk = tl.exp(largest - above)
+        lie = values + base + tokens[:, None] * HEAD_DIM + whole[None, :]
+        held = tl.where(is_new[:, None], new_value[None, :], tl.load(lie, mask=is_seen[:, None], other=0.0))
+        mixed = tl.dot(weights.to(kept), held, mixed * shrunk[:, None], input_precision=PRECISION)
+        total = total * shrunk + tl.sum(weights, 1)
+        largest = above
+
+    if (first + SPLIT_PAGES) * PAGE > position:  # the row's own token is in this part
+        page = tl.load(tables + row * table_width + position // PAGE)
+        place = ((page * KV_HEADS + kv_head) * PAGE + position % PAGE) * HEAD_DIM
+        tl.store(keys + place + low, new_1)
+        tl.store(keys + place + HALF + low, new_2)
+        tl.store(values + place + whole, new_value)
+    if IS_WHOLE:
+        result = (mixed / total[:, None]).to(kept)
+        tl.store(out + head[:, None] * HEAD_DIM + whole[None, :], result, mask=is_head)
+    else:
+        part = out + (head * num_splits + split) * (HEAD_DIM + 2)
+        tl.store(part[:, None] + whole[None, :], mixed, mask=is_head)
+        tl.store(part + HEAD_DIM, largest, mask=heads < GROUP)
+        tl.store(part + HEAD_DIM + 1, total, mask=heads < GROUP)
+
+
+@triton.jit
+def _join(
+    parts,
+    out,
+    positions,
+    num_splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits, whole = tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
+    is_there = splits * SPLIT <= tl.load(positions + row)
+    part = parts + ((row * HEADS + head) * num_splits + splits) * (HEAD_DIM + 2)
+    largest = tl.load(part + HEAD_DIM, mask=is_there, other=float("-inf"))
+    total = tl.load(part + HEAD_DIM + 1, mask=is_there, other=0.0)
+    mixed = tl.load(part[:, None] + whole[None, :], mask=is_there[:, None], other=0.0)
+    shares = tl.exp(largest - tl.max(largest, 0))
+    result = tl.sum(mixed * shares[:, None], 0) / tl.sum(total * shares, 0)
+    tl.store(out + (row * HEADS + head) * HEAD_DIM + whole, result.to(out.dtype.element_ty))

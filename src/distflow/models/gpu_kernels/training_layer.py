@@ -1,0 +1,298 @@
+"""What stands between the matrix products of a decoder layer on a CUDA device, forward and backward: the functions of
+`cpu_kernels/training_layer.py` by the same names. Each reads its inputs and writes its outputs once.
+
+Single operations move a layer's activations some fifty times; for these moves, more than for the products, an update of
+a small model waits. Forward rounds where autocast does, and backward less often. Sums are in float32, and in the same
+order each time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
+
+from distflow.models.gpu_kernels.decode_step import add_norm_rows, num_warps
+
+INSTANCES = 512
+"""Of a backward pass that sums over rows: each adds up rows of its own."""
+_TILE = 16  # rows of one head that are rotated together
+_BLOCK = 1024  # of a gate's columns
+
+# Newer versions of torch want to be told that keys and values have fewer heads.
+_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)}
+if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+    _CAUSAL["enable_gqa"] = True
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    """Each sequence to itself, causally: bfloat16 `(tokens, heads, head_dim)`, keys and values with their own number of
+    heads. bounds: int32 `(sequences + 1,)`, where they begin and the last one ends. As queries."""
+    mixed = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, scale=scale, **_CAUSAL)
+    assert isinstance(mixed, Tensor)
+    return mixed
+
+
+def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or
+    None for zeros. Differentiable once, as all here."""
+    return _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
+
+
+def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed and rotated queries, rotated keys, and values, `(rows, heads of each, head_dim)`, in the dtype of
+    `projected`, which is by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows,
+    head_dim)`."""
+    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
+    weights = [None if norm is None else norm.weight for norm in norms]
+    epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
+    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
+    rows = (projected.contiguous(), cos.contiguous(), sin.contiguous())
+    return _SplitHeads.apply(*rows, num_kv_heads, epsilon, *weights)
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, `(rows, size)`. gate_up: by a product, `(rows, 2 · size)`, gates first."""
+    return _Gate.apply(gate_up.contiguous())
+
+
+class _AddNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        outputs = torch.empty_like(x)
+        normed = add_norm_rows(x, added, outputs, weight, epsilon, dtype)
+        ctx.save_for_backward(outputs, weight)
+        ctx.epsilon, ctx.added_dtype = epsilon, None if added is None else added.dtype
+        return outputs, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_outputs: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
+        outputs, weight = ctx.saved_tensors
+        rows, width = outputs.shape
+        of_x, instances = torch.empty_like(outputs), min(INSTANCES, rows)
+        of_added = of_x if ctx.added_dtype is None else torch.empty_like(of_x, dtype=ctx.added_dtype)
+        sums = outputs.new_empty(instances, width)
+        block = triton.next_power_of_2(width)
+        given = (outputs, weight, of_outputs.contiguous(), of_normed.contiguous())
+        shape = (rows, instances, ctx.epsilon, width, block, ctx.added_dtype is not None)
+        _add_norm_backward[(instances,)](*given, of_x, of_added, sums, *shape, num_warps=num_warps(block))
+        of_weight = sums.sum(0).to(weight.dtype)
+        return of_x, None if ctx.added_dtype is None else of_added, of_weight, None, None
+
+
+class _SplitHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int, epsilon: float, *norms: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        rows, dim = cos.shape
+        num_heads = projected.shape[1] // dim - 2 * num_kv_heads
+        outputs = [projected.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        weights = [cos if norm is None else norm for norm in norms]  # where there is none, none is read
+        grid = (triton.cdiv(rows, _TILE), num_heads + 2 * num_kv_heads)
+        shape = (rows, epsilon, num_heads, num_kv_heads, dim, _TILE, norms[0] is not None)
+        _split_heads[grid](projected, cos, sin, *weights, *outputs, *shape)
+        ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
+        ctx.epsilon, ctx.dtype = epsilon, projected.dtype
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        projected, cos, sin, *norms = ctx.saved_tensors
+        (rows, dim), (num_heads, num_kv_heads, _) = cos.shape, (each.shape[1] for each in of_outputs)
+        all_heads = num_heads + 2 * num_kv_heads
+        of_projected = cos.new_empty(rows, all_heads * dim, dtype=ctx.dtype)
+        has_norms, instances = norms[0] is not None, min(INSTANCES // 4, triton.cdiv(rows, _TILE))
+        sums = cos.new_empty(instances, all_heads, dim) if has_norms else cos
+        weights = norms if has_norms else [cos, cos]
+        given = (
+            projected if has_norms else of_projected,
+            cos,
+            sin,
+            *weights,
+            *(each.contiguous() for each in of_outputs),
+        )
+        shape = (rows, instances, ctx.epsilon, num_heads, num_kv_heads, dim, _TILE, has_norms)
+        _split_heads_backward[(instances, all_heads)](*given, of_projected, sums, *shape)
+        of_norms: list[Tensor | None] = [None, None]
+        if has_norms:
+            parts = sums.split((num_heads, num_kv_heads, num_kv_heads), 1)
+            of_norms = [part.sum((0, 1)).to(norm.dtype) for part, norm in zip(parts[:2], norms, strict=True)]
+        return of_projected, None, None, None, None, *of_norms
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        gated = gate_up.new_empty(rows, width)
+        _gate[(rows, triton.cdiv(width, _BLOCK))](gate_up, gated, width, _BLOCK)
+        ctx.save_for_backward(gate_up)
+        return gated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_gated: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        (rows, width), of_gate_up = of_gated.shape, torch.empty_like(gate_up)
+        _gate_backward[(rows, triton.cdiv(width, _BLOCK))](gate_up, of_gated.contiguous(), of_gate_up, width, _BLOCK)
+        return of_gate_up
+
+
+@triton.jit
+def _add_norm_backward(
+    outputs, weight, of_outputs, of_normed, of_x, of_added, sums, rows, instances, epsilon, width,
+    BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr
+):  # fmt: skip
+    instance, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < width
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    row = instance
+    while row < rows:
+        at = row.to(tl.int64) * width + columns
+        numbers = tl.load(outputs + at, mask=inside, other=0.0)
+        given = tl.load(of_normed + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(numbers * numbers, 0) / width + epsilon)
+        unit, scaled = numbers * inverse, given * scale
+        total += given * unit
+        result = inverse * (scaled - unit * (tl.sum(scaled * unit, 0) / width))
+        result += tl.load(of_outputs + at, mask=inside, other=0.0)
+        tl.store(of_x + at, result, mask=inside)
+        if HAS_ADDED:
+            tl.store(of_added + at, result.to(of_added.dtype.element_ty), mask=inside)
+        row += instances
+    tl.store(sums + instance * width + columns, total, mask=inside)
+
+
+@triton.jit
+def _pair(place, mask, HALF: tl.constexpr):
+    """What lies there and HALF behind, in float32."""
+    first, second = tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _split_heads(
+    projected, cos, sin, query_norm, key_norm, queries, keys, values, rows, epsilon, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, HAS_NORMS: tl.constexpr
+):  # fmt: skip
+    HALF: tl.constexpr = DIM // 2
+    tile, head = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.program_id(1)
+    low, inside = tl.arange(0, HALF), (tile < rows)[:, None]
+    source = projected + (tile * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + low[None, :]
+    first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
+    if head >= HEADS + KV_HEADS:
+        place = values + (tile * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * DIM + low[None, :]
+        tl.store(place, first, mask=inside)
+        tl.store(place + HALF, second, mask=inside)
+    else:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        if HAS_NORMS:
+            inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + epsilon)[:, None]
+            x, y = (x * inverse).to(first.dtype).to(tl.float32), (y * inverse).to(first.dtype).to(tl.float32)
+            if head < HEADS:
+                x *= tl.load(query_norm + low).to(tl.float32)[None, :]
+                y *= tl.load(query_norm + HALF + low).to(tl.float32)[None, :]
+            else:
+                x *= tl.load(key_norm + low).to(tl.float32)[None, :]
+                y *= tl.load(key_norm + HALF + low).to(tl.float32)[None, :]
+        angle = tile[:, None] * DIM + low[None, :]
+        (cos_x, cos_y), (sin_x, sin_y) = _pair(cos + angle, inside, HALF), _pair(sin + angle, inside, HALF)
+        turned_x, turned_y = (x * cos_x - y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
+        if head < HEADS:
+            place = queries + (tile * HEADS + head)[:, None] * DIM + low[None, :]
+            tl.store(place, turned_x, mask=inside)
+            tl.store(place + HALF, turned_y, mask=inside)
+        else:
+            place = keys + (tile * KV_HEADS + head - HEADS)[:, None] * DIM + low[None, :]
+            tl.store(place, turned_x, mask=inside)
+            tl.store(place + HALF, turned_y, mask=inside)
+
+
+@triton.jit
+def _split_heads_backward(
+    projected, cos, sin, query_norm, key_norm, of_queries, of_keys, of_values, of_projected, sums, rows, instances,
+    epsilon, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    HAS_NORMS: tl.constexpr
+):  # fmt: skip
+    """The transpose of the rotation, and the norm's gradient."""
+    HALF: tl.constexpr = DIM // 2
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    instance, head, low = tl.program_id(0), tl.program_id(1), tl.arange(0, HALF)
+    kind = projected.dtype.element_ty
+    total_x, total_y = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    start = instance * TILE
+    while start < rows:
+        tile = start.to(tl.int64) + tl.arange(0, TILE)
+        inside = (tile < rows)[:, None]
+        at = (tile * ALL + head)[:, None] * DIM + low[None, :]
+        if head < HEADS:
+            back_x, back_y = _pair(of_queries + (tile * HEADS + head)[:, None] * DIM + low[None, :], inside, HALF)
+        elif head < HEADS + KV_HEADS:
+            back_x, back_y = _pair(
+                of_keys + (tile * KV_HEADS + head - HEADS)[:, None] * DIM + low[None, :], inside, HALF
+            )
+        else:
+            first = head - HEADS - KV_HEADS
+            back_x, back_y = _pair(of_values + (tile * KV_HEADS + first)[:, None] * DIM + low[None, :], inside, HALF)
+        if head < HEADS + KV_HEADS:
+            angle = tile[:, None] * DIM + low[None, :]
+            cos_x, cos_y = _pair(cos + angle, inside, HALF)
+            sin_x, sin_y = _pair(sin + angle, inside, HALF)
+            of_x, of_y = back_x * cos_x + back_y * sin_y, back_y * cos_y - back_x * sin_x
+            if HAS_NORMS:
+                own_x, own_y = _pair(projected + at, inside, HALF)
+                inverse = tl.rsqrt((tl.sum(own_x * own_x, 1) + tl.sum(own_y * own_y, 1)) / DIM + epsilon)[:, None]
+                unit_x, unit_y = own_x * inverse, own_y * inverse
+                total_x += tl.sum(of_x * unit_x, 0)
+                total_y += tl.sum(of_y * unit_y, 0)
+                if head < HEADS:
+                    of_x *= tl.load(query_norm + low).to(tl.float32)[None, :]
+                    of_y *= tl.load(query_norm + HALF + low).to(tl.float32)[None, :]
+                else:
+                    of_x *= tl.load(key_norm + low).to(tl.float32)[None, :]
+                    of_y *= tl.load(key_norm + HALF + low).to(tl.float32)[None, :]
+                mean = ((tl.sum(of_x * unit_x, 1) + tl.sum(of_y * unit_y, 1)) / DIM)[:, None]
+                of_x, of_y = inverse * (of_x - unit_x * mean), inverse * (of_y - unit_y * mean)
+            back_x, back_y = of_x, of_y
+        tl.store(of_projected + at, back_x.to(kind), mask=inside)
+        tl.store(of_projected + at + HALF, back_y.to(kind), mask=inside)
+        start += instances * TILE
+    if HAS_NORMS:
+        place = sums + (instance * ALL + head) * DIM + low
+        tl.store(place, total_x)
+        tl.store(place + HALF, total_y)
+
+
+@triton.jit
+def _gate(gate_up, gated, width, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    source = gate_up + row * 2 * width + columns
+    given = tl.load(source, mask=inside, other=0.0)
+    x = given.to(tl.float32)
+    opened = (x / (1.0 + tl.exp(-x))).to(given.dtype).to(tl.float32)
+    result = opened * tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gated + row * width + columns, result.to(given.dtype), mask=inside)
+
+
+@triton.jit
+def _gate_backward(gate_up, of_gated, of_gate_up, width, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * 2 * width + columns
+    given = tl.load(gate_up + at, mask=inside, other=0.0)
+    x, up = given.to(tl.float32), tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    back = tl.load(of_gated + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-x))
+    tl.store(of_gate_up + at, (back * up * share * (1.0 + x * (1.0 - share))).to(given.dtype), mask=inside)
+    tl.store(of_gate_up + at + width, (back * x * share).to(given.dtype), mask=inside)
