@@ -208,6 +208,7 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
         "max_tokens": params.max_tokens,
         "repetition_penalty": params.repetition_penalty,
         "stop": list(params.stop),
+        "detokenize": bool(params.stop),  # texts of single tokens take half of the server's time
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
         "skip_special_tokens": False,
