@@ -206,7 +206,8 @@ def _split_heads(
                 x *= tl.load(key_norm + low).to(tl.float32)[None, :]
                 y *= tl.load(key_norm + HALF + low).to(tl.float32)[None, :]
         angle = tile[:, None] * DIM + low[None, :]
-        (cos_x, cos_y), (sin_x, sin_y) = _pair(cos + angle, inside, HALF), _pair(sin + angle, inside, HALF)
+        cos_x, cos_y = _pair(cos + angle, inside, HALF)
+        sin_x, sin_y = _pair(sin + angle, inside, HALF)
         turned_x, turned_y = (x * cos_x - y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
         if head < HEADS:
             place = queries + (tile * HEADS + head)[:, None] * DIM + low[None, :]
