@@ -31,10 +31,15 @@ WHO = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{policy: t
 @pytest.fixture(scope="module")
 def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("policies"), num_rows=4)
-    for number, name in enumerate(("second", "third")):
-        write_tiny_model(ground.folder / name, seed=number + 1)
-    (ground.folder / "flow.py").write_text(FLOW)
+    write_policies(ground.folder)
     return ground
+
+
+def write_policies(folder: Path) -> None:
+    """The models of two more policies, and a workflow of three agents."""
+    for number, name in enumerate(("second", "third")):
+        write_tiny_model(folder / name, seed=number + 1)
+    (folder / "flow.py").write_text(FLOW)
 
 
 def overrides(ground: Playground, *more: str) -> list[str]:
@@ -93,7 +98,7 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> 
         ),
         ([WHO.replace("policy: second", "policy: actor")], "no agent has the policy 'second'"),
         ([f"{AGENTS}={{solver: {{trainable: false}}, checker: {{policy: second}}, b: {{policy: third}}}}"], "exchange"),
-        (["trainer.n_gpus_per_node=2"], "cannot use several processes yet"),
+        (["actor_rollout_ref.model.lora_rank=2"], "cannot train adapters yet"),
         (["actor_rollout_ref.actor.use_kl_loss=true"], "cannot compare with a reference yet"),
         (["algorithm.adv_estimator=gae_marft", "dag.pipeline=ppo"], "cannot train a critic yet"),
     ],

@@ -9,7 +9,6 @@ from distflow.config.derived_settings import (
     algorithms,
     find_estimator,
     find_pipeline,
-    is_one_process,
     is_rl,
     is_sharded,
     may_have_critic,
@@ -157,7 +156,6 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
     in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
     refused = (
         ("dag.policy", config.dag.policy is not None, "train one of them alone", "null"),
-        ("trainer.launcher", not is_one_process(config), "use several processes", "local, with one device"),
         (f"{ACTOR}.strategy", is_sharded(config), "shard weights", "torch"),
         (f"{MODEL}.lora_rank", settings.model.lora_rank > 0, "train adapters", "0"),
         (f"{ROLLOUT}.name", ROLLOUT_ENGINES[settings.rollout.name].in_server, "generate in a server", "embedded"),
