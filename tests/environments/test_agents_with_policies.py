@@ -89,6 +89,15 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> 
         assert torch.equal(weight, parts.weights(4)[name]), name
 
 
+def test_a_resumed_run_would_report_another_frozen_model(playground: Playground) -> None:
+    """The checkpoint has the trained policies, and of a frozen one its fingerprint alone."""
+    facts = playground.spec("grpo", *overrides(playground))[1].facts
+    other = overrides(playground, f"dag.policies={{third: {{model: {{path: {playground.folder}/second}}}}}}")
+    changed = playground.spec("grpo", *other)[1].facts
+    assert {name for name in facts if name.startswith("policy_")} == {"policy_third"}
+    assert facts["policy_third"] != changed["policy_third"]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
