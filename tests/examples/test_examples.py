@@ -88,6 +88,15 @@ def test_two_agents(tmp_path: Path) -> None:
         assert score == len(chosen & {"1", "2"}) / 2
 
 
+def test_agents_with_policies(tmp_path: Path) -> None:
+    batch = train("solver_checker", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    assert [[name for name, _ in forks] for forks in batch["forks"]] == [["checker"]] * len(batch)
+    for said, parts, answer in zip(batch["conversation"], batch["reward_parts"], batch["ground_truth"], strict=True):
+        solved, judged = (turn["text"] for turn in said if turn["owner"] == "policy")
+        assert parts == {"solver": solved == answer, "checker": judged == ("1" if solved == answer else "0")}
+    assert "policies/checker/loss" in read_metrics(tmp_path)[-1].values
+
+
 def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = train("custom_advantage", tmp_path)
     assert "median: examples.custom_advantage.compute_median_advantage(scale=0.5)" in capsys.readouterr().out

@@ -176,7 +176,7 @@ class Auditor:
                 return self._look_before(taken, role, engine, batch, loss)
             self._watch = UpdateWatch(role, engine, batch, loss, self._recorded.step)
             number = len(self._recorded.updates_of(role))
-            if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
+            if role != "critic" and 0 < number <= NUM_SCORED_AGAIN:
                 score_before(self._recorded, self._watch.record)
                 self._run.turns.finish()
             return self._watch
@@ -283,7 +283,7 @@ class Auditor:
         quick = self._looks is Depth.QUICK
         uids = [str(sample["uid"]) for sample in few.some_samples(NUM_SAMPLES[self._looks])]
         self._watch = UpdateWatch(role, engine, batch, loss, taken.step, uids or ("",), quick)
-        if role == "actor" and number and not quick:
+        if role != "critic" and number and not quick:
             score_before(few, self._watch.record)
             self._run.turns.finish()
         return self._watch

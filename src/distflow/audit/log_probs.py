@@ -2,7 +2,8 @@
 reference does not move."""
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from contextlib import ExitStack
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,10 @@ from distflow.audit.recorded_step import (
     check,
     conversations_of,
     doubles,
+    policies_of_conversations,
 )
 from distflow.config.derived_settings import is_rl
+from distflow.training.policies import models_of
 
 MOST, LEAST = 16, 4
 SHARE = 0.04
@@ -142,12 +145,18 @@ def forward_samples(
 ) -> list[T]:
     """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient; each of its
     conversations alone. dtype: to compute in; None is the engine's."""
-    adapter = not getattr(engine, "without_adapter", False)
-    with torch.no_grad(), model_forward.plainly(engine.model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)):
-        apart = [sequences_of(sample) for sample in samples]
-        logits = model_forward.logits_of(run.turns.run, engine.model, [each for own in apart for each in own])
+    adapter, models = not getattr(engine, "without_adapter", False), models_of(engine.model)
+    with torch.no_grad(), ExitStack() as plain:
+        for model in models.values():
+            plain.enter_context(model_forward.plainly(model, adapter=adapter, compute_dtype=dtype or dtype_of(engine)))
+        owners = policies_of_conversations if len(models) > 1 else lambda config, sample: repeat(next(iter(models)))
+        apart = [[*zip(owners(run.spec.config, own), sequences_of(own), strict=False)] for own in samples]
+        logits = {
+            name: model_forward.logits_of(run.turns.run, model, [ids for own in apart for of, ids in own if of == name])
+            for name, model in models.items()
+        }
         return [
-            score(joined_logits(list(islice(logits, len(own)))), sample)
+            score(joined_logits([next(logits[name]) for name, _ in own]), sample)
             for own, sample in zip(apart, samples, strict=True)
         ]
 

@@ -31,6 +31,7 @@ from distflow.audit.recorded_step import (
     check_tokens,
     doubles,
     is_builtin,
+    own_tokens,
 )
 from distflow.audit.token_level_rewards import kl
 from distflow.config import Config
@@ -132,8 +133,8 @@ def audit_loss(recorded: RecordedStep) -> str | None:
         if seen and tokens > MOST_TOKENS:
             break
         batch = _mini_batch(recorded, update)
-        if update.role == "actor":
-            steps = recorded.updates_of("actor")
+        if update.role != "critic":
+            steps = recorded.updates_of(update.role)
             num_taken = sum(not step.metrics.get("empty") for step in steps)
             is_missing = bool(batch.samples) and "old_log_probs" not in batch.columns  # a rank may have no sample of it
             if num_taken > 1 and recorded.is_written("old_log_probs") and is_missing:
@@ -141,7 +142,7 @@ def audit_loss(recorded: RecordedStep) -> str | None:
                     f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
                     "nothing computed old_log_probs before the first"
                 )
-            _same_outputs(recorded, batch, update.plain or (recorded.plain if update is steps[0] else {}))
+            _same_outputs(recorded, update.role, batch, update.plain or (recorded.plain if update is steps[0] else {}))
         total = _formula(recorded, update)
         if isinstance(total, str):
             why_not = total
@@ -248,7 +249,7 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
             expected["vpred_mean"] = float(batch.outputs["values"][counted].mean())
         elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
             expected |= _of_ratios(batch, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
-    prefix = "actor" if update.role == "actor" else "critic"
+    prefix = f"policies/{update.role}" if update.role in recorded.config.dag.policies else update.role
     recorded.run.compared.update({f"{prefix}/{name}" for name in expected})
     for name, value in expected.items():
         found = float(update.metrics.get(name, value))
@@ -278,7 +279,7 @@ def _of_ratios(
     return found
 
 
-def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
+def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
     """The input of the loss is the output of the policy's own forward at that moment, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
@@ -286,7 +287,8 @@ def _same_outputs(recorded: RecordedStep, batch: MiniBatch, plain: Mapping[str, 
             if scores is None or name not in batch.outputs:
                 continue
             found = batch.outputs[name][batch.sample == number]
-            gap = float((found - getattr(scores, name))[is_predicted(sample)].abs().mean())
+            own = is_predicted(sample) & own_tokens(recorded.config, sample, role)
+            gap = float((found - getattr(scores, name))[own].abs().sum() / own.sum().clamp(min=1))
             if not gap <= recorded.limit(EXACT, ROUNDED):
                 raise Wrong(
                     f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
@@ -357,7 +359,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
         {name: _flat(parts) for name, parts in outputs.items()},
         {name: _flat(parts) for name, parts in gradients.items()},
         columns,
-        _flat([sample["loss_mask"] for sample in samples]) > 0,
+        _flat([sample["loss_mask"] * own_tokens(recorded.config, sample, update.role) for sample in samples]) > 0,
         torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
     )
 

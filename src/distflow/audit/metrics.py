@@ -215,6 +215,9 @@ def _of_updates(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     names = [getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps]
     for role in {update.role for update in recorded.updates}:
         prefix = role if role in names else "rm" if "rm" in names else "sft"
+        if role in recorded.config.dag.policies:
+            prefix = f"policies/{role}"
+            names.append(prefix)  # trained by the actor's node
         updates, found = [update.metrics for update in recorded.updates_of(role)], defaultdict[str, list[float]](list)
         for metrics in [each for each in updates if not each.get("empty")] or updates:
             for name, value in metrics.items():

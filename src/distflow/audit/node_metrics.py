@@ -47,6 +47,7 @@ NOT_RECOMPUTED = {
     "domains/*/timeouts": "as reward/calls",
     "domains/*/accuracy": "its p · (1 - p) is checked, in curriculum",
     "actor/loss_term/*": "only a sum of exactly 0 has a meaning",
+    "policies/*/loss_term/*": "only a sum of exactly 0 has a meaning",
     "actor/behave_*": "only weights are checked, in loss",
     "actor/rollout_is_*": "weights within the loss are checked there",
     "actor/entropy": "checked for mini-batches; a pass before the update reports its own over all samples",

@@ -12,9 +12,18 @@ from torch import Tensor, nn
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_predicted, joined_logits, sequences_of
 from distflow.audit.model_forward import logits_of, plainly
 from distflow.audit.record_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped
-from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, is_builtin, samples_of, shuffled
+from distflow.audit.recorded_step import (
+    RecordedStep,
+    Sample,
+    Wrong,
+    check,
+    is_builtin,
+    own_tokens,
+    samples_of,
+    shuffled,
+)
 from distflow.config import Config
-from distflow.config.derived_settings import algorithm_of, is_rl, reads_pairs, takes_values
+from distflow.config.derived_settings import algorithm_of, is_rl, reads_pairs, takes_values, trained_policies
 from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.models.sharding import is_spread
 
@@ -68,12 +77,13 @@ def _expected(recorded: RecordedStep) -> set[str]:
     names = {getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps}
     roles = {"critic"} & names
     warm = recorded.step >= recorded.config.trainer.critic_warmup
-    return roles | ({"actor"} if names & {"actor", "sft", "rm"} and (warm or not is_rl(recorded.config)) else set())
+    policies = trained_policies(recorded.config) or ("actor",)
+    return roles | ({*policies} if names & {"actor", "sft", "rm"} and (warm or not is_rl(recorded.config)) else set())
 
 
 def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
     passes, num_prompts = plan_of(recorded.config, role)
-    if role == "actor" and is_rl(recorded.config) and recorded.step < recorded.config.trainer.critic_warmup:
+    if role != "critic" and is_rl(recorded.config) and recorded.step < recorded.config.trainer.critic_warmup:
         passes = 0
     wanted, rows = _drawn(recorded, passes, num_prompts), _rows(recorded, role)
     if len(updates) != len(wanted):
@@ -129,6 +139,8 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
             # An update may write old log-probs, which later ones then have.
             for name in (name for name in COLUMNS if name in sample and name in known[sample["uid"]]):
                 now, before = sample[name], known[sample["uid"]][name]
+                if name == "loss_mask":
+                    before = before * own_tokens(recorded.config, known[sample["uid"]], update.role)
                 if not bool(((now == before) | (now.isnan() & before.isnan())).all()):
                     raise Wrong(
                         f"{name} of sample {sample['uid']} in mini-batch {number} of the {update.role} differs from "
@@ -143,7 +155,14 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
     limit=f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
 )
 def audit_backward(recorded: RecordedStep) -> str | None:
-    actor = recorded.run.resources.actor
+    engines = recorded.run.resources.updated()
+    for role in trained_policies(recorded.config) or ("actor",):
+        if (why_not := _same_backward(recorded, role, engines.get(role))) is not None:
+            return why_not
+    return None
+
+
+def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | None:
     compute = getattr(actor, "compute", None)
     if not isinstance(actor, OpenEngine) or compute is None:
         return "the train engine does not expose its model"
@@ -159,13 +178,13 @@ def audit_backward(recorded: RecordedStep) -> str | None:
 
     def loss() -> Tensor:
         flat: Tensor = compute(batch, ("log_probs",))["log_probs"]
-        cotangents = [_cotangent(sample) for sample in chosen]
+        cotangents = [_cotangent(sample) * own_tokens(recorded.config, sample, role) for sample in chosen]
         return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
 
     packed = turns.gradients(actor.model, weights, loss)
     parts = [chosen[place : place + 1] for place in range(NUM_SAMPLES if spread else len(chosen))]
     low = dtype_of(actor)
-    apart = [_through_padding(recorded, actor, part, weights, low) for part in parts]
+    apart = [_through_padding(recorded, role, actor, part, weights, low) for part in parts]
     if not chosen:
         return "no sample is short enough"
     limit = recorded.limit(EXACT, ROUNDED)
@@ -174,7 +193,7 @@ def audit_backward(recorded: RecordedStep) -> str | None:
         error = float((one - other).norm() / other.norm().clamp(min=1e-12))
         if not error <= limit and float(other.norm()) > 1e-9:
             if low not in (None, torch.float32) and not spread:  # each rank makes as many passes
-                exact = sum(_through_padding(recorded, actor, part, weights, None)[place] for part in parts)
+                exact = sum(_through_padding(recorded, role, actor, part, weights, None)[place] for part in parts)
                 if error <= 2 * (rounding := float((other - exact).norm() / torch.as_tensor(exact).norm())):
                     return f"rounding alone moves the gradient of {name} by {rounding:.2g} of itself, which is too far"
             raise Wrong(
@@ -227,7 +246,12 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
 
 
 def _through_padding(
-    recorded: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter], dtype: Dtype
+    recorded: RecordedStep,
+    role: str,
+    actor: OpenEngine,
+    chosen: Sequence[Sample],
+    weights: Sequence[nn.Parameter],
+    dtype: Dtype,
 ) -> list[Tensor]:
     """chosen: one sample, or none: then one token runs through the model, with gradient 0. dtype: of the products."""
     tokens = [each for sample in chosen for each in sequences_of(sample)] or [((0,), (0,))]
@@ -238,7 +262,9 @@ def _through_padding(
         temperature = recorded.sampling(chosen[0]).temperature if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
-        cotangent = _cotangent(chosen[0]) if chosen else torch.zeros(1)
+        cotangent = torch.zeros(1)
+        if chosen:
+            cotangent = _cotangent(chosen[0]) * own_tokens(recorded.config, chosen[0], role)
         return (log_probs * cotangent.to(log_probs)).sum()
 
     with plainly(actor.model, compute_dtype=dtype):
@@ -313,7 +339,7 @@ def total_updates(recorded: RecordedStep, role: str) -> int:
     """Optimizer steps of the whole run: the schedule's length."""
     config = recorded.config
     passes, num_prompts = plan_of(config, role)
-    warmup = config.trainer.critic_warmup if role == "actor" and is_rl(config) else 0
+    warmup = config.trainer.critic_warmup if role != "critic" and is_rl(config) else 0
     steps = recorded.run.spec.data.total_steps - warmup
     return max(steps * passes * math.ceil(config.data.train_batch_size / num_prompts), 1)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
-from distflow.config.derived_settings import BY_WORKFLOW, algorithms
+from distflow.config.derived_settings import BY_WORKFLOW, algorithms, policy_of_conversation
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
@@ -371,6 +371,19 @@ def conversations_of(sample: Sample) -> list[Conversation]:
     ends = [*(start for _, start in forks), len(response)]
     own = [Conversation(name, start, response[start:end]) for (name, start), end in zip(forks, ends[1:], strict=True)]
     return [Conversation("", -len(prompt), [*prompt, *response[: ends[0]]]), *own]
+
+
+def policies_of_conversations(config: Config, sample: Sample) -> list[str]:
+    """The policy of each of the sample's conversations, by the config; empty names where all have one policy."""
+    return [policy_of_conversation(config, talk.name) for talk in conversations_of(sample)]
+
+
+def own_tokens(config: Config, sample: Sample, policy: str) -> Tensor:
+    """bool, for each token of the response: whether it is in a conversation of the policy. All are, of one policy."""
+    own = torch.ones(len(sample["response_ids"]), dtype=torch.bool)
+    for talk, owner in zip(conversations_of(sample), policies_of_conversations(config, sample), strict=True):
+        own[max(talk.first, 0) : talk.first + len(talk.ids)] = owner in ("", policy)
+    return own
 
 
 def index_of(sample: Sample) -> int:

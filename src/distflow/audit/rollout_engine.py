@@ -7,6 +7,7 @@ that the engine reported for it; each token is the one that the sample's own ran
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -29,10 +30,12 @@ from distflow.audit.recorded_step import (
     doubles,
     index_of,
     is_builtin,
+    policies_of_conversations,
 )
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
+from distflow.training.policies import models_of
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
 LEAST_TOKENS = 16
@@ -101,10 +104,17 @@ def audit_versions(recorded: RecordedStep) -> str | None:
 def _trained_and_adapted(recorded: RecordedStep) -> None:
     """All weights are trained (but sinusoids of positions), or of adapters all and nothing else. An adapter is scaled
     by alpha over rank."""
-    settings, actor = recorded.config.actor_rollout_ref.model, recorded.run.resources.actor
-    model, adapts = model_of(actor), settings.lora_rank > 0
+    actor = recorded.run.resources.actor
+    model = model_of(actor)
     if model is None or not is_builtin(type(actor)):
         return
+    for own in models_of(model).values():
+        _check_trained(recorded, own)
+
+
+def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
+    settings = recorded.config.actor_rollout_ref.model
+    adapts = settings.lora_rank > 0
     trained = {name: p.requires_grad for name, p in model.named_parameters() if "position" not in name}
     if odd := [name for name in trained if trained[name] != (not adapts or ".lora_" in name)]:
         what = (
@@ -134,21 +144,39 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     response, policy = ids_of(sample)[1], sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
-    model, runs = actor.model, recorded.run.turns
-    with torch.no_grad(), plainly(model, compute_dtype=dtype_of(actor)):
-        logits = torch.zeros(len(weights), vocabulary_of(model))
+    models, runs = models_of(actor.model), recorded.run.turns
+    talks = conversations_of(sample)
+    owners = dict(zip((talk.name for talk in talks), policies_of_conversations(recorded.config, sample), strict=True))
+    by_policy = {name: _of_policy(weights, name) for name in models}
+    with torch.no_grad(), ExitStack() as plain:
+        for model in models.values():
+            plain.enter_context(plainly(model, compute_dtype=dtype_of(actor)))
+        logits = torch.zeros(len(weights), vocabulary_of(actor.model))
         if recomputes:
-            for talk in conversations_of(sample):
+            for talk in talks:
                 start, end = max(talk.first + 1, 0), talk.first + len(talk.ids)
-                logits[start:end] = _over_own_keys(runs, model, talk.ids, weights[start:end])
+                model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
+                logits[start:end] = _over_own_keys(runs, model, talk.ids, own[start:end])
         else:
-            whole = conversations_of(sample)[0]
+            whole = talks[0]
             turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
             # Each begins over keys and values of its first token's weights, and goes on over those of earlier tokens'.
             for start, end, talk in turns or [(0, len(whole.ids) + whole.first, whole)]:
                 known[start:end] = known[start:end].cummin(0).values
-                logits[start:end] = _over_older_keys(runs, model, talk.ids[: end - talk.first], weights[start:end])
+                model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
+                logits[start:end] = _over_older_keys(runs, model, talk.ids[: end - talk.first], own[start:end])
     return plain_scores(logits, response, recorded.sampling(sample)), known & policy
+
+
+def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:
+    """The same for the model of one of several policies; equal entries stay one object."""
+    if not policy:
+        return [*weights]
+    own = {
+        id(each): {name.removeprefix(f"{policy}."): w for name, w in each.items() if name.startswith(f"{policy}.")}
+        for each in {id(each): each for each in weights if each}.values()
+    }
+    return [own[id(each)] if each else each for each in weights]
 
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:

@@ -1,8 +1,8 @@
 """Check: the engine has the trainer's weights. It generates greedily for fixed prompts, by the normal path."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from distflow.algorithms.mismatch_check import Tolerance, mismatch
@@ -13,12 +13,14 @@ from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingPara
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
+from distflow.training.policies import Policies
 
 
 @dataclass
 class Canary:
     """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never); an engine that
-    `shares_weights` with the trainer only at the start, as every batch is compared there anyway."""
+    `shares_weights` with the trainer only at the start, as every batch is compared there anyway. agents: one of
+    each trained policy, where there are several: each policy responds to the prompts."""
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
@@ -31,6 +33,7 @@ class Canary:
     tolerance: Tolerance
     frequency: int
     shares_weights: bool
+    agents: Mapping[str, str] = field(default_factory=dict)
     _limits: tuple[float, float] | None = None
     _num_synced: int = 0
 
@@ -66,15 +69,21 @@ class Canary:
         """The engine's greedy responses to the fixed prompts."""
         params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
 
-        async def sample(row: int, prompt: tuple[int, ...]) -> Sample:
+        async def sample(row: int, prompt: tuple[int, ...], agent: str, policy: str) -> Sample:
             # The next canary would find the keys and values that this one leaves, if they outlived their weights.
-            request = GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row), may_continue=True)
+            stream = Stream(0, "canary", 0, row)
+            request = GenerateRequest(prompt, (0,), params, stream, may_continue=True, policy=policy)
             (response,) = (await self.rollout.generate(request)).generations
             log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
-            policy = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))
-            return Sample(f"{row}-0", row, [Segment("prompt", prompt), policy])
+            drawn = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))
+            given = Segment("prompt", prompt)
+            if not agent:
+                return Sample(f"{row}-0", row, [given, drawn])
+            return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
 
-        return Batch.from_samples(await asyncio.gather(*(sample(*numbered) for numbered in enumerate(self.prompts))))
+        agents = self.agents or {"": ""}
+        wanted = [(*each, agent, policy) for policy, agent in agents.items() for each in enumerate(self.prompts)]
+        return Batch.from_samples(await asyncio.gather(*(sample(*each) for each in wanted)))
 
 
 def make_canary(spec: Spec, resources: Resources) -> Canary:
@@ -88,4 +97,5 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         spec.tolerance,
         spec.options.canary_freq,
         spec.shares_weights,
+        resources.actor.agents if isinstance(resources.actor, Policies) else {},
     )

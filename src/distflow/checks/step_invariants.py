@@ -163,7 +163,7 @@ class LiveChecks:
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
         """The checks of a worker."""
-        options, trained = spec.options, resources.trained()
+        options, trained = spec.options, resources.updated()
         start = {role: magnitudes(engine.state().trained_weights().items()) for role, engine in trained.items()}
         return LiveChecks(
             note,
@@ -201,7 +201,7 @@ class LiveChecks:
                 "updates, or only by weight decay: it gets no gradient, or the learning rate is too small",
             )
         gap = metrics.get("log_ratio_abs", 0.0)
-        is_first = first and role == "actor" and not metrics.get("skipped") and "old_log_probs" in batch
+        is_first = first and role != "critic" and not metrics.get("skipped") and "old_log_probs" in batch
         if is_first and gap > self.ratio_limit:
             raise TrustError(
                 f"before the first update of this step the ratio to the old policy must be 1, but |log ratio| is "

@@ -13,7 +13,7 @@ from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, Criti
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.config.rules import ACTOR
 from distflow.errors import UserError
@@ -231,6 +231,33 @@ def policies_of(config: Config) -> tuple[str, ...]:
     return (FIRST_POLICY, *config.dag.policies)
 
 
+def policies_of_agents(config: Config) -> dict[str, str]:
+    """The policy of each agent of an episode, where they have several; else empty."""
+    found = {name: agent.policy for name, agent in config.actor_rollout_ref.rollout.agents.items()}
+    return found if {*found.values()} - {FIRST_POLICY} else {}
+
+
+def policy_of_conversation(config: Config, name: str) -> str:
+    """The policy of a conversation of an episode, by its name: that of an agent or of a fork of it, and none for the
+    first agent's. Empty where there is one policy."""
+    owners = policies_of_agents(config)
+    return owners.get(name.partition(".")[0], next(iter(owners.values()))) if owners else ""
+
+
+def trained_policies(config: Config) -> tuple[str, ...]:
+    """The policies of agents that are trained, where they have several; else empty."""
+    agents, policies = config.actor_rollout_ref.rollout.agents, policies_of_agents(config)
+    trained = {policies[name] for name, agent in agents.items() if agent.trainable and policies}
+    return tuple(name for name in policies_of(config) if name in trained)
+
+
+def config_of_policy(config: Config, policy: str) -> Config:
+    """With the policy's own keys in place of those of `actor_rollout_ref`. What is random differs from the others."""
+    own = {f"actor_rollout_ref.{name}": value for name, value in config.dag.policies.get(policy, {}).items()}
+    seed = config.trainer.seed + policies_of(config).index(policy)
+    return with_values(config, {**own, "trainer.seed": seed})
+
+
 def policy_of(config: Config) -> str:
     """The one that a run of this config trains."""
     return config.dag.policy or FIRST_POLICY
@@ -239,7 +266,7 @@ def policy_of(config: Config) -> str:
 def with_own_policies(config: Config) -> dict[str, list[str]]:
     """By policy, the overrides of the run that trains it, in a folder of its own; empty if the config is of one run."""
     dag, trainer = config.dag, config.trainer
-    if not dag.policies or dag.policy is not None:
+    if not dag.policies or dag.policy is not None or policies_of_agents(config):
         return {}
     key, own = "default_local_dir", str(trainer.run_dir)
     if trainer.default_local_dir is None:

@@ -1,7 +1,7 @@
 """Builds engines and services on the worker that uses them, from the plain values of their factories."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.launch.configured_models import Adapt, Source, blaming, load_adapted
@@ -19,6 +20,7 @@ from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding, empty_model
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
+from distflow.rollout.policy_engines import PolicyEngines
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.shared_server import ServerGroup, follower_of
 from distflow.runtime.judge_engine import Judge, ReplyStore
@@ -26,6 +28,7 @@ from distflow.runtime.spec import Get
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import Schedule
+from distflow.training.policies import Policies, PolicyModels, PolicyTrainer, models_of
 from distflow.training.torch_engine import RewardModelScorer, ScorerOptions, TorchScorer
 
 Options = dict[str, object]
@@ -65,6 +68,27 @@ def build_policy(
     return load_adapted(source, adapt, device, _sharding(get, spread) if get.planned("actor") else None)
 
 
+def build_policies(get: Get, device: torch.device, sources: Mapping[str, Source]) -> nn.Module:
+    """Of the trained policies of agents, all with the first one's vocabulary."""
+    models = {name: _load_policy(get, device, name, source) for name, source in sources.items()}
+    return PolicyModels(models)
+
+
+def _load_policy(get: Get, device: torch.device, name: str, source: Source) -> nn.Module:
+    """Raises UserError where its tokens are not those of the run's tokenizer: agents hand each other tokens."""
+    key = "actor_rollout_ref.model.path" if name == FIRST_POLICY else f"dag.policies.{name}.model.path"
+    with blaming(key):
+        model = load_model(**source, device=device)
+        if name != FIRST_POLICY:
+            common, own = get("tokenizer"), load_tokenizer(source["path"], revision=source.get("revision"))
+            if own.get_vocab() != common.get_vocab() or own.chat_template != common.chat_template:
+                raise UserError(
+                    "its tokenizer or chat template differs from that of actor_rollout_ref.model.path: all policies of "
+                    "an episode's agents need the same one"
+                )
+    return model
+
+
 def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
     """None where every rank has the whole model."""
     if spread is None:
@@ -79,11 +103,24 @@ def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
 
 
 def build_stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
-    return stop_token_ids(get("policy"), get("tokenizer"))
+    models = models_of(get("policy")).values()
+    return tuple(sorted({token for model in models for token in stop_token_ids(model, get("tokenizer"))}))
 
 
 def build_actor(get: Get, device: torch.device, trainer: Trainer) -> TrainEngine:
     return _train_engine(get, get("policy"), trainer)
+
+
+def build_policy_trainers(
+    get: Get, device: torch.device, trainers: Mapping[str, Trainer], policies: Mapping[str, str]
+) -> Policies:
+    """policies: of each agent."""
+    engines = dict[str, PolicyTrainer]()
+    for name, model in models_of(get("policy")).items():
+        own = trainers[name]
+        options = {**own.options, "policy": name, "policies": policies}
+        engines[name] = cast(PolicyTrainer, _train_engine(get, model, own._replace(options=options)))
+    return Policies(engines, {policy: agent for agent, policy in policies.items() if policy in engines})
 
 
 def build_critic(
@@ -189,6 +226,30 @@ def build_rollout(
         model = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
         _cast(model, dtype)
     return _make_engine(engine, model, get("tokenizer"), shares, options)
+
+
+def build_policy_rollouts(
+    get: Get,
+    device: torch.device,
+    engine: str,
+    dtype: torch.dtype,
+    frozen: Mapping[str, Source],
+    shares: bool,
+    options: Options,
+) -> PolicyEngines:
+    """An engine for each policy of agents; see `build_rollout`. frozen: of the policies that are not trained."""
+    trained, shares = models_of(get("policy")), shares and get.planned("actor")
+    engines = dict[str, RolloutEngine]()
+    for name, own in trained.items():
+        model = own if shares else copy.deepcopy(own)
+        if not shares:
+            _cast(model, dtype)
+        engines[name] = _make_engine(engine, model, get("tokenizer"), shares, options)
+    for name, source in frozen.items():
+        model = _load_policy(get, device, name, source)
+        _cast(model, dtype)
+        engines[name] = _make_engine(engine, model, get("tokenizer"), False, options)
+    return PolicyEngines(engines, tuple(trained))
 
 
 class OwnServers(NamedTuple):

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, config_of_run
+from distflow.config.derived_settings import config_of_policy, trained_policies
+from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.launch.user_code import model_code, only_if_trusted, without_model_code
@@ -42,7 +44,8 @@ def export_checkpoint(
     source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None, adapter: bool = False
 ) -> Path:
     """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged, or with
-    `adapter` written alone. Where the target holds the same already, nothing is done.
+    `adapter` written alone. If its agents have several policies, each gets a folder of its name in the target. Where
+    the target holds the same already, nothing is done.
 
     trust_code: Python code that came with the model may run, where the run's config let it; `say` is called with that
     code, and with the step. Raises UserError where there is no whole checkpoint, the target is taken, or such code is
@@ -68,14 +71,26 @@ def export_checkpoint(
     only_if_trusted(code, trust_code, say)
     if not code:
         config = without_model_code(config)
+    policies, tokenizer = trained_policies(config), tokenizer_loader(config)()
+    for name in policies:
+        own = {weight.removeprefix(f"{name}."): t for weight, t in trained.items() if weight.startswith(f"{name}.")}
+        export_model(_trained_model(config_of_policy(config, name), own, source), tokenizer, target / name)
+    if policies:
+        (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
+        say(f"exported the policies {', '.join(policies)} to folders in {target}")
+        return target
+    export_model(_trained_model(config, trained, source), tokenizer, target, note=(NOTE, note), adapter=adapter)
+    say(f"exported to {target}")
+    return target
+
+
+def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) -> nn.Module:
     model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
     if unknown := copy_weights(trained, model):
         raise UserError(
             f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or has another shape"
         )
-    export_model(model, tokenizer_loader(config)(), target, note=(NOTE, note), adapter=adapter)
-    say(f"exported to {target}")
-    return target
+    return model
 
 
 def write_hf_models(run_dir: Path, warn: Say) -> None:
@@ -129,6 +144,11 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         model=replace(named, path=_folder(named.path, config, say)),
         models={name: replace(each, path=_folder(each.path, config, say) or "") for name, each in models.items()},
     )
+    policies = config.dag.policies
+    if model.path is not None and (of_run := Path(model.path) / FIRST_POLICY).is_dir():  # one of several
+        model, folders = replace(model, path=str(of_run)), {name: of_run.with_name(name) for name in policies}
+        own = {name: {"model.path": str(each), "model.init": "pretrained"} for name, each in folders.items()}
+        policies = {name: {**policies[name], **(own[name] if folders[name].is_dir() else {})} for name in policies}
     if (model, critic, scores) == (settings.model, config.critic.model, config.reward_model):
         return loaded
     config = replace(
@@ -136,6 +156,7 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         actor_rollout_ref=replace(settings, model=model),
         critic=replace(config.critic, model=critic),
         reward_model=scores,
+        dag=replace(config.dag, policies=policies),
     )
     return replace(loaded, config=config)
 

@@ -10,7 +10,16 @@ import torch
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps, response_limit, temperatures
+from distflow.config.derived_settings import (
+    config_of_policy,
+    is_rl,
+    is_sharded,
+    optimizer_steps,
+    policies_of_agents,
+    response_limit,
+    temperatures,
+    trained_policies,
+)
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.import_target import load
@@ -66,6 +75,8 @@ def make_factories(
     factories |= _scoring_factories(config, engines)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
+    if trained := trained_policies(config):
+        factories |= _policy_factories(config, trained, engines, steps)
     if "reward_fn" in services:
         router = partial(
             RewardRouter,
@@ -75,6 +86,25 @@ def make_factories(
             Overlong(config.reward.overlong.buffer_tokens, config.reward.overlong.factor),
         )
         factories["reward_fn"] = partial(build_engines.build_reward_router, make=router)
+    return factories
+
+
+def _policy_factories(
+    config: Config, trained: Collection[str], engines: Collection[str], steps: int
+) -> dict[str, Factory]:
+    """Of the policies of agents, in place of those of one policy."""
+    owner, every = policies_of_agents(config), [*dict.fromkeys((*trained, *policies_of_agents(config).values()))]
+    sources = {name: configured_models.policy_source(config_of_policy(config, name)) for name in every}
+    own = {name: sources.pop(name) for name in trained}
+    factories: dict[str, Factory] = {"policy": partial(build_engines.build_policies, sources=own)}
+    if "actor" in engines:
+        trainer = _trainer(config, "actor", steps)._replace(engine="distflow.training.policies:PolicyTrainer")
+        trainers = dict.fromkeys(trained, trainer)
+        factories["actor"] = partial(build_engines.build_policy_trainers, trainers=trainers, policies=owner)
+    if "rollout" in engines:
+        single = cast("partial[object]", _rollout_factory(config)).keywords
+        taken = {name: single[name] for name in ("engine", "dtype", "shares", "options")}
+        factories["rollout"] = partial(build_engines.build_policy_rollouts, frozen=sources, **taken)
     return factories
 
 

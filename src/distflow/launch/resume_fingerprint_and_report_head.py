@@ -16,7 +16,15 @@ from distflow.builtin_names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.config import Config, Loaded, describe
 from distflow.config.compose.load_config import build
 from distflow.config.compose.origins import PRESETS, preset_names
-from distflow.config.derived_settings import code_of_workflow, is_one_process, named_algorithms, reward_functions
+from distflow.config.derived_settings import (
+    code_of_workflow,
+    config_of_policy,
+    is_one_process,
+    named_algorithms,
+    policies_of_agents,
+    reward_functions,
+    trained_policies,
+)
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.launch.device_and_threads import choose_device, threads_of, worker_cores
@@ -118,8 +126,8 @@ def _threads(config: Config) -> str:
 
 def _users_facts(config: Config) -> dict[str, object]:
     """The code of the user's reward functions, curriculum and filter, the isolation of code that a reward function runs
-    here, and the reward models by domain. All may change on resume, and are then reported. Raises UserError where a
-    reward model is missing."""
+    here, the reward models by domain, and the frozen policies of agents. All may change on resume, and are then
+    reported. Raises UserError where a model is missing."""
     custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
     functions = reward_functions(config)
     everything = [part for parts in functions.values() for part in parts]
@@ -142,7 +150,11 @@ def _users_facts(config: Config) -> dict[str, object]:
             model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
             facts[f"reward_model_{domain}"] = model
     models = scoring_models(config.reward_model)
-    return facts | {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
+    facts |= {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
+    for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):  # in no checkpoint
+        frozen = config_of_policy(config, name).actor_rollout_ref.model
+        facts[f"policy_{name}"] = identity(str(frozen.path), frozen.revision)
+    return facts
 
 
 def _cpu_name() -> str:

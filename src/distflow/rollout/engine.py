@@ -65,7 +65,7 @@ class GenerateRequest:
 
     num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
     may_continue: prompts of later requests may begin with this prompt and its response, so an engine may keep their
-    keys and values until its weights change.
+    keys and values until its weights change. policy: which one draws, where an engine serves several.
     """
 
     prompt_ids: tuple[int, ...]
@@ -74,6 +74,7 @@ class GenerateRequest:
     stream: Stream
     num_drawn: int = 0
     may_continue: bool = False
+    policy: str = ""
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,13 @@ class Updates:
         """first: it was the engine's first optimizer step of the training step."""
         role = self._role(engine)
         self.checks.updated(role, engine, batch, metrics, step, first)
-        self._num_unsent += int(role == "actor" and not metrics.get("skipped"))
+        self._num_unsent += int(role != "critic" and not metrics.get("skipped"))
         with self.phases("audit"):
             self.auditor.after_update(role, metrics)
 
     def _role(self, engine: TrainEngine) -> str:
-        return "critic" if engine is self.critic else "actor"
+        """Of several policies each engine has the name of its own."""
+        return "critic" if engine is self.critic else getattr(engine, "policy", "actor")
 
     def since_sent(self) -> bool:
         """Whether the policy was updated since the last call."""

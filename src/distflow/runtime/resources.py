@@ -20,6 +20,7 @@ from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.spec import Factory, Get, Offloads
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
+from distflow.training.policies import Policies
 from distflow.training.torch_engine import FrozenWeights
 
 
@@ -59,6 +60,11 @@ class Resources:
         """The engines whose state belongs in a checkpoint."""
         engines = {"actor": self.actor, "critic": self.critic}
         return {name: engine for name, engine in engines.items() if engine is not None}
+
+    def updated(self) -> dict[str, TrainEngine]:
+        """The engines that take optimizer steps, by role: of several policies each has one, by its name."""
+        several = self.actor.engines if isinstance(self.actor, Policies) else {}
+        return {**self.trained(), **several}
 
 
 def build_resources(

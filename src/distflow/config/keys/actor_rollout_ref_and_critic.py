@@ -186,6 +186,7 @@ class ValKwargsConfig:
 class AgentConfig:
     """One of the agents of an episode."""
 
+    policy: str = key("actor", "whose replies it gives: actor, or one of dag.policies")
     trainable: bool = key(True, "train on what it says")
     system_prompt: str = key("", "message that its conversation begins with; empty: none")
     max_tokens: int | None = key(None, "maximum length of its replies in tokens; null: what is left", minimum=1)

@@ -268,7 +268,7 @@ class DagConfig:
     generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
     policies: Differing = key(
         {},
-        "name → keys of actor_rollout_ref that differ: additional policies, each trained by its own path of the graph",
+        "name → keys of actor_rollout_ref that differ: additional policies, of paths of the graph or of rollout.agents",
         parse=parse_policies,
         plain=plain_policies,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS
+from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
 from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
@@ -10,14 +10,21 @@ from distflow.config.derived_settings import (
     find_estimator,
     find_pipeline,
     is_rl,
+    is_sharded,
     may_have_critic,
     named_rewards,
     pipeline_name,
     policies_of,
+    policies_of_agents,
+    reads_values,
+    trained_policies,
 )
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ACTOR, ROLLOUT, Finding
+from distflow.config.keys.trainer_async_dag import FIRST_POLICY
+from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding
 from distflow.import_target import is_pickled, split_name
+
+_ESTIMATOR, _OLD = "algorithm.adv_estimator", "algorithm.recompute_old_log_probs"
 
 
 def named_pipeline(config: Config) -> Iterator[Finding]:
@@ -124,6 +131,46 @@ def known_policy(config: Config) -> Iterator[Finding]:
         yield Finding(("dag.policy", "dag.policies"), "is none of the policies", advice)
 
 
+def agents_and_policies(config: Config) -> Iterator[Finding]:
+    """Each agent has a policy that is there, each policy an agent, and nothing is set that several policies lack."""
+    agents, key, policies = config.actor_rollout_ref.rollout.agents, f"{ROLLOUT}.agents", config.dag.policies
+    known, owners = policies_of(config), policies_of_agents(config)
+    for name, agent in agents.items():
+        if agent.policy not in known:
+            what = f"no engine serves the policy '{agent.policy}' of the agent '{name}'"
+            example = f"dag.policies={{{agent.policy}: {{model: {{path: DIR}}}}}}"
+            advice = f"{did_you_mean(agent.policy, known)}declare it, e.g. {example}"
+            yield Finding((key, "dag.policies"), what, advice)
+    if not owners or {*owners.values()} - {*known}:
+        return
+    if FIRST_POLICY not in trained_policies(config):
+        what = f"no trained agent has the policy '{FIRST_POLICY}', which is the model of {MODEL}"
+        yield Finding((key, f"{MODEL}.path"), what, "exchange the models, so that this one is of a trained agent")
+    for name in policies:
+        if name not in owners.values():
+            yield Finding(("dag.policies", key), f"no agent has the policy '{name}'", "remove it, or give it an agent")
+        for own in sorted({*policies[name]} - {"model.path", "model.init", "model.revision"}):
+            what = f"sets {own} of the policy '{name}', but the policies of agents differ in their models alone"
+            yield Finding(("dag.policies", key), what, f"set actor_rollout_ref.{own} for all of them")
+    settings, algorithm = config.actor_rollout_ref, config.algorithm
+    in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
+    refused = (
+        ("dag.policy", config.dag.policy is not None, "train one of them alone", "null"),
+        (f"{ACTOR}.strategy", is_sharded(config), "shard weights", "torch"),
+        (f"{MODEL}.lora_rank", settings.model.lora_rank > 0, "train adapters", "0"),
+        (f"{ROLLOUT}.name", ROLLOUT_ENGINES[settings.rollout.name].in_server, "generate in a server", "embedded"),
+        (f"{ACTOR}.use_kl_loss", settings.actor.use_kl_loss, "compare with a reference", "false"),
+        ("algorithm.use_kl_in_reward", in_reward, "compare with a reference", "false"),
+        (_ESTIMATOR, reads_values(config), "train a critic", "grpo"),
+        (_OLD, algorithm.recompute_old_log_probs == "false", "take the rollout's log-probs as the old ones", "auto"),
+        (f"{ACTOR}.prox", settings.actor.prox != "recompute", "interpolate proximal log-probs", "recompute"),
+    )
+    for refused_key, is_set, what, value in refused:
+        if is_set:
+            advice = f"set {refused_key} to {value}"
+            yield Finding((refused_key, key), f"a run whose agents have several policies cannot {what} yet", advice)
+
+
 def _is_reference(text: str) -> bool:
     if text.endswith(".py") or is_pickled(text):
         return is_pickled(text)
@@ -141,4 +188,5 @@ RULES = (
     known_names,
     critic_warmup,
     known_policy,
+    agents_and_policies,
 )

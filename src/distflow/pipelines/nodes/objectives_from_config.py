@@ -5,7 +5,7 @@ from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import plain
-from distflow.config.derived_settings import clip_range, is_rl
+from distflow.config.derived_settings import clip_range, is_rl, trained_policies
 
 DRIFT_CORRECTION = Correction("token", 2.0)
 """The weights that are switched on when rollout and trainer drift apart."""
@@ -57,6 +57,8 @@ def may_derive_old(config: Config) -> bool:
     version. The loss's own log-probs are the old ones then."""
     actor = config.actor_rollout_ref.actor
     if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
+        return False
+    if trained_policies(config):
         return False
     waits = config.async_.max_staleness == 0 and actor.model_update_frequency == 1
     return waits and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size

@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.algorithms.objectives import PairObjective, PolicyObjective, SFTObjective
 from distflow.config import Config
-from distflow.config.derived_settings import algorithms, takes_values
+from distflow.config.derived_settings import algorithms, takes_values, trained_policies
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
@@ -25,6 +25,7 @@ from distflow.pipelines.nodes.objectives_from_config import (
 from distflow.pipelines.nodes.rollout_correction import drift_weights, has_drifted
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective, Counts, LossFn, Sums, TrainEngine
+from distflow.training.policies import Policies
 
 register_field(
     "trainer_log_probs",
@@ -42,14 +43,15 @@ def train_actor(config: Config) -> Callable[..., object]:
     actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
     records = "trainer_log_probs" if interpolates_prox(config) or takes_rollouts(config) else None
     closed = partial(
-        update,
+        update_policies,
         name="actor",
         objective=objective,
         epochs=actor.ppo_epochs,
         num_prompts=actor.ppo_mini_batch_size,
         warmup=config.trainer.critic_warmup,
-        records=records,
     )
+    if not trained_policies(config):
+        closed = partial(update, **closed.keywords, records=records)
     return _declared(_columns(objective), closed, records or ())
 
 
@@ -165,6 +167,28 @@ def update(
         scored["rollout_is_weights"], measured = weights, measured | statistics
     ctx.state["on"] = loss_fn is corrected or has_drifted(own, rollout, scored["response_mask"], limit, reduce)
     return NodeOutput(scored, measured | {"rollout_corr/on": float(ctx.state["on"])})
+
+
+def update_policies(
+    batch: Batch,
+    engine: Policies,
+    ctx: NodeContext,
+    reduce: Collective,
+    *,
+    name: str,
+    objective: LossFn,
+    num_prompts: int,
+    epochs: int,
+    warmup: int,
+) -> NodeOutput:
+    """`update` of each policy of the agents, on its own tokens, with means of its own. The metrics of the first are
+    named as those of a run with one policy, those of the others `policies/POLICY/...`."""
+    measured, (first, *_) = dict[str, float](), engine.engines
+    for policy, own in engine.engines.items():
+        names = name if policy == first else f"policies/{policy}"
+        run = partial(update, num_prompts=num_prompts, epochs=epochs, warmup=warmup)
+        measured |= run(own.own(batch), own, ctx, reduce, name=names, objective=objective).metrics
+    return NodeOutput(None, measured)
 
 
 class RecordingLoss:

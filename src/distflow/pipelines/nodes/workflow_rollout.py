@@ -110,7 +110,7 @@ class _Requests:
     in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
     depends on no timing. An episode that has forked has asked when one of its conversations has, none waits for a
     reply, and no reward function scores it. take_turn: returns after what user code was about to do. may_continue: an
-    episode may have several turns. failure: what the engine raised.
+    episode may have several turns. policy_of: of a conversation, by its name. failure: what the engine raised.
     """
 
     def __init__(
@@ -120,9 +120,10 @@ class _Requests:
         in_rounds: bool,
         take_turn: Callable[[], Awaitable[None]],
         may_continue: bool,
+        policy_of: Callable[[str], str],
     ) -> None:
         self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
-        self._may_continue = may_continue
+        self._may_continue, self._policy_of = may_continue, policy_of
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
@@ -242,7 +243,8 @@ class _Requests:
         for (fork, prompt, params, num_drawn), waiting in sorted(asked, key=lambda item: (min(item[1]), item[0][0])):
             stream = self._group.stream.fork(fork)
             samples = tuple(sorted(waiting))
-            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue)
+            policy = self._policy_of(fork)
+            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue, policy)
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
             task.add_done_callback(self._done)
@@ -290,11 +292,17 @@ class _Episodes:
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
         may_continue = self.workflow.name != _SINGLE_TURN
-        self.requests = _Requests(group, self.rollout, in_rounds, take_turn, may_continue)
+        self.requests = _Requests(group, self.rollout, in_rounds, take_turn, may_continue, self._policy_of)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
         self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
         self.own_scores = config.algorithm.agent_rewards != "shared"
+
+    def _policy_of(self, conversation: str) -> str:
+        """Of its agent, where agents have several; else none is named."""
+        owners = [agent.policy for agent in self.agents.values()]
+        agent = self.agents.get(conversation.partition(".")[0])
+        return "" if len({*owners}) < 2 else agent.policy if agent is not None else owners[0]
 
     async def run(self) -> NodeOutput:
         """One sample for each episode, in order."""

@@ -1,0 +1,93 @@
+"""A rollout engine of several policies, of the agents of episodes: each policy has an engine of its own."""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AsyncExitStack
+
+from torch import Tensor
+
+from distflow.rollout.engine import (
+    Activity,
+    GenerateRequest,
+    GenerateResult,
+    RolloutEngine,
+    WeightReceipt,
+    take_activity,
+)
+from distflow.scheduling.group_states import Version
+
+
+class PolicyEngines:
+    """A `RolloutEngine`. A request is answered by the engine of its policy. engines: by policy. trained: the policies
+    that get weights, whose names begin with that of their policy and a dot; the weights of the others never change."""
+
+    def __init__(self, engines: Mapping[str, RolloutEngine], trained: Collection[str]) -> None:
+        self._engines, self._trained = engines, trained
+
+    async def __aenter__(self) -> "PolicyEngines":
+        async with AsyncExitStack() as entered:
+            for engine in self._engines.values():
+                await entered.enter_async_context(engine)
+            self._entered = entered.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._entered.aclose()
+
+    @property
+    def version(self) -> Version:
+        """The oldest of them: by it the bound of staleness counts."""
+        return min(engine.version for engine in self._engines.values())
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(getattr(engine, "num_generated_tokens", 0) for engine in self._engines.values())
+
+    @property
+    def shares_weights(self) -> bool:
+        return all(getattr(self._engines[policy], "shares_weights", False) for policy in self._trained)
+
+    @property
+    def repeats_draws(self) -> bool:
+        return all(getattr(engine, "repeats_draws", True) for engine in self._engines.values())
+
+    def take_activity(self) -> list[Activity]:
+        found = [activity for engine in self._engines.values() for activity in take_activity(engine)]
+        return sorted(found, key=lambda activity: activity.t0)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Raises ValueError for a policy that no engine serves."""
+        engine = self._engines.get(request.policy)
+        if engine is None:
+            raise ValueError(f"no engine serves the policy '{request.policy}': there are {', '.join(self._engines)}")
+        return await engine.generate(request)
+
+    async def pause(self, release: bool = False) -> None:
+        for policy, engine in self._engines.items():
+            await engine.pause(release and policy in self._trained)  # the weights of others would not come again
+
+    async def resume(self) -> None:
+        for engine in self._engines.values():
+            await engine.resume()
+
+    async def hashes(self) -> dict[str, str]:
+        found = {policy: await engine.hashes() for policy, engine in self._engines.items()}
+        return {f"{policy}.{name}": own for policy, hashes in found.items() for name, own in hashes.items()}
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+        parts: dict[str, list[tuple[str, Tensor]]] = {policy: [] for policy in self._trained}
+        for full_name, tensor in weights or ():
+            policy, _, name = full_name.partition(".")
+            if policy not in parts:
+                raise ValueError(f"{full_name}: no trained policy has the name '{policy}'")
+            parts[policy].append((name, tensor))
+        receipts = dict[str, WeightReceipt]()
+        for policy, engine in self._engines.items():
+            own = parts[policy] if weights is not None and policy in parts else None
+            receipts[policy] = await engine.load_weights(version, own)
+        hashes = {f"{policy}.{name}": own for policy in receipts for name, own in receipts[policy].hashes.items()}
+        return WeightReceipt(
+            version,
+            hashes,
+            shared=all(receipts[policy].shared for policy in self._trained),
+            version_only=weights is None,
+        )

@@ -1,0 +1,159 @@
+"""Several policies in one run, of the agents of its episodes: each has a model and a train engine of its own, which
+computes the conversations of its agents, and takes its own optimizer steps."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.data.batch import Batch
+from distflow.training.engine import MODEL_PREFIX, LossFn, TrainState
+from distflow.training.torch_engine import TorchTrainEngine
+
+
+class PolicyModels(nn.Module):
+    """The models of the policies. The name of a weight begins with that of its policy, and a dot."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules |= models  # in no attribute, which could have the name of a policy
+        self.config = next(iter(models.values())).config  # the vocabulary is the same in all
+
+
+def models_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The models of several policies by name; of one policy its own, without one."""
+    return dict(model.named_children()) if isinstance(model, PolicyModels) else {"": model}
+
+
+class PolicyTrainer(TorchTrainEngine):
+    """Of one of several policies. Outputs of tokens of other policies' conversations are 0, and no model computes them.
+
+    policies: of each agent, in the order of the config; the first agent's conversation has no name.
+    """
+
+    def __init__(self, model: nn.Module, *, policy: str, policies: Mapping[str, str], **options: Any) -> None:
+        super().__init__(model, **options)
+        self.policy, self._policies = policy, policies
+
+    def own(self, batch: Batch) -> Batch:
+        """The samples with a `loss_mask` of the policy's own tokens alone."""
+        own = batch.only(batch.names)
+        is_own = torch.zeros(int(batch.lengths("response").sum()))
+        is_own[self._cut(batch)[1]] = 1.0
+        own["loss_mask"] = batch.flat("loss_mask") * is_own
+        return own
+
+    def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+        conversations, places = self._cut(micro)
+        places, size = places.to(self.device), int(micro.lengths("response").sum())
+        found = super().compute(conversations, outputs)
+        return {name: flat.new_zeros(size).index_put((places,), flat) for name, flat in found.items()}
+
+    def _cut(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """The policy's conversations as samples, and where their response tokens are in the flat columns of `batch`.
+        The first token of a conversation that is not its episode's first is its prompt here, as it is given."""
+        prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
+        response, first_policy = batch.flat("response_ids"), next(iter(self._policies.values()))
+        begin, rows, heads, places = 0, list[int](), list[Tensor](), list[Tensor]()
+        for row, (prompt, length) in enumerate(zip(prompts, batch.lengths("response").tolist(), strict=True)):
+            forks = batch["forks"][row] if "forks" in batch else []
+            starts = [("", 0), *((name, start) for name, start in forks), ("", length)]
+            for number, ((name, start), (_, end)) in enumerate(zip(starts, starts[1:], strict=False)):
+                is_own = self._policies.get(name.partition(".")[0], first_policy) == self.policy
+                if is_own and end > start:
+                    rows.append(row)
+                    heads.append(response[begin + start : begin + start + 1] if number else prompt)
+                    places.append(torch.arange(begin + start + bool(number), begin + end))
+            begin += length
+        cut = Batch(*(torch.tensor([len(part) for part in parts], dtype=torch.int64) for parts in (heads, places)))
+        cut["prompt_ids"] = torch.cat([*heads, response[:0]])
+        place = torch.cat([*places, torch.zeros(0, dtype=torch.int64)])
+        cut["response_ids"] = response[place.to(response.device)]
+        if "domain" in batch:
+            cut["domain"] = [batch["domain"][row] for row in rows]
+        return cut, place
+
+
+class _Optimizers:
+    """The entries of several optimizers."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.state = {weight: entries for each in optimizers for weight, entries in each.state.items()}
+
+
+class Policies:
+    """A `TrainEngine` of several policies. engines: by name of the policy. agents: one of each policy."""
+
+    def __init__(self, engines: Mapping[str, PolicyTrainer], agents: Mapping[str, str]) -> None:
+        self.engines, self.agents = engines, agents
+        self.model = PolicyModels({name: engine.model for name, engine in engines.items()})
+        self.compute_dtype = next(iter(engines.values())).compute_dtype
+
+    @property
+    def optimizer(self) -> _Optimizers:
+        return _Optimizers([engine.optimizer for engine in self.engines.values()])
+
+    @property
+    def num_steps(self) -> int:
+        return sum(engine.num_steps for engine in self.engines.values())
+
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        """Of each token by the policy of its conversation."""
+        scored, *others = [engine.forward(batch, outputs) for engine in self.engines.values()]
+        for name in outputs:
+            scored[name] = torch.stack([each.flat(name) for each in (scored, *others)]).sum(dim=0)
+        return scored
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step of each policy, on its own tokens; metrics are named POLICY/..."""
+        steps = {name: each.train_step(each.own(batch), loss_fn) for name, each in self.engines.items()}
+        return {f"{policy}/{name}": value for policy, found in steps.items() for name, value in found.items()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for policy, engine in self.engines.items():
+            yield from ((f"{policy}.{name}", weight) for name, weight in engine.weights())
+
+    def state(self) -> TrainState:
+        tensors, meta = dict[str, Tensor](), dict[str, Any]()
+        for policy, engine in self.engines.items():
+            own = engine.state()
+            for name, tensor in own.tensors.items():
+                kind, weight = _split(name)
+                tensors[f"{kind}{policy}.{weight}"] = tensor
+            meta[policy] = own.meta
+        return TrainState(tensors, meta)
+
+    def load_state(self, state: TrainState) -> None:
+        """Raises ValueError for the state of other policies, with nothing changed, and as the engines do."""
+        if state.meta.keys() != self.engines.keys():
+            saved, own = (", ".join(names) for names in (state.meta, self.engines))
+            raise ValueError(f"the state is of the policies {saved}, and this run trains {own}")
+        for policy, engine in self.engines.items():
+            engine.load_state(TrainState(tensors_of_policy(state.tensors, policy), state.meta[policy]))
+
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
+        for engine in self.engines.values():
+            engine.offload(weights, moments)
+
+    def onload(self) -> None:
+        for engine in self.engines.values():
+            engine.onload()
+
+
+def tensors_of_policy(tensors: Mapping[str, Tensor], policy: str) -> dict[str, Tensor]:
+    """The tensors of one policy from those of `Policies.state`, by the names that its own engine gives them."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        kind, weight = _split(name)
+        if weight.startswith(f"{policy}."):
+            found[kind + weight.removeprefix(f"{policy}.")] = tensor
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The name of a tensor of a `TrainState`: what precedes that of the weight, and the weight's."""
+    if name.startswith(MODEL_PREFIX):
+        return MODEL_PREFIX, name.removeprefix(MODEL_PREFIX)
+    entry, _, weight = name.partition("/")
+    return f"{entry}/", weight

@@ -1,0 +1,138 @@
+"""Whole runs in which the agents of an episode have policies of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.config import ConfigError, load_config
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from tests.e2e.runs import Playground
+from tests.tiny_models import write_tiny_model
+
+AGENTS = "actor_rollout_ref.rollout.agents"
+FLOW = """
+import asyncio
+
+async def talk(agents, row):
+    first = await agents["solver"].ask(row.prompt, max_tokens=3)
+    remark, advice = await asyncio.gather(
+        agents["checker"].ask(f"{row.prompt}{first.text}?", max_tokens=2),
+        agents["judge"].ask(row.prompt, max_tokens=2),
+    )
+    last = await agents["solver"].ask(remark.text + advice.text, max_tokens=2)
+    return {"solver": sum(map(ord, last.text)) % 7 / 6, "checker": sum(map(ord, remark.text)) % 5 / 4, "judge": 0.0}
+"""
+WHO = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{policy: third, trainable: false}}}}"
+
+
+@pytest.fixture(scope="module")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("policies"), num_rows=4)
+    write_policies(ground.folder)
+    return ground
+
+
+def write_policies(folder: Path) -> None:
+    """The models of two more policies, and a workflow of three agents."""
+    for number, name in enumerate(("second", "third")):
+        write_tiny_model(folder / name, seed=number + 1)
+    (folder / "flow.py").write_text(FLOW)
+
+
+def overrides(ground: Playground, *more: str) -> list[str]:
+    models = ", ".join(f"{name}: {{model: {{path: {ground.folder}/{name}}}}}" for name in ("second", "third"))
+    return [
+        f"actor_rollout_ref.rollout.workflow={ground.folder}/flow.py:talk",
+        WHO,
+        f"dag.policies={{{models}}}",
+        "algorithm.agent_rewards=own",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.actor.optim.scheduler=constant",
+        "~reward.functions",
+        "custom_reward_function.path=null",
+        "data.max_prompt_length=32",
+        "data.max_response_length=40",
+        *more,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(playground: Playground, staleness: int) -> None:
+    steps = ["trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all"]
+    options = [*steps, "trainer.save_freq=1", "trainer.keep_last=3", f"async.max_staleness={staleness}"]
+    run = playground.run("grpo", *overrides(playground, *options), name=f"audited{staleness}")
+    assert run.audits() and not run.notes("warning")
+    for audit in run.audits():
+        assert {"weights", "log_probs", "draws", "mini-batches", "loss", "backward", "optimizer"} <= {*audit["proven"]}
+    first, last = run.weights(1), run.weights(3)
+    assert {name.partition(".")[0] for name in first} == {"actor", "second"}, "the frozen policy is not trained"
+    moved = {name.partition(".")[0] for name in first if not torch.equal(first[name], last[name])}
+    assert moved == {"actor", "second"}
+    for row in run.metrics():
+        assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
+        assert row["async/version_diff/max"] <= staleness
+    batch = Batch.load(sorted((run.folder / "tokens").iterdir())[0])
+    assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, "the judge is in no sample"
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
+    common = [*overrides(playground), "trainer.save_freq=2"]
+    whole = playground.run("grpo", *common, "trainer.total_training_steps=4", name="whole")
+    playground.run("grpo", *common, "trainer.total_training_steps=2", name="parts")
+    parts = playground.run("grpo", *common, "trainer.total_training_steps=4", name="parts")
+    for name, weight in whole.weights(4).items():
+        assert torch.equal(weight, parts.weights(4)[name]), name
+
+
+def test_a_resumed_run_would_report_another_frozen_model(playground: Playground) -> None:
+    """The checkpoint has the trained policies, and of a frozen one its fingerprint alone."""
+    facts = playground.spec("grpo", *overrides(playground))[1].facts
+    other = overrides(playground, f"dag.policies={{third: {{model: {{path: {playground.folder}/second}}}}}}")
+    changed = playground.spec("grpo", *other)[1].facts
+    assert {name for name in facts if name.startswith("policy_")} == {"policy_third"}
+    assert facts["policy_third"] != changed["policy_third"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            [WHO.replace("policy: second", "policy: secnd")],
+            "no engine serves the policy 'secnd' of the agent 'checker'",
+        ),
+        ([WHO.replace("policy: second", "policy: actor")], "no agent has the policy 'second'"),
+        ([f"{AGENTS}={{solver: {{trainable: false}}, checker: {{policy: second}}, b: {{policy: third}}}}"], "exchange"),
+        (["actor_rollout_ref.model.lora_rank=2"], "cannot train adapters yet"),
+        (["actor_rollout_ref.actor.use_kl_loss=true"], "cannot compare with a reference yet"),
+        (["algorithm.adv_estimator=gae_marft", "dag.pipeline=ppo"], "cannot train a critic yet"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_start(playground: Playground, changes: list[str], said: str) -> None:
+    given = playground.overrides("refused", *overrides(playground, *changes))
+    with pytest.raises(ConfigError) as refused:
+        load_config("grpo", given)
+    assert said in str(refused.value)
+
+
+def test_two_agents_of_one_name_are_refused(playground: Playground, tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    agents = "{solver: {}, solver: {policy: second}}"
+    file.write_text(f"defaults: [grpo, _self_]\nactor_rollout_ref: {{rollout: {{agents: {agents}}}}}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(file), playground.overrides("twice"))
+    assert "solver" in str(refused.value) and "twice" in str(refused.value)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(playground: Playground, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "other", seed=3)
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a":', '"zz":', 1))
+    changes: list[Any] = [f"dag.policies={{second: {{model: {{path: {tmp_path}/other}}}}}}"]
+    two = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{trainable: false}}}}"
+    with pytest.raises(UserError, match=r"dag.policies.second.model.path: its tokenizer or chat template differs"):
+        playground.run("grpo", *overrides(playground, *changes, two, "trainer.total_training_steps=1"), name="other")
