@@ -202,12 +202,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a negative staleness": ("grpo", ["async.max_staleness=-1"], "async.max_staleness", ("≥ 0",)),
     "a fraction of a step": ("grpo", ["async.max_staleness=1.5"], "async.max_staleness", ("of type int",)),
     "no staleness at all": ("grpo", ["async.max_staleness=null"], "async.max_staleness", ("is null",)),
-    "groups ended early ahead of training": (
-        "grpo",
-        ["algorithm.filter_groups.oversampling=0.5", "async.max_staleness=1"],
-        "algorithm.filter_groups.oversampling",
-        ("none is surplus", "oversampling=0"),
-    ),
     "fewer than none": (
         "grpo",
         ["algorithm.filter_groups.oversampling=-0.5"],
