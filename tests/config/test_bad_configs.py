@@ -578,6 +578,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("names no other engine", "actor: {path: x}", ()),
             ("has no 'path' of the model 'a'", "a: {weight: 2}", ()),
             ("did you mean path?", "a: {pth: x}", ()),
+            ("of the model 'a', which is not a list", "a: {path: x, domains: {math: 1}}", ()),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
             ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
             ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
@@ -587,6 +588,16 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
         )
     },
+    "a scoring model of no domain": (
+        "grpo",
+        [
+            "~data.train_files",
+            "data.domains={maths: {train_files: builtin:arithmetic-rl, reward: math}}",
+            "reward_model.models={a: {path: builtin:tiny, domains: [math]}}",
+        ],
+        "reward_model.models.a.domains",
+        ("there is no domain 'math'", "did you mean maths?"),
+    ),
     "one column for two, sft": ("sft", ["data.response_key=prompt"], "data.prompt_key", ("data.response_key",)),
     "a template without a prompt": ("grpo", ["data.prompt_template='Q:'"], "data.prompt_template", ("{prompt}",)),
     "a template with a stray brace": ("grpo", ["data.prompt_template='{prompt} {'"], "data.prompt_template", ("{{",)),
