@@ -302,7 +302,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward_model.enable",
         ("reward_model.model.path enables a reward model",),
     ),
-    "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not implemented yet",)),
     "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not implemented yet",)),
     "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("launcher=ray",)),
     "apportioning misspelt": (
@@ -578,7 +577,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("names no other engine", "actor: {path: x}", ()),
             ("has no 'path' of the model 'a'", "a: {weight: 2}", ()),
             ("did you mean path?", "a: {pth: x}", ()),
-            ("of the model 'a', which is not a list", "a: {path: x, domains: {math: 1}}", ()),
+            ("'domains' of the model 'a', which is {math: 1}, not", "a: {path: x, domains: {math: 1}}", ()),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
             ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
             ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),

@@ -155,6 +155,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         engine_timeout_s=used_if(has_engine).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, pipeline),
         audit_freq=trust.audit_freq,
+        profiled_steps=config.profiler.steps if config.profiler.enable else (),
         on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_self_check=run_self_check,
         solution_columns={name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in checked},

@@ -118,6 +118,7 @@ class RunOptions:
     engine_timeout_s: float | None
     canary_freq: int
     audit_freq: int
+    profiled_steps: tuple[int, ...]
     on_mismatch: str
     run_self_check: bool
     solution_columns: Mapping[str, tuple[str | None, str]]

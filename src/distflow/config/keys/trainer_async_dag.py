@@ -211,9 +211,10 @@ class TrustConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of kernels."""
+    """Traces of operators and kernels by torch's profiler, in the run's folder `profiles`."""
 
-    enable: bool = key(False, "record kernel traces", later=True)
+    enable: bool = key(False, "record what the training thread of each worker computes, and the kernels of its device")
+    steps: tuple[int, ...] = key((2,), "the steps that are recorded, counted from 1")
 
 
 @dataclass(frozen=True)
