@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
     from distflow.api.load_run import Run, load_run
     from distflow.api.own_training_loop import Rollouts, rollouts
-    from distflow.api.train import train
+    from distflow.api.train import train, train_several
     from distflow.environments import Chat, Reply, Row, workflow
     from distflow.graph import (
         Drop,
@@ -46,6 +46,7 @@ __all__ = [
     "register_policy_loss",
     "rollouts",
     "train",
+    "train_several",
     "workflow",
 ]
 
@@ -53,7 +54,7 @@ _ROOMS = {
     "distflow.algorithms": ("AdvantageEstimator", "register_adv_est", "register_policy_loss"),
     "distflow.api.load_run": ("Run", "load_run"),
     "distflow.api.own_training_loop": ("Rollouts", "rollouts"),
-    "distflow.api.train": ("train",),
+    "distflow.api.train": ("train", "train_several"),
     "distflow.environments": ("Chat", "Reply", "Row", "workflow"),
 }
 

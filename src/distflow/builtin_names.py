@@ -165,8 +165,11 @@ SEVERAL_PROCESSES = "distflow.cluster.local_processes:launch_processes"
 """What starts the processes of the launcher `local`, where they are several."""
 GPUS_OF_CLUSTER = "distflow.cluster.ray_entry:gpus_of_machines"
 """What counts the GPUs that workers of the launcher `ray` may have."""
-SEVERAL_RUNS = "distflow.cluster.ray_entry:launch_several"
-"""What starts several runs side by side, with that launcher."""
+SEVERAL_RUNS = {
+    "local": "distflow.cluster.concurrent_runs:launch_several",
+    "ray": "distflow.cluster.ray_entry:launch_several_ray",
+}
+"""What starts several runs side by side, by launcher."""
 
 HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 """The id of a data set on the hub, with its configuration and split."""

@@ -249,3 +249,62 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
     assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
     with pytest.raises(UserError, match="takes 'parser'"):
         distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0)
+
+
+def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) -> None:
+    squares = [{"prompt": f"{a}*{a}=", "answer": str(a * a)} for a in range(1, 9)]
+
+    def half(token_level_rewards, response_mask):
+        return 0.5 * token_level_rewards, token_level_rewards
+
+    def several(*names: str) -> dict[str, distflow.Run]:
+        given = {
+            "sums": {"data": iter(ROWS), "reward": lambda solution_str: float(len(solution_str))},
+            "squares": {"data": squares, "reward": lengths, "advantage": half},
+        }
+        for name, arguments in given.items():
+            arguments |= {"preset_or_config": TINY, "overrides": small(tmp_path / name, trainer__num_threads=1)}
+        return distflow.train_several({name: given[name] for name in names}, {"trainer.n_gpus_per_node": len(names)})
+
+    runs = several("sums", "squares")
+    assert {name: (run.folder, run.status) for name, run in runs.items()} == {
+        name: (tmp_path / name, "finished") for name in ("sums", "squares")
+    }
+    assert all(sample["score"] == len(sample["response"]) for sample in runs["sums"].samples(split="train"))
+    assert {s["prompt"] for s in runs["squares"].samples(split="train")} <= {row["prompt"] for row in squares}
+    assert runs["squares"].config["algorithm"]["adv_estimator"].endswith("squares/data/advantage.pkl:half")
+    again = several("sums")
+    assert again["sums"].num_steps == 2 and len(again["sums"].events("checkpoint")) == 2, "it was done"
+
+
+def test_what_is_wrong_with_one_of_several_is_said_before_any_is_written(tmp_path: Path) -> None:
+    def several(of_b: dict, **more: object) -> None:
+        runs = {name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS} for name in "ab"}
+        distflow.train_several({**runs, "b": runs["b"] | of_b}, {"trainer.n_gpus_per_node": 2, **more})
+
+    with pytest.raises(UserError, match="^b: no argument on_step for one of several runs; use preset_or_config, "):
+        several({"on_step": print})
+    with pytest.raises(UserError, match="^b: reward: .*takes .*unknown"):
+        several({"reward": lambda *, unknown: 1.0})
+    with pytest.raises(UserError, match="^b: . problems? in the config"):
+        several({"overrides": {**small(tmp_path / "b"), "trainer.seed": -1, "trainer.nnodes": 0}})
+    with pytest.raises(UserError, match="a and b have the same folder"):
+        several({"overrides": small(tmp_path / "a")})
+    with pytest.raises(UserError, match="^pass a dict of runs by name, each a dict of arguments"):
+        distflow.train_several([{"preset_or_config": TINY}])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="^pass a dict of runs by name, each a dict of arguments"):
+        distflow.train_several({})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="2 independent parts, but only 1 device"):
+        several({}, **{"trainer.n_gpus_per_node": 1})
+
+
+def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path) -> None:
+    def broken(token_level_rewards, response_mask):
+        raise OSError("no such advantage")
+
+    runs = {name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS} for name in "ab"}
+    runs["b"]["advantage"] = broken
+    with pytest.raises(RuntimeError, match="^b failed"):
+        distflow.train_several(runs, {"trainer.n_gpus_per_node": 2})
+    assert distflow.load_run(tmp_path / "a").status == "finished"

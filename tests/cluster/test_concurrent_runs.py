@@ -1,8 +1,9 @@
-"""Runs side by side over a real Ray: where each is, that it ends where it ends alone, and what one's end means for
-the others."""
+"""Runs side by side, over a real Ray and in processes of this machine: where each is, that it ends where it ends alone,
+also killed and resumed, and what one's end means for the others."""
 
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.e2e.cli_runs import CliRun, Left, same_run
+from tests.e2e.cli_runs import CliRun, Left, children_of, same_run
 from tests.e2e.runs import Playground
 from tests.launch.test_plan_concurrent_runs import config_file
 from tests.ledger_audit import verify
@@ -57,7 +58,6 @@ def looking(config):
 """
 STEPS = 3
 KEYS = (
-    "trainer.launcher=ray",
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
     "trust.check_rewards=false",
@@ -92,7 +92,8 @@ def cluster() -> Iterator[Any]:
 
 def start(log: Path, grounds: Mapping[str, Playground], *words: str, address: str = "") -> CliRun:
     files = [f"{ground.folder}/{ground.folder.name}.yaml" for ground in grounds.values()]
-    return CliRun(log, ["train", *files, *KEYS, *words], {"RAY_ADDRESS": address} if address else {})
+    keys = [*KEYS, "trainer.launcher=ray", *words]
+    return CliRun(log, ["train", *files, *keys], {"RAY_ADDRESS": address} if address else {})
 
 
 @pytest.mark.by_hand
@@ -123,7 +124,8 @@ def test_two_on_two_nodes_are_asked_to_end_and_resume_and_end_as_each_does_alone
         name: CliRun(
             tmp_path / f"{name}.log",
             [
-                *("train", f"{ground.folder}/{name}.yaml", *KEYS, "trainer.n_gpus_per_node=2"),
+                *("train", f"{ground.folder}/{name}.yaml", *KEYS, "trainer.launcher=ray"),
+                "trainer.n_gpus_per_node=2",
                 *(f"trainer.default_local_dir={ground.folder}/alone",),
                 *(f"dag.pipeline={ground.folder}/looking.py:looking",),
             ],
@@ -159,3 +161,47 @@ def test_one_that_fails_leaves_the_other_to_its_end_and_the_same_command_ends_bo
     assert "small | " in again.said() and "is finished" in again.said().partition("large: done")[0]
     for ground in grounds.values():
         assert verify(ground.folder / "run" / "ledger.jsonl").consumed == 4 * STEPS
+
+
+def num_records(ground: Playground) -> int:
+    ledger = ground.folder / "run" / "ledger.jsonl"
+    return ledger.read_bytes().count(b"\n") if ledger.exists() else 0
+
+
+def process_of(command: CliRun, ground: Playground) -> int:
+    """The process of one of the runs."""
+    for pid in children_of(command.pid):
+        words = Path(f"/proc/{pid}/cmdline")
+        if words.exists() and f"{ground.folder.name}.yaml" in (said := words.read_text()) and "concurrent_runs" in said:
+            return pid
+    raise AssertionError(f"{ground.folder.name} has ended: {command.said()}")
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in range(2, 8))])
+def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
+    grounds: dict[str, Playground], tmp_path: Path, seed: int
+) -> None:
+    """Without Ray, the command is killed twice and then a run alone, each at a drawn record of a run's journal."""
+    drawn = random.Random(seed)
+    graphs = {"small": (), "large": ("algorithm.adv_estimator=rloo",)}
+    own = ("trainer.total_training_steps=8", "trainer.num_threads=1")
+    keys = {name: [*KEYS, *more, *own] for name, more in graphs.items()}
+    files = {name: f"{ground.folder}/{name}.yaml" for name, ground in grounds.items()}
+    words = ["train", *files.values(), *(f"{name}:{key}" for name in NAMES for key in keys[name])]
+    words += ["trainer.n_gpus_per_node=2"]
+    for start, victim in enumerate(["command", "command", drawn.choice(NAMES)]):
+        watched = grounds[drawn.choice(NAMES) if victim == "command" else victim]
+        wanted = num_records(watched) + drawn.randrange(1, 30)
+        command = CliRun(tmp_path / f"{start}.log", words)
+        command.wait_for(lambda watched=watched, wanted=wanted: num_records(watched) >= wanted)
+        os.kill(command.pid if victim == "command" else process_of(command, watched), signal.SIGKILL)
+        assert command.status() == (-signal.SIGKILL if victim == "command" else 1), command.said()
+        assert victim == "command" or f"{victim}: FAILED (status -9)" in command.said()
+    last = CliRun(tmp_path / "last.log", words)
+    assert last.status() == 0, last.said()
+    for name, ground in grounds.items():
+        folder = f"trainer.default_local_dir={ground.folder}/alone"
+        alone = CliRun(tmp_path / f"{name}.log", ["train", files[name], *keys[name], folder])
+        assert alone.status() == 0, alone.said()
+        same_run(Left(ground.folder / "run"), Left(ground.folder / "alone"))
+        assert verify(ground.folder / "run" / "ledger.jsonl").consumed == 4 * 8

@@ -202,12 +202,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a negative staleness": ("grpo", ["async.max_staleness=-1"], "async.max_staleness", ("≥ 0",)),
     "a fraction of a step": ("grpo", ["async.max_staleness=1.5"], "async.max_staleness", ("of type int",)),
     "no staleness at all": ("grpo", ["async.max_staleness=null"], "async.max_staleness", ("is null",)),
-    "groups ended early ahead of training": (
-        "grpo",
-        ["algorithm.filter_groups.oversampling=0.5", "async.max_staleness=1"],
-        "algorithm.filter_groups.oversampling",
-        ("none is surplus", "oversampling=0"),
-    ),
     "fewer than none": (
         "grpo",
         ["algorithm.filter_groups.oversampling=-0.5"],
@@ -308,7 +302,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward_model.enable",
         ("reward_model.model.path enables a reward model",),
     ),
-    "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not implemented yet",)),
     "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not implemented yet",)),
     "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("launcher=ray",)),
     "apportioning misspelt": (
@@ -584,6 +577,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("names no other engine", "actor: {path: x}", ()),
             ("has no 'path' of the model 'a'", "a: {weight: 2}", ()),
             ("did you mean path?", "a: {pth: x}", ()),
+            ("'domains' of the model 'a', which is {math: 1}, not", "a: {path: x, domains: {math: 1}}", ()),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
             ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
             ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
@@ -593,6 +587,16 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
         )
     },
+    "a scoring model of no domain": (
+        "grpo",
+        [
+            "~data.train_files",
+            "data.domains={maths: {train_files: builtin:arithmetic-rl, reward: math}}",
+            "reward_model.models={a: {path: builtin:tiny, domains: [math]}}",
+        ],
+        "reward_model.models.a.domains",
+        ("there is no domain 'math'", "did you mean maths?"),
+    ),
     "one column for two, sft": ("sft", ["data.response_key=prompt"], "data.prompt_key", ("data.response_key",)),
     "a template without a prompt": ("grpo", ["data.prompt_template='Q:'"], "data.prompt_template", ("{prompt}",)),
     "a template with a stray brace": ("grpo", ["data.prompt_template='{prompt} {'"], "data.prompt_template", ("{{",)),

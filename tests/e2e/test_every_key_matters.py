@@ -67,6 +67,8 @@ ELSEWHERE = {
     "trainer.nnodes": "tests/planning/test_multi_device.py",
     "trainer.n_gpus_per_node": "tests/planning/test_multi_device.py",
     "trainer.allocation": "tests/planning/test_multi_device.py",
+    "profiler.enable": "tests/e2e/test_profiler.py",
+    "profiler.steps": "tests/e2e/test_profiler.py",
     "trainer.devices": "tests/planning/test_multi_device.py",
     "trainer.worker_cpus": "tests/cluster/test_nodes.py",
     "reward.num_actors": "tests/cluster/test_reward_actors.py",
@@ -100,7 +102,6 @@ ELSEWHERE = {
 
 LATER: dict[str, Any] = {
     "actor_rollout_ref.model.model_type": "llama",
-    "profiler.enable": True,
 }
 """Keys of parts that are not there yet: any value but the default is refused."""
 

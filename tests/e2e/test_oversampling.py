@@ -5,13 +5,14 @@ from collections import Counter
 import pytest
 import torch
 
+from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.runtime.sample_queue.protocol import AbortedGroups
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import Playground, Run, notes
 from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
 from tests.ledger_audit import verify
 from tests.sparse_params import one_fast_in
@@ -116,3 +117,21 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
     monkeypatch.setattr(SharedSampleQueue, "abort", looked)
     ground.run("grpo", MORE, "trainer.total_training_steps=2", name="slots")
     assert seen == [(0, False, 0)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("trainer.n_gpus_per_node=2",)])
+def test_ahead_of_training_no_row_is_trained_on_twice_or_too_late(ground: Playground, more: tuple[str, ...]) -> None:
+    """In one process and in two, resumed in the middle. Some rewards take long, so that their groups are late."""
+    slow = REWARD.replace("return sum", "slowly(solution_str); return sum")
+    ground.write_reward(DAWDLES.replace("3 / 20", "3 / 3") + slow)
+    (ground.folder / "reward.py.slow").touch()
+    keys = (MORE, "async.max_staleness=1", "trust.audit_freq=2", *more)
+    folder = ground.folder / f"ahead{len(more)}"
+    for until in ("trainer.total_training_steps=4", "trainer.total_training_steps=8"):
+        assert main(["train", "grpo", *ground.overrides(folder.name, *keys, until, "trainer.save_freq=4")]) == 0
+    ground.write_reward(REWARD)
+    account = verify(folder / "ledger.jsonl")
+    assert account.consumed == 32 and account.aborted > 2
+    assert not notes(folder, "warning")
+    assert (folder / "events.jsonl").read_text().count('"audit"') >= 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from distflow.cli import main
 from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import (
@@ -32,7 +33,11 @@ def reference(folder: Path, text: str) -> float:
 
 
 def read_samples(run: Run, step: int) -> list[dict]:
-    lines = (run.folder / "samples" / f"{step:06d}.jsonl").read_text().splitlines()
+    return samples_in(run.folder, step)
+
+
+def samples_in(folder: Path, step: int) -> list[dict]:
+    lines = (folder / "samples" / f"{step:06d}.jsonl").read_text().splitlines()
     return [{**json.loads(line), "restart": 0} for line in lines]
 
 
@@ -126,3 +131,38 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
     assert not whole.notes("warning")
     assert {"engine_helpful", "engine_critique"} <= json.loads((whole.folder / "run.json").read_text()).keys()
+
+
+@pytest.mark.slow
+def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_path: Path) -> None:
+    """In one process, and in two, of which one may have no row of a domain."""
+    ground, kinds = Playground(tmp_path), ("math", "chat", "chat")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    ground.write_rows([{**row, "data_source": kinds[at % 3]} for at, row in enumerate(rows)])
+    helpful = write_tiny_reward_model(tmp_path / "helpful", "qwen3", seed=7)
+    judge = write_tiny_judge(tmp_path / "judge")
+    (tmp_path / "question.txt").write_text("{prompt}\n{response}")
+    judged_by = f"judge: true, template: {tmp_path}/question.txt, choices: [0, 1], answer_tokens: 4, domains: [math]"
+    models = f"{{helpful: {{path: {helpful}, domains: [chat]}}, critique: {{path: {judge}, {judged_by}}}}}"
+    keys = (
+        f"reward_model.models={models}",
+        "reward.functions={math: [{name: custom, weight: 3}], default: [custom, length]}",
+        *("algorithm.adv_estimator=gdpo", "trainer.total_training_steps=2", "trust.audit_freq=1"),
+    )
+    run = ground.run("grpo", *keys, name="run")
+    source, seen = {row["prompt"]: kinds[at % 3] for at, row in enumerate(rows)}, set()
+    for row in (row for step in (1, 2) for row in read_samples(run, step)):
+        parts, domain = row["reward_parts"], source[row["prompt"]]
+        seen.add(domain)
+        added = {"math": {"critique"}, "chat": {"helpful", "length"}}[domain]
+        assert parts.keys() == {"custom", *added}, row["errors"]
+        total = sum(parts.values()) + (2 * parts["custom"] if domain == "math" else 0)
+        assert row["score"] == pytest.approx(total, abs=1e-5)
+    assert seen == {"math", "chat"} and not run.notes("warning")
+    proven = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
+    assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
+    assert main(["train", "grpo", *ground.overrides("two", *keys, "trainer.n_gpus_per_node=2")]) == 0
+    scores = {(row["prompt"], row["response"]): row["score"] for row in read_samples(run, 1)}
+    for row in (found := samples_in(tmp_path / "two", 1)):  # those of one process
+        assert row["score"] == pytest.approx(scores[row["prompt"], row["response"]], abs=1e-4)
+    assert found

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -181,3 +182,18 @@ def test_the_audit_finds_an_accuracy_of_another_tag(ground: Playground, monkeypa
     settings = given(ground, "trainer.total_training_steps=1", "trainer.test_freq=1")
     with pytest.raises(TrustError, match=r"\(validation\): val_correct/aime/mean is reported as"):
         ground.run("grpo", *settings, name="mixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_that_are_read_one_by_one_make_the_same_run(ground: Playground, kind: str) -> None:
+    frame = pyarrow.Table.from_pylist([json.loads(line) for line in (ground.folder / "rows.jsonl").open()])
+    pyarrow.parquet.write_table(frame, ground.folder / "rows.parquet", row_group_size=5)
+    steps = ("trainer.total_training_steps=4", "trainer.save_freq=4", "trainer.test_freq=4", "trust.audit_freq=1")
+    settings = given(ground, f"data.train_files={ground.folder}/rows.{kind}", *steps)
+    eager = ground.run("grpo", *settings, name=f"eager_{kind}")
+    lazy = ground.run("grpo", *settings, "data.lazy=true", name=f"lazy_{kind}")
+    assert steps_of(lazy) == [Counter(math=3, code=1)] * 4
+    for name, weight in eager.weights(4).items():
+        assert torch.equal(weight, lazy.weights(4)[name]), name
+    assert "data" in sum((audit["proven"] for audit in lazy.audits()), []) and not lazy.notes("warning")

@@ -371,6 +371,20 @@ def test_weights_that_another_engine_computes_with_stay(
     assert spec.options.offloads == {"actor": Offloads(weights=True, moments=False)}
 
 
+def test_workers_with_an_engine_have_needs_of_their_own(playground: Playground) -> None:
+    allocation = "embedded[rollout]:d2+torch[actor]:d1|torch[ref]:d1+torch[critic]:d1"
+    own = "{worker_memory_mb: 900, worker_env: {A: 1}}"
+    roles = f"{{rollout: {{worker_cpus: 2}}, training: {{worker_cpus: 3}}, critic: {own}}}"
+    critic = f"critic.model.path={playground.write_critic()}"
+    keys = ("trainer.launcher=ray", f"trainer.allocation='{allocation}'", f"trainer.worker_roles={roles}", critic)
+    _, spec = playground.spec("ppo", *keys, "trainer.worker_env={B: 2}")
+    needs = [(rank.engines, spec.options.worker.of(rank)) for rank in spec.plan.ranks]
+    assert [(own.cpus, own.memory_mb) for engines, own in needs if engines == ("rollout",)] == [(2, None)] * 2
+    assert [(own.cpus, own.env) for engines, own in needs if "actor" in engines] == [(3, {"B": "2"})]
+    of_critic = [own for engines, own in needs if "critic" in engines]
+    assert [(own.cpus, own.memory_mb, own.env) for own in of_critic] == [(1, 900, {"A": "1", "B": "2"})]
+
+
 APART = ("trainer.launcher=ray", "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1")
 FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
 
@@ -386,9 +400,16 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
         (("trainer.worker_roles={rollout: {worker_cpus: 2}}",), "trainer.worker_roles.*set trainer.launcher=ray"),
         (
             ("trainer.worker_roles={rollout: {worker_cpus: 2}}", "trainer.launcher=ray", "trainer.n_gpus_per_node=2"),
-            "trainer.worker_roles: no worker of the plan only generates",
+            "trainer.worker_roles: rollout has no workers of its own in the plan, whose roles are actor, ref, training",
         ),
-        ((*APART, "trainer.worker_roles={actor: {worker_cpus: 2}}"), "has the role 'actor'.*only generate are rollout"),
+        (
+            (*APART, "trainer.worker_roles={critic: {worker_cpus: 2}}"),
+            "critic has no workers .* actor, ref, rollout",
+        ),
+        (
+            (*APART, "trainer.worker_roles={actor: {worker_cpus: 2}, ref: {worker_cpus: 3}}"),
+            "actor and ref share a worker: name one of them",
+        ),
         ((*APART, "trainer.worker_roles={rollout: {cpus: 2}}"), "has 'cpus' for the role 'rollout'.*worker_cpus"),
         ((*APART, "trainer.worker_roles={rollout: {worker_env: {HF_TOKEN: x}}}"), "HF_TOKEN looks like a secret"),
     ],

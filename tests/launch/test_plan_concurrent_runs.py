@@ -10,6 +10,7 @@ from distflow.errors import UserError
 from distflow.launch.plan_concurrent_runs import PlannedRun, plan_runs
 from tests.e2e.runs import Playground
 
+ALONE = ("trainer.launcher=local", "trainer.nnodes=1")
 RAY = ("trainer.launcher=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=2")
 
 
@@ -54,6 +55,14 @@ def test_the_larger_model_gets_more_devices_unless_they_are_shared_evenly(files:
     assert (nodes(small), nodes(large)) == ([0, 1, 1], [0]), "the sizes that a config says itself count"
 
 
+def test_without_ray_each_run_gets_its_number_of_processes(files: dict[str, str]) -> None:
+    (small, large), said = planned(files, *ALONE, "trainer.n_gpus_per_node=3")
+    assert (small.devices, large.devices) == ((2,), (0, 1)), "the larger is placed first"
+    assert (small.words[-1], large.words[-1]) == ("trainer.n_gpus_per_node=1", "trainer.n_gpus_per_node=2")
+    assert [len(run.plan.ranks) for run in (small, large)] == [1, 2]
+    assert said[1].startswith("large: trainer.n_gpus_per_node=2 (machine 0), models of ")
+
+
 def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) -> None:
     model_b = Path(files["large"]).parent / "model"
     policies = f"dag.policies={{large: {{model: {{path: {model_b}}}}}}}"
@@ -69,7 +78,9 @@ def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) ->
     ("words", "of_large", "said"),
     [
         (("trainer.default_local_dir=runs/same",), (), "small and large have the same folder, runs/same: give one"),
-        (("trainer.launcher=local", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"), (), "small: several configs"),
+        (("trainer.launcher=slurm",), (), "small: several configs .* trainer.launcher=local or ray"),
+        ((), ("trainer.launcher=local", "trainer.nnodes=1"), "trainer.launcher is ray in small and local in large"),
+        ((*ALONE, "trainer.n_gpus_per_node=1"), (), "2 independent parts, but only 1 device"),
         ((), ("trainer.nnodes=3",), "trainer.nnodes is 2 in small and 3 in large"),
         ((), ("dag.apportion_strategy=even",), "dag.apportion_strategy is param_aware in small and even in large"),
         ((), ("trainer.allocation='embedded:d2|torch:d2'",), "large: several configs .* remove trainer.allocation"),

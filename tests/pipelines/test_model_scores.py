@@ -9,6 +9,7 @@ from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput
 from distflow.pipelines.nodes import add_model_scores
+from distflow.pipelines.nodes.judges_and_reward_models import ask_model
 from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training.engine import OneRank
 from tests.checks.batches import sampled_batch
@@ -17,7 +18,10 @@ MODELS = "reward_model.models={critique: {path: builtin:tiny, judge: true, weigh
 
 
 def add(
-    *critique: float | str, keys: tuple[str, ...] = (), before: str | None = None, of_turns: torch.Tensor | None = None
+    *critique: float | str | None,
+    keys: tuple[str, ...] = (),
+    before: str | None = None,
+    of_turns: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The columns after a step of two groups of two, whose functions gave 1, and whose other model gave 10."""
     needed = ("actor_rollout_ref.model.path=builtin:tiny", "data.train_files=builtin:arithmetic-rl")
@@ -26,7 +30,8 @@ def add(
     batch["scores"], batch["valid"] = torch.ones(4), torch.tensor([before is None, True, True, True])
     batch["reward_errors"], batch["reward_parts"] = [before, None, None, None], [{"math": 1.0} for _ in range(4)]
     batch["reward_extra"] = [{"seen": i} for i in range(4)]
-    answers = [{"error": said} if isinstance(said, str) else {"score": said, "reason": "so"} for said in critique]
+    scored = [{"error": said} if isinstance(said, str) else {"score": said, "reason": "so"} for said in critique]
+    answers = [{} if said is None else answer for said, answer in zip(critique, scored, strict=True)]
     batch["said_by_critique"], batch["said_by_helpful"] = answers, [{"score": 10.0, "cut": 0}] * 4
     if of_turns is not None:
         batch["token_level_scores"], batch["turn_index"] = of_turns, (of_turns > 0).long()
@@ -42,6 +47,28 @@ def test_a_score_is_the_weighted_sum_of_all_models() -> None:
     assert found["reward_extra"][2] == {"seen": 2, "critique": "so"}
     assert found["metrics"] == {"reward/errors/critique": 0.0, "reward/cut/helpful": 0.0}
     assert found["token_level_scores"].sum(-1).tolist() == found["scores"].tolist()
+
+
+def test_a_model_without_a_word_on_a_sample_adds_nothing_and_is_no_error() -> None:
+    models = MODELS.replace("judge: true,", "judge: true, domains: [code],")
+    found = add(0.5, 0.25, None, None, keys=(models,))
+    assert found["scores"].tolist() == [12.0, 11.5, 11.0, 11.0] and found["valid"].all()
+    assert found["reward_parts"][2] == {"math": 1.0, "helpful": 10.0} and found["reward_extra"][2] == {"seen": 2}
+
+
+def test_only_responses_of_its_domains_are_shown_to_a_model() -> None:
+    shown = []
+
+    class Scorer:
+        def score(self, batch: Batch) -> list[dict[str, object]]:
+            shown.append(batch["responses"])
+            return [{"score": float(len(text))} for text in batch["responses"]]
+
+    batch = sampled_batch()
+    batch["responses"], batch["domain"] = ["a", "bb", "ccc", "dddd"], ["code", "math", "chat", "code"]
+    said = ask_model(batch, Scorer(), domains=("code", "chat"))  # type: ignore[arg-type]
+    assert said == [{"score": 1.0}, {}, {"score": 3.0}, {"score": 4.0}] and shown == [["a", "ccc", "dddd"]]
+    assert ask_model(batch, Scorer(), domains=("none",)) == [{}] * 4 and shown[1] == []  # type: ignore[arg-type]
 
 
 def test_rewards_of_turns_stay_where_they_are() -> None:

@@ -172,6 +172,14 @@ class PythonInputs:
         origins |= dict.fromkeys(keys, IN_PYTHON)
         return replace(loaded, config=config, origins=origins)
 
+    def file_lines(self, config: Config) -> list[str]:
+        """The lines that name the files in a checked config, for a process of its own."""
+        keys = [f"data.{key}_files" for key, _, _ in self._files(config)] + [key for key, *_ in self._functions(config)]
+        if self.reward is not None:
+            keys += ["custom_reward_function.path", "custom_reward_function.name"]
+        values = flatten(config)
+        return to_lines({key: values[key] for key in keys})
+
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
         from distflow.rewards.load_functions import fingerprint_function, write_function

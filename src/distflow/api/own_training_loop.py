@@ -71,6 +71,8 @@ def rollouts(
         raise UserError(
             "your own loop is started by your script: remove trainer.max_restarts and trainer.launcher=slurm"
         )
+    if loaded.config.profiler.enable:
+        raise UserError("profiler.enable records steps of distflow train: use torch.profiler in your own loop")
     if trainer.launcher == "local" and not is_one_process(loaded.config):
         raise UserError("your own loop needs Ray for several processes: set trainer.launcher=ray")
     if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):

@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from distflow import __version__
 from distflow.api.arguments import Overrides, PythonInputs, Reward, Rows, key_of, to_lines
 from distflow.api.load_run import Run
-from distflow.config import ConfigError, Loaded, UserError, describe, load_config
+from distflow.config import Config, ConfigError, Loaded, UserError, describe, load_config
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
@@ -44,20 +45,25 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-        from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
         from distflow.runtime.rollout_thread import call_rewards_once
-        from distflow.runtime.run_errors_and_limits import writing_to
-    trainer = loaded.config.trainer
-    with claimed(trainer.run_dir), writing_to(trainer.run_dir):
-        resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
-        inputs.write(loaded.config, resuming, say)
+    _write(inputs, loaded.config)
     spec = make_spec(loaded, say)
     for line in describe(spec.config):
         say(line)
     if has_data:
         call_rewards_once(spec)
     return spec
+
+
+def _write(inputs: PythonInputs, config: Config) -> None:
+    from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
+    from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
+    from distflow.runtime.run_errors_and_limits import writing_to
+
+    trainer = config.trainer
+    with claimed(trainer.run_dir), writing_to(trainer.run_dir):
+        resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
+        inputs.write(config, resuming, say)
 
 
 def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overrides) -> tuple[str, list[str]]:
@@ -140,3 +146,38 @@ def train(
     for line in [] if outcome is None else outcome.lines():
         say(line)
     return run
+
+
+def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = ()) -> dict[str, Run]:
+    """Train several pipelines at once, each with its own data, model and rewards, in processes of its own on its share
+    of the devices, as `distflow train` with several configs does. Returns the runs by name; the same call resumes them.
+
+    runs: by name, arguments of `train`: `preset_or_config`, `overrides`, data, functions, but no callbacks, which would
+    run elsewhere. overrides: of all of them. Raises UserError or PipelineError for a mistake, before any starts, and
+    RuntimeError where one fails; the others continue to their end.
+    """
+    from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, naming, run_several
+
+    known = ("preset_or_config", "overrides", *(field.name for field in fields(PythonInputs)))
+    read_runs = dict[str, tuple[PythonInputs, Loaded, list[str]]]()
+    if not isinstance(runs, Mapping) or not runs or not all(isinstance(each, Mapping) for each in runs.values()):
+        raise UserError("pass a dict of runs by name, each a dict of arguments of distflow.train")
+    for name, arguments in runs.items():
+        with naming(name):
+            if unknown := sorted(arguments.keys() - {*known}):
+                what = f"no argument {', '.join(unknown)} for one of several runs"
+                raise UserError(f"{what}; use {', '.join(known)}")
+            given = dict(arguments)
+            preset, lines = preset_and_lines(given.pop("preset_or_config", {}), given.pop("overrides", ()))
+            lines, inputs = [*lines, *to_lines(overrides)], PythonInputs(**given)
+            read_runs[name] = inputs, read(preset, lines, inputs, None), [preset, *lines]
+    check_side_by_side({name: loaded.config for name, (_, loaded, _) in read_runs.items()})
+    for name, (inputs, loaded, words) in read_runs.items():
+        with naming(name):
+            _write(inputs, loaded.config)
+            words += inputs.file_lines(loaded.config)
+    commands = {name: words for name, (_, _, words) in read_runs.items()}
+    planned, ended = run_several(commands, SeveralOptions(say=say, embedded=True))
+    if ended.failed:
+        raise RuntimeError(f"{', '.join(ended.failed)} failed, as the last lines of each say: the same call resumes it")
+    return {run.name: Run(run.run_dir) for run in planned}

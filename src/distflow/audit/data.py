@@ -122,14 +122,17 @@ def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Pat
     """With `data.lazy` the number of a row is its place in its files, which are read again when they end."""
     config, first = run.spec.config, 0
     for source in run.spec.data.sources:
-        paths = list(map(_path, _files(_setting(config, source.name, "train_files"))))
+        tags = config.data.domains[source.name].tags if source.name else ()
+        by_tags = tags and not config.data.domains[source.name].train_files
+        paths = list(map(_path, _files(_setting(config, "" if by_tags else source.name, "train_files"))))
         own, most = range(first, first + source.num_rows), _setting(config, source.name, "train_max_samples")
         first += source.num_rows
         own_rows, order = [row for row in rows if row.index in own], list[tuple[Path, int]]()
         last = max((row.index for row in own_rows), default=first) - own.start
         for path in map(Path.resolve, paths if own_rows and all(map(_is_readable, paths)) else ()):
             if len(order) <= last:  # no file that is not due
-                order += [(path, n) for n in read(path)[0]]
+                numbers, get = read(path)
+                order += [(path, n) for n in numbers if not by_tags or _tag(config.data, get, n) in tags]
         order = order[: most if most >= 0 else None]
         for row in own_rows if order else []:
             place, wanted = _ORIGIN.fullmatch(row.origin), order[(row.index - own.start) % len(order)]

@@ -290,7 +290,8 @@ def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] 
                 return None
             known = {*parts, *does_not_apply(sample)}
             was_scored = known.issuperset(functions_of(recorded, sample))
-        added = sum(parts.get(name, math.nan) * model.weight for name, model in models.items())
+        own = scoring_models(recorded.config.reward_model, sample["domain"]).items()
+        added = sum(parts.get(name, math.nan) * model.weight for name, model in own)
         as_it_was = {"valid": True, "reward_errors": None, "scores": float(sample["scores"]) - added}
         before.append({**sample, **as_it_was} if was_scored else sample)
     return before if models else group

@@ -242,7 +242,7 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         discount: Any = rollout.workflow_kwargs.get("turn_discount", 1.0)
         total *= discount ** (num_turns - 1)
     if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # elsewhere none is added
-        models = scoring_models(recorded.config.reward_model).items()
+        models = scoring_models(recorded.config.reward_model, sample["domain"]).items()
         total += sum(parts.get(name, math.nan) * model.weight for name, model in models)
     return total
 

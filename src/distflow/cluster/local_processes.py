@@ -1,7 +1,6 @@
 """Several processes of one machine without Ray (`trainer.launcher=local`), one a device: each generates and trains. The
 process that starts them has the sample queue, which they call over sockets. One that is lost ends the run."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from signal import SIGKILL, Signals
+from signal import Signals
 from typing import Any
 
 from distflow.cluster.actor_calls import STARVED_S, Heartbeat, Peer, PeersLate, WorkerDied, hanging
@@ -25,13 +24,12 @@ from distflow.errors import TrustError, UserError, count_of
 from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
-from distflow.runtime.early_stop_and_signals import StopRequest, leave_at_once
+from distflow.runtime.early_stop_and_signals import StopRequest, die_with, leave_at_once
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 from distflow.runtime.worker_place_and_dp_groups import Place
 
-_PR_SET_PDEATHSIG = 1
 _NUM_CALLS = 16
 """Of one process that may wait at once."""
 _LOOKS_EVERY_S = 0.5
@@ -175,9 +173,7 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
 
 def main(descriptor: int, parent: int) -> None:
     """The process of a rank: serves the calls that come over its socket."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL)  # also where it is stopped, or inside C code
-    if os.getppid() != parent:  # it died before
-        leave_at_once(1)
+    die_with(parent)
     coordinator = Peer(Connection(descriptor), _NUM_CALLS)
     coordinator.serve(LocalWorker(coordinator))
     leave_at_once(1)

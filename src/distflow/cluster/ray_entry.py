@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distflow.errors import UserError
-from distflow.launch.plan_concurrent_runs import PlannedRun
+from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
@@ -98,24 +98,23 @@ def gpus_of_machines() -> list[int]:
         return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
-def launch_several(runs: Sequence[PlannedRun], options: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run all at once, each as a `distflow train` of its own on its devices of one Ray, found as by `launch_ray`.
-    Returns the exit status. options: for each command."""
+def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended:
+    """As `launch_several`, on one Ray, found as by `launch_ray`."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _private_ray(Path(folder)):
         from ray import get_runtime_context
 
         from distflow.cluster.concurrent_runs import RunProcesses
-        from distflow.cluster.ray_cluster import SHARED_BUNDLES, connect_ray, reserve
+        from distflow.cluster.ray_cluster import SHARED_BUNDLES, connect_ray, failed_process, reserve
 
         plan = Plan(", ".join(run.name for run in runs), tuple(rank for run in runs for rank in run.plan.ranks), ())
         num_cpus = sum(run.needs.num_reward_actors * run.needs.reward_cpus for run in runs)
-        commands = {run.name: ["train", *run.words, *options] for run in runs}
+        say = options.say
         with connect_ray(plan, say, num_cpus) as ends, reserve(plan, runs[0].needs, say, ends) as bundles:
             joins = {"RAY_ADDRESS": get_runtime_context().gcs_address, SHARED_BUNDLES: bundles.id.hex()}
-            with RunProcesses(commands, {**os.environ, **joins}, say) as processes:
-                return processes.watch()
+            with RunProcesses(runs, {run.name: joins for run in runs}, options) as processes:
+                return processes.watch(failed_process)
 
 
 def is_installed() -> bool:

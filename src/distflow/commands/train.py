@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.builtin_names import SEVERAL_RUNS
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing, rewards_ahead
 from distflow.config.compose.origins import preset_names
 from distflow.errors import UserError, hint
@@ -142,11 +141,11 @@ def _train_several(commands: dict[str, list[str]], arguments: argparse.Namespace
         raise UserError("--resume is for a single run: write NAME:trainer.resume_mode=PATH")
     check_keys(arguments.allow_change)
     with importing():
-        from distflow.launch.plan_concurrent_runs import plan_runs
+        from distflow.launch.plan_concurrent_runs import SeveralOptions, run_several
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {', '.join(commands)} side by side")
     options = [f"--allow-change={key}" for key in arguments.allow_change]
     options += [f"--resume={arguments.resume}"] if arguments.resume else []
     options += ["--debug"] if arguments.debug else []
-    return int(cast(Callable[..., int], load(SEVERAL_RUNS))(plan_runs(commands, say), options, say))
+    return run_several(commands, SeveralOptions(tuple(options), say))[1].status

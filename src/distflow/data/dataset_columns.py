@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -155,6 +155,20 @@ def read_rows(records: Iterator[Record], columns: Columns, bad: BadRows, source:
         message = _missing_column(key, name, columns, source, seen)
         of_domain = key.replace("data.", "data." if key == "data.tag_key" else f"{columns.group}.", 1)
         raise UserError(message.replace(key, of_domain))
+
+
+def rows_of_domain(records: Iterable[Record], columns: Columns, bad: BadRows) -> Iterator[int]:
+    """The places of the rows with the tags of the source's domain, from 0; rows without a known tag go to `bad`."""
+    for place, record in enumerate(records):
+        try:
+            if record.bad is not None:
+                raise chat_messages.RowError(record.bad)
+            tag = _tag(record.values, columns)
+        except chat_messages.RowError as error:
+            bad.add(record.origin, str(error))
+            continue
+        if columns.domain_of_tag[tag] == columns.only_domain:
+            yield place
 
 
 def find(values: Mapping[str, object], name: str) -> object:

@@ -5,7 +5,8 @@ import hashlib
 from array import array
 from bisect import bisect_right
 from codecs import BOM_UTF8
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +27,7 @@ class IndexedFile:
 
     size: in bytes, when it was indexed. fingerprint: of all bytes, of Parquet of its footer. places: of JSONL, the file
     with each row's line number and first byte. group_ends: of Parquet, the rows up to the end of each row group.
+    chosen: the file with the numbers of the rows that are used, where not all are.
     """
 
     path: Path
@@ -34,24 +36,42 @@ class IndexedFile:
     fingerprint: str
     places: Path | None = None
     group_ends: tuple[int, ...] = ()
+    chosen: Path | None = None
 
     def record(self, index: int) -> Record:
         """The row, from 0. Raises UserError where the file has changed since it was indexed, or cannot be read."""
         try:
             if self.path.stat().st_size != self.size:
                 raise ValueError("the file has changed since the run began: start the run again")
+            if self.chosen is not None:
+                index = int(np.memmap(check_file(self.chosen), np.int64, "r")[index])
             if self.places is None:
                 group = bisect_right(self.group_ends, index)
                 row = index - (self.group_ends[group - 1] if group else 0)
                 table = _row_group(self.path, group, self.fingerprint)
                 return Record(f"{self.path}, row {index + 1}", table.slice(row, 1).to_pylist()[0])
-            number, start = np.memmap(check_file(self.places), np.int64, "r", shape=(self.num_rows, 2))[index].tolist()
+            number, start = np.memmap(check_file(self.places), np.int64, "r").reshape(-1, 2)[index].tolist()
             with open_file(self.path) as file:
                 file.seek(start)
                 line = next(lines_of(file))
             return json_record(line if start else line.removeprefix(BOM_UTF8), f"{self.path}:{number}")
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise UserError(f"row {index + 1} of '{self.path}' cannot be read: {error}") from error
+
+
+def choose_rows(found: IndexedFile, rows: Iterable[int], folder: Path) -> IndexedFile:
+    """The index of these rows of the file alone."""
+    numbers = array("q", rows)
+    chosen = _write(numbers, folder, hashlib.sha256(numbers.tobytes()).hexdigest())
+    return replace(found, num_rows=len(numbers), chosen=chosen)
+
+
+def _write(numbers: "array[int]", folder: Path, fingerprint: str) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder.absolute() / f"rows-{fingerprint[:12]}.index"
+    with replacing(file) as aside, aside.open("wb") as sink:
+        numbers.tofile(sink)
+    return file
 
 
 def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
@@ -75,10 +95,7 @@ def _index_lines(path: Path, folder: Path) -> IndexedFile:
             if (line if size else line.removeprefix(BOM_UTF8)).strip():
                 found.extend((number, size))
             size += len(line)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    places = folder.absolute() / f"rows-{digest.hexdigest()[:12]}.index"
-    with replacing(places) as aside, aside.open("wb") as sink:
-        found.tofile(sink)
+    places = _write(found, folder, digest.hexdigest())
     return IndexedFile(path, size, len(found) // 2, digest.hexdigest(), places)
 
 

@@ -27,10 +27,20 @@ from distflow.config.derived_settings import (
     validates,
 )
 from distflow.config.keys.reward import RewardPart, scoring_models
-from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
+from distflow.data.dataset_columns import (
+    DEFAULT_DOMAIN,
+    BadRows,
+    Columns,
+    RawRow,
+    Record,
+    listed,
+    plain,
+    read_rows,
+    rows_of_domain,
+)
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
-from distflow.data.row_index import IndexedFile, index_file
-from distflow.data.sources import load_rows
+from distflow.data.row_index import IndexedFile, choose_rows, index_file
+from distflow.data.sources import load_rows, read_file
 from distflow.data.streamed_sources import RowStream, is_streamed
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
@@ -206,9 +216,10 @@ class LazyRows(PromptRows):
         self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile | RowStream, int]](), dict[str, int]()
         self._held = dict[int, PromptRow]()
         for source in sources:
-            if source.columns.domain_of_tag:
-                raise UserError("data.lazy cannot select rows by data.domains.NAME.tags: set data.lazy=false")
             if any(map(is_streamed, source.files)):
+                if source.columns.domain_of_tag:
+                    advice = "name .jsonl or .parquet files, or set data.lazy=false"
+                    raise UserError(f"{source.key}: data.lazy cannot select rows of a stream by tags: {advice}")
                 stream = RowStream(source.files, source.key, source.max_samples)
                 self._files.append((source, stream, UNKNOWN_ROWS))
                 self.num_by_domain[source.domain] = UNKNOWN_ROWS
@@ -216,6 +227,11 @@ class LazyRows(PromptRows):
             num_rows = 0
             for file in source.files:
                 found = index_file(Path(file).expanduser().absolute(), folder, source.key)
+                if source.columns.domain_of_tag:
+                    bad = BadRows(source.bad_rows)
+                    rows = rows_of_domain(read_file(found.path, source.key), source.columns, bad)
+                    found = choose_rows(found, rows, folder)
+                    bad.check()
                 if source.max_samples >= 0:
                     found = replace(found, num_rows=min(found.num_rows, source.max_samples - num_rows))
                 self._files.append((source, found, found.num_rows))

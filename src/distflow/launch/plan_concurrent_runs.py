@@ -1,14 +1,18 @@
 """Several runs side by side, before any is started: each is checked, and the scheduler divides the devices over all."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+from distflow.builtin_names import SEVERAL_RUNS
 from distflow.config import Config, Loaded, flatten, load_config, with_changes
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.derived_settings import with_own_policies
 from distflow.errors import UserError
+from distflow.import_target import load
 from distflow.launch.configured_models import model_sizes
 from distflow.launch.device_and_threads import follow_machines
 from distflow.launch.fit_config_to_files import follow_pipeline, read_config
@@ -20,8 +24,8 @@ from distflow.planning.plan import Plan
 from distflow.runtime.spec import WorkerNeeds
 
 _SHARED = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.worker_cpus", "trainer.worker_memory_mb"),
-    *("trainer.worker_roles", "trainer.device"),
+    *("trainer.launcher", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.worker_cpus"),
+    *("trainer.worker_memory_mb", "trainer.worker_roles", "trainer.device"),
     *("dag.apportion_strategy", "dag.consider_node_cohesion", "dag.consider_node_load"),
 )
 
@@ -31,9 +35,35 @@ class PlannedRun:
     """A run that may start. words: its preset and overrides, with its devices."""
 
     name: str
+    run_dir: Path
     words: tuple[str, ...]
+    launcher: str
+    devices: tuple[int, ...]
     plan: Plan
     needs: WorkerNeeds
+
+
+@dataclass(frozen=True)
+class SeveralOptions:
+    """Who launches several runs. words: options of each command. say, embedded: as of `LaunchOptions`."""
+
+    words: tuple[str, ...] = ()
+    say: Callable[[str], None] = lambda line: None
+    embedded: bool = False
+
+
+class Ended(NamedTuple):
+    """How runs ended: the exit status for all, and the names of those that failed."""
+
+    status: int
+    failed: tuple[str, ...]
+
+
+def run_several(commands: Mapping[str, Sequence[str]], options: SeveralOptions) -> tuple[list[PlannedRun], Ended]:
+    """Plan the runs of these commands, and run all to their ends. Raises as `plan_runs` does."""
+    planned = plan_runs(commands, options.say)
+    launch = cast(Callable[[Sequence[PlannedRun], SeveralOptions], Ended], load(SEVERAL_RUNS[planned[0].launcher]))
+    return planned, launch(planned, options)
 
 
 def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None]) -> list[PlannedRun]:
@@ -45,59 +75,66 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
     runs, parts = dict[str, Loaded](), list[list[Part]]()
     commands = {own: words for name in commands for own, words in _by_policy(name, commands[name]).items()}
     for name, (preset, *overrides) in commands.items():
-        with _naming(name):
+        with naming(name):
             runs[name] = load_config(preset, overrides, needed=NEEDED_TO_TRAIN)
-    _check_side_by_side({name: loaded.config for name, loaded in runs.items()})
+    check_side_by_side({name: loaded.config for name, loaded in runs.items()})
     for name in runs:
-        with _naming(name):
+        with naming(name):
             runs[name] = follow_pipeline(follow_machines(runs[name]))
-            pipeline = bind(runs[name].config)
-            parts.append(pipeline_parts(pipeline, model_sizes(runs[name].config, pipeline.engines)))
+            pipeline, config = bind(runs[name].config), runs[name].config
+            most = 1 if config.trainer.launcher == "local" else None  # whose processes all do the same
+            parts.append(pipeline_parts(pipeline, model_sizes(config, pipeline.engines), most))
     devices = share_devices(parts, runs[name].config)
     planned = []
     for name, own_parts, own in zip(runs, parts, devices, strict=True):
-        with _naming(name):
-            loaded = with_changes(runs[name], [("trainer.devices", own, "several runs share the devices")])
-            planned.append(_planned(name, commands[name], loaded))
+        with naming(name):
+            planned.append(_planned(name, commands[name], runs[name], own))
         machines = ", ".join(map(str, sorted({rank.node for rank in planned[-1].plan.ranks})))
-        what = f"models of {sum(part.size for part in own_parts):,} parameters, in {loaded.config.trainer.run_dir}"
+        what = f"models of {sum(part.size for part in own_parts):,} parameters, in {planned[-1].run_dir}"
         say(f"{name}: {planned[-1].words[-1]} (machine {machines}), {what}")
     return planned
 
 
 def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
     """The command, or one for each of its policies."""
-    with _naming(name):
+    with naming(name):
         overrides = with_own_policies(load_config(words[0], words[1:]).config)
     return {f"{name}-{policy}": (*words, *own) for policy, own in overrides.items()} or {name: words}
 
 
-def _planned(name: str, words: Sequence[str], loaded: Loaded) -> PlannedRun:
+def _planned(name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tuple[int, ...], ...]) -> PlannedRun:
     """Raises UserError where the run cannot be on its devices, or where a key does nothing."""
+    own = tuple(sorted(device for of_part in devices for device in of_part))
+    change: tuple[str, Any] = ("trainer.devices", devices)
+    if loaded.config.trainer.launcher == "local":  # each run sees its own devices alone
+        change = ("trainer.n_gpus_per_node", len(own))
+    loaded = with_changes(loaded, [(*change, "several runs share the devices")])
     reading = read_config(loaded)
     settings = spec_settings(loaded.config, reading.pipeline, {source.domain: 1 for source in reading.train}).keywords
-    devices = f"trainer.devices={[list(own) for own in loaded.config.trainer.devices]}"
-    return PlannedRun(name, (*words, devices), settings["plan"], settings["options"].worker)
+    trainer, change_word = loaded.config.trainer, f"{change[0]}={json.dumps(change[1])}"
+    planned, needs = settings["plan"], settings["options"].worker
+    return PlannedRun(name, trainer.run_dir, (*words, change_word), trainer.launcher, own, planned, needs)
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
+    """Errors begin with the run's name."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 
 
-def _check_side_by_side(configs: Mapping[str, Config]) -> None:
-    """Raises UserError for runs in one folder, without Ray, or with other ideas of the devices."""
+def check_side_by_side(configs: Mapping[str, Config]) -> None:
+    """Raises UserError for runs in one folder, by Slurm, or with other ideas of the devices."""
     folders: dict[Path, str] = {}
     first, of_first = next((name, flatten(config)) for name, config in configs.items())
     for name, config in configs.items():
         trainer, values = config.trainer, flatten(config)
-        if trainer.launcher != "ray" or trainer.allocation or trainer.devices:
+        if trainer.launcher == "slurm" or trainer.allocation or trainer.devices:
             raise UserError(
-                f"{name}: several configs share the devices of one Ray: set trainer.launcher=ray, and remove "
-                "trainer.allocation and trainer.devices"
+                f"{name}: several configs share the devices of one machine or one Ray: set trainer.launcher=local or "
+                "ray, and remove trainer.allocation and trainer.devices"
             )
         for key in (key for key in _SHARED if values[key] != of_first[key]):
             both = f"{of_first[key]} in {first} and {values[key]} in {name}"

@@ -2,7 +2,7 @@
 and the options of the run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.multi_device import plan_ray
-from distflow.planning.plan import Plan, plan_local
+from distflow.planning.plan import Plan, RankPlan, plan_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
@@ -146,7 +146,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(used_if(by_ray), is_scored, goes_elsewhere),
+        worker=_worker_needs(used_if(by_ray), is_scored, plan.ranks),
         max_restarts=used_if(by_ray).trainer.max_restarts,
         slurm=whole(used_if(by_ray).trainer.slurm),
         max_held_mb=used_if(by_ray).trainer.max_held_mb,
@@ -155,6 +155,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         engine_timeout_s=used_if(has_engine).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, pipeline),
         audit_freq=trust.audit_freq,
+        profiled_steps=config.profiler.steps if config.profiler.enable else (),
         on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_self_check=run_self_check,
         solution_columns={name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in checked},
@@ -166,14 +167,20 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     )
 
 
-def _worker_needs(config: Config, is_scored: bool, goes_elsewhere: bool) -> WorkerNeeds:
-    """goes_elsewhere: whether some workers only generate."""
+def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) -> WorkerNeeds:
+    """Raises UserError for a role that no workers of the plan have alone."""
     trainer, reward = config.trainer, config.reward
-    if trainer.worker_roles and not goes_elsewhere:
-        raise UserError(
-            "trainer.worker_roles: no worker of the plan only generates: separate the rollout workers with '+' in "
-            "trainer.allocation, or set trainer.worker_cpus, worker_memory_mb and worker_env for all"
-        )
+    of_ranks = [{*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"} for rank in ranks]
+    for role in trainer.worker_roles:
+        if sum(role in roles for roles in of_ranks) in (0, len(ranks)):
+            raise UserError(
+                f"trainer.worker_roles: {role} has no workers of its own in the plan, whose roles are "
+                f"{', '.join(sorted(set().union(*of_ranks)))}: separate them with '+' in trainer.allocation, or set "
+                "trainer.worker_cpus, worker_memory_mb and worker_env for all"
+            )
+    for shared in (roles & trainer.worker_roles.keys() - {"training"} for roles in of_ranks):
+        if len(shared) > 1:
+            raise UserError(f"trainer.worker_roles: {' and '.join(sorted(shared))} share a worker: name one of them")
 
     def needs_of(own: Mapping[str, Any]) -> WorkerNeeds:
         env = {name: str(value) for name, value in {**trainer.worker_env, **own.get("worker_env", {})}.items()}

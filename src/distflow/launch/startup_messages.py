@@ -129,7 +129,12 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
                 "see data.prompt_format"
             )
     known = {domain for found in (data.looked_at, *data.validation.values()) for domain in found.domains}
-    for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
+    of_domains: list[tuple[str, Collection[str]]] = [
+        ("reward.domains", config.reward.domains),
+        ("algorithm.domains", config.algorithm.domains),
+        *((f"reward_model.models.{name}", model.domains) for name, model in config.reward_model.models.items()),
+    ]
+    for key, named in of_domains:
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', but no row is in that domain{hint(name, known)}"
     tags = {row.tag for found in (data.looked_at, *data.validation.values()) for row in found}

@@ -7,6 +7,7 @@ A hang-up never counts as the second: closing a terminal causes two, from the sh
 sends one after its SIGTERM.
 """
 
+import ctypes
 import os
 import signal
 import stat
@@ -18,6 +19,7 @@ from typing import Final
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupted(KeyboardInterrupt):
@@ -142,6 +144,13 @@ class StopRequest(Stop):
     def _tell(self) -> None:
         for number in os.read(self._read, 1):
             self._on_first(signal.Signals(number).name)
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the process that started this one ends, also where this one is stopped, or inside C code."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        leave_at_once(1)
 
 
 def leave_at_once(status: int) -> None:

@@ -22,6 +22,17 @@ class _Turn:
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+async def cancel(tasks: Sequence[GroupTask], calls: PlainCalls) -> None:
+    """Cancel groups, one that calls a sync function when that has returned."""
+    for task in tasks:
+        if task is not calls.caller:
+            task.cancel()
+    if calls.caller in tasks:
+        async with calls.turn:
+            for task in tasks:
+                task.cancel()
+
+
 class EarlyStop:
     """Lets the groups of a generation batch pass to the queue one by one: first those without a request to the engine,
     by group id, then in the order of the engine's first response to each. The groups that are left when the step is
@@ -100,13 +111,7 @@ class EarlyStop:
         left running: nobody could end it, and it would draw from the random generators of later calls."""
         self.over = True
         left = [task for task in self._groups if not task.done()]
-        for task in left:
-            if task is not calls.caller:
-                task.cancel()
-        if calls.caller in left:
-            async with calls.turn:
-                for task in left:
-                    task.cancel()
+        await cancel(left, calls)
         ended = await asyncio.gather(*left, return_exceptions=True)
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):

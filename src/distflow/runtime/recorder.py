@@ -209,6 +209,21 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._num_dropped, self.decoded = Counter[int](), Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Record the operators of this thread and the kernels of its device, if the step is one of `profiler.steps`."""
+        if step not in self._options.profiled_steps:
+            yield
+            return
+        folder = self._options.run_dir / "profiles"
+        folder.mkdir(exist_ok=True)
+        with torch.profiler.profile() as profile:
+            yield
+        worker = "" if self._process.leads else f"-{self._process.part}"
+        file = folder / f"step-{step:06d}{worker}.json.gz"
+        profile.export_chrome_trace(str(file))
+        self.note("info", f"the kernels of step {step} are in {file}")
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         self.view.close()
         self._trackers.close()

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
@@ -20,14 +21,14 @@ from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
 from distflow.runtime.group_columns import Group, accuracy_of, finished_group
-from distflow.runtime.oversampling_and_turn_rounds import EarlyStop, Rounds
+from distflow.runtime.oversampling_and_turn_rounds import EarlyStop, Rounds, cancel
 from distflow.runtime.resources import Resources
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.user_calls.async_calls import deadline_paused
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from distflow.scheduling.group_states import PromptGroup, Version
+from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
@@ -166,7 +167,7 @@ class RolloutLoop:
     when these have ended. stops_early: the groups of a generation batch that are left when the step is full are
     aborted. call_counts: of reward calls on all groups, also dropped ones.
     prepare_rows: called with the rows of groups that are about to start. asks_in_rounds: groups that start together
-    send their later requests together too.
+    send their later requests together too. surplus: tasks of groups that the queue had ended.
     """
 
     steps: Sequence[Step]
@@ -182,6 +183,7 @@ class RolloutLoop:
     call_counts: CallCounts = field(default_factory=CallCounts)
     prepare_rows: Callable[[Sequence[int]], None] = lambda rows: None
     asks_in_rounds: bool = False
+    surplus: "WeakSet[asyncio.Task[None]]" = field(default_factory=WeakSet)
 
     @staticmethod
     def of(
@@ -259,19 +261,25 @@ class RolloutLoop:
         paused engine that then resumes, so that the requests of a decode step never depend on timing, and ended before
         the next is fetched. Else groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
-        running, gate = set[asyncio.Task[None]](), self.gate
+        running, gate = dict[int, asyncio.Task[None]](), self.gate
         try:
             async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
                 async for prompt_groups in queue.prompt_groups(lambda: gate.version.step if gate is not None else None):
+                    for group in prompt_groups:
+                        if group.state is GroupState.WAITING and group.group_id in running:
+                            self.surplus.add(running[group.group_id])
+                            groups.create_task(cancel([running.pop(group.group_id)], self.plain_calls))
+                    prompt_groups = [group for group in prompt_groups if group.state is not GroupState.WAITING]
                     self.prepare_rows([prompt_group.row for prompt_group in prompt_groups])
                     if self.in_batches:
                         await self._run_batch(prompt_groups, queue)
                     else:
                         started = {
-                            groups.create_task(self._run_group(prompt_group, queue)) for prompt_group in prompt_groups
+                            prompt_group.group_id: groups.create_task(self._run_group(prompt_group, queue))
+                            for prompt_group in prompt_groups
                         }
-                        running = {task for task in running if not task.done()} | started
-                for task in running:
+                        running = {number: task for number, task in running.items() if not task.done()} | started
+                for task in running.values():
                     task.cancel()
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
@@ -336,8 +344,11 @@ class RolloutLoop:
                 raise
             await self._turn(stop, accepted=drop is None)
         except asyncio.CancelledError:
-            if stop is not None and stop.over:
+            if (stop is not None and stop.over) or asyncio.current_task() in self.surplus:
                 self._end(prompt_group, "aborted: the step was complete", started)
+                num_tokens = sum(len(part.token_ids) for each in group.samples for part in each.response_segments)
+                if stop is None and num_tokens:
+                    queue.abort(AbortedGroups({}, num_tokens))
             raise
         except NodeError as err:
             failure = Failure(str(err), users=isinstance(err, UserError))

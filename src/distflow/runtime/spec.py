@@ -59,7 +59,8 @@ class ValidationSet:
 class WorkerNeeds:
     """Resources of each worker's process, and its environment variables. memory_mb: None is the need of a worker
     without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each. roles: of
-    workers that only generate (`rollout`), and of all others (`training`), where theirs differ."""
+    workers that only generate (`rollout`), of all others (`training`), and of others with an engine, by its name, where
+    theirs differ."""
 
     cpus: int = 1
     memory_mb: int | None = None
@@ -69,7 +70,9 @@ class WorkerNeeds:
     roles: Mapping[str, "WorkerNeeds"] = field(default_factory=dict)
 
     def of(self, rank: RankPlan) -> "WorkerNeeds":
-        return self.roles.get("training" if rank.training_nodes else "rollout", self)
+        names = [*rank.engines, "training"] if rank.training_nodes else ["rollout"]
+        own = [self.roles[name] for name in names if name in self.roles and (name != "rollout" or len(names) == 1)]
+        return own[0] if own else self
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class RunOptions:
     engine_timeout_s: float | None
     canary_freq: int
     audit_freq: int
+    profiled_steps: tuple[int, ...]
     on_mismatch: str
     run_self_check: bool
     solution_columns: Mapping[str, tuple[str | None, str]]

@@ -72,17 +72,18 @@ class Worker:
         with self._recorder.phases("audit"):
             self._parts.auditor.loop_begins()
         while not self._stop.wanted:
-            step = self.take()
-            rewards = self.reward_metrics(step.reward_counts if step is not None else RewardCounts())
-            if step is None:
-                self._end(self.step)
-                break
-            if self._spec.options.free_cache_engine:
-                self._parts.services.release_engine()
-            for node, ctx in self._nodes(step):
-                step.batch, measured = node(step.batch, ctx)
-                step.measured.append(measured)
-            self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
+            with self._recorder.profiled(self.step + 1):
+                step = self.take()
+                rewards = self.reward_metrics(step.reward_counts if step is not None else RewardCounts())
+                if step is None:
+                    self._end(self.step)
+                    break
+                if self._spec.options.free_cache_engine:
+                    self._parts.services.release_engine()
+                for node, ctx in self._nodes(step):
+                    step.batch, measured = node(step.batch, ctx)
+                    step.measured.append(measured)
+                self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
         return self.step
 
     def serve(self) -> int:

@@ -196,6 +196,20 @@ class Coordinator:
         for group in groups:
             self._counts[group.domain].aborted += 1
 
+    def end_surplus(self, wanted: int | None) -> list[PromptGroup]:
+        """Let groups wait to be issued again, without which the next step, or the part of `wanted` groups, can be
+        formed. Returns them."""
+        if wanted is None and self.queue.num_taken:
+            return []
+        numbers = self.queue.surplus(self.plan.consumer_batch if wanted is None else wanted)
+        running = [number for number in numbers if not self.queue.holds(number)]
+        if running:
+            self.abort(running, 0)
+        for number in numbers:
+            if self.queue.holds(number):
+                self.lose(number)
+        return [self.queue.prompt_group(number) for number in numbers]
+
     def lose(self, number: int) -> None:
         """The samples of a complete group that no step has taken are gone with the process that had them: the group
         waits to be issued again, and this uses up none of its three attempts."""

@@ -8,16 +8,20 @@ from math import ceil
 from typing import Any
 
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.group_states import CountsError, GroupState, PromptGroup
+from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, PromptGroup
 
 
 @dataclass
 class _Due:
-    """Groups with the same due step. num_live: running or complete, but not waiting. dropped: counts by reason."""
+    """Groups with the same due step that do not wait. dropped: counts by reason."""
 
-    num_live: int = 0
+    running: set[int] = field(default_factory=set)
     complete: set[int] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_live(self) -> int:
+        return len(self.running) + len(self.complete)
 
 
 class DomainQueue:
@@ -148,7 +152,7 @@ class DomainQueue:
                 self._check(step, members.complete)
             taken = min(len(members.complete), wanted - len(chosen))
             num_left += members.num_live - taken
-            num_running += members.num_live - len(members.complete)
+            num_running += len(members.running)
             if num_left > self._later(due) + num_later:
                 if num_running:
                     return None
@@ -159,6 +163,28 @@ class DomainQueue:
                 )
             chosen += sorted(members.complete)[:taken]
         return self._check(step, chosen)
+
+    def surplus(self, wanted: int) -> list[int]:
+        """The groups without which `first` need not wait although others run: the latest running ones, then the latest
+        complete ones. None if the step waits for one that was aborted too often. It lacks no group."""
+        num_later, num_taken = max(0, self.num_wanted - wanted), 0
+        left, ended = list[int](), list[int]()
+        for due in sorted(self._due):
+            complete = sorted(self._due[due].complete)
+            taken = min(len(complete), wanted - num_taken)
+            num_taken += taken
+            left += [*self._due[due].running, *complete[taken:]]
+            if (num_over := len(left) - self._later(due) - num_later) <= 0:
+                continue
+            left.sort(key=lambda number: (self._groups[number].complete, -number))
+            running = [number for number in left if not self._groups[number].complete]
+            must_stay = {number for number in running if self._groups[number].num_aborts >= MAX_ABORTS}
+            over = [number for number in left if number not in must_stay][:num_over]
+            if must_stay and not {*over} <= {*running} or len(over) < num_over:
+                return []
+            ended += over
+            left = [number for number in left if number not in over]
+        return ended
 
     def dropped(self) -> Counter[str]:
         """Dropped groups by reason, of those due by steps that are not consumed."""
@@ -187,12 +213,10 @@ class DomainQueue:
     def _enter(self, number: int) -> None:
         group = self._groups[number]
         members = self._due.setdefault(group.due(self._max_staleness), _Due())
-        members.num_live += 1
-        if group.complete:
-            members.complete.add(number)
+        (members.complete if group.complete else members.running).add(number)
 
     def _leave(self, number: int) -> _Due:
         members = self._due[self._groups[number].due(self._max_staleness)]
-        members.num_live -= 1
+        members.running.discard(number)
         members.complete.discard(number)
         return members

@@ -154,8 +154,8 @@ class DataPlan:
     group_size: samples per prompt. consumer_batch: prompt groups per step.
     max_staleness: largest age of a token's weights in steps when it is trained on.
     max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: generation
-    budget of a step, in batches. oversampling: extra groups that run, as a fraction of those that the step lacks; only
-    at staleness 0. max_held_bytes: of groups that wait for their step or are trained on, None for no bound. domains: in
+    budget of a step, in batches. oversampling: extra groups that run, as a fraction of those that the step lacks.
+    max_held_bytes: of groups that wait for their step or are trained on, None for no bound. domains: in
     the order of their rows, none for one source; each repeats by itself, so that with them `total_groups` is None.
     curriculum: how their shares change, None if they stay. skips: which rows are skipped, None for none. saves,
     validates: when the run writes a checkpoint, and when it validates, besides at its end. stop_when: it ends earlier
@@ -187,7 +187,7 @@ class DataPlan:
             assert self.total_groups is None and sum(domain.num_rows for domain in self.domains) == self.num_rows
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
-        assert self.oversampling >= 0 and not (self.oversampling and self.max_staleness)
+        assert self.oversampling >= 0
 
     @property
     def sources(self) -> tuple[DomainPlan, ...]:

@@ -35,7 +35,8 @@ class SampleQueue:
     Without domains a step may also be taken in parts, of any sizes: each takes groups by due step, then by
     group id, and the remaining ones must fit after the last part (`num_owed`).
 
-    If more groups run than the step has slots (`oversampling`, only at staleness 0), it takes those that finish first
+    With `oversampling` more groups run than the step has slots. Above staleness 0 those that would be left past their
+    due step are ended once the step can form without them (`surplus`). At staleness 0 it takes those that finish first
     on their worker (`give_places`), and the others are aborted: they wait to be issued again, before new ones.
 
     closed: whether no further group will come, so that the last step may be short.
@@ -58,7 +59,7 @@ class SampleQueue:
         self.next_step = next_step
         self.quotas = quotas or Quotas(consumer_batch, next_step)
         self._consumer_batch = consumer_batch
-        self._max_staleness = max_staleness
+        self._max_staleness, self._oversampling = max_staleness, oversampling
         self._when_exhausted = when_exhausted
         self._groups: dict[int, PromptGroup] = {}
         self.domain_queues: Mapping[str, DomainQueue] = {
@@ -207,17 +208,21 @@ class SampleQueue:
         """
         if step != self.next_step:
             raise CountsError(f"step {step + 1} was asked for, but the next one is {self.next_step + 1}")
-        if len(self.domain_queues) == 1:
-            needs = [(queue, wanted) for queue in self.domain_queues.values()]
-        else:
-            assert wanted == self._consumer_batch and not self._formed, "each domain has its slots of a whole step"
-            needs = [(queue, queue.num_wanted) for queue in self.domain_queues.values()]
+        needs = self._needs(wanted)
         parts = self._form(step, needs, exhausted)
         if parts is None:
             return None
         for (queue, _), numbers in zip(needs, parts, strict=True):
             queue.take(sorted(numbers))
         return tuple(sorted(number for numbers in parts for number in numbers))
+
+    def surplus(self, wanted: int) -> list[int]:
+        """With `oversampling`, above staleness 0: groups that are to end, so that `part` need not wait for them.
+        Also of a domain that has its groups while others lack some, whose new groups start in their place."""
+        if not (self._oversampling and self._max_staleness):
+            return []
+        needs = [(queue, own) for queue, own in self._needs(wanted) if queue.num_untaken >= own]
+        return [number for queue, own in needs for number in queue.surplus(own)]
 
     def untake(self, numbers: Collection[int] | None = None) -> None:
         """Put these of the groups that the next step has taken back, or all."""
@@ -243,6 +248,13 @@ class SampleQueue:
     @property
     def _formed(self) -> tuple[int, ...]:
         return tuple(number for queue in self.domain_queues.values() for number in queue.formed)
+
+    def _needs(self, wanted: int) -> list[tuple[DomainQueue, int]]:
+        """How many groups each domain queue gives."""
+        if len(self.domain_queues) == 1:
+            return [(queue, wanted) for queue in self.domain_queues.values()]
+        assert wanted == self._consumer_batch and not self._formed, "each domain has its slots of a whole step"
+        return [(queue, queue.num_wanted) for queue in self.domain_queues.values()]
 
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
         """Ids that each domain queue gives to the step."""

@@ -188,6 +188,7 @@ class ScoringModelConfig:
 
     path: str = key("", "folder or hub id of a reward model (for a judge: language model), or a run")
     weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
+    domains: tuple[str, ...] = key((), "the only domains whose responses it scores; [] is all")
     judge: bool = key(False, "the model generates its score, from 0 to 1, as text")
     template: str = key("", "prompt template of a judge: a text, or a file with it; empty: built in")
     answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
@@ -242,11 +243,12 @@ class RewardModelConfig:
     )
 
 
-def scoring_models(config: RewardModelConfig) -> dict[str, ScoringModelConfig]:
-    """All models that score as engines, by the names of their engines."""
+def scoring_models(config: RewardModelConfig, domain: str | None = None) -> dict[str, ScoringModelConfig]:
+    """The models that score as engines, by the names of their engines: all, or those of a domain."""
     path, offloads = config.model.path, config.fsdp_config.param_offload
     own = {} if path is None else {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
-    return own | config.models
+    models = own | config.models
+    return {name: each for name, each in models.items() if domain is None or domain in (each.domains or (domain,))}
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:

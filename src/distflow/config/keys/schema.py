@@ -122,6 +122,7 @@ _RESUMABLE = {
     "critic": ("model.path",),
     "custom_reward_function": ("path", "name"),
     "dag": ("policies",),
+    "profiler": ("enable", "steps"),
     "reward": ("num_actors", "actor_cpus", "timeout_s", "max_error_rate"),
 }
 RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)

@@ -93,12 +93,7 @@ _OF_A_WORKER = ("worker_cpus", "worker_memory_mb", "worker_env")
 def parse_worker_roles(value: object) -> Differing:
     """Settings of workers by role. Raises Mismatch."""
     form, keys = "write e.g. {rollout: {worker_cpus: 8}, training: {worker_env: {A: 1}}}", collect(TrainerConfig())
-    found = parse_differing(value, {name: keys[name] for name in _OF_A_WORKER}, form, of="role")
-    if unknown := found.keys() - {"rollout", "training"}:
-        raise Mismatch(
-            f"has the role {show(min(unknown))}", f"workers that only generate are rollout, others training: {form}"
-        )
-    return found
+    return parse_differing(value, {name: keys[name] for name in _OF_A_WORKER}, form, of="role")
 
 
 @dataclass(frozen=True)
@@ -175,7 +170,8 @@ class TrainerConfig:
     )
     worker_roles: Differing = key(
         {},
-        f"{', '.join(_OF_A_WORKER)} that differ for the role rollout or training, if these have separate workers",
+        f"{', '.join(_OF_A_WORKER)} that differ for workers that only generate (rollout), all others (training), or "
+        "those with an engine such as critic",
         parse=parse_worker_roles,
     )
     max_held_mb: int | None = key(
@@ -215,9 +211,10 @@ class TrustConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of kernels."""
+    """Traces of operators and kernels by torch's profiler, in the run's folder `profiles`."""
 
-    enable: bool = key(False, "record kernel traces", later=True)
+    enable: bool = key(False, "record what the training thread of each worker computes, and the kernels of its device")
+    steps: tuple[int, ...] = key((2,), "the steps that are recorded, counted from 1")
 
 
 @dataclass(frozen=True)

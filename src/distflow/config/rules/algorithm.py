@@ -149,16 +149,6 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
         )
 
 
-def oversampling(config: Config) -> Iterator[Finding]:
-    """Oversampling needs generation batches with an end."""
-    key = "algorithm.filter_groups.oversampling"
-    if not is_rl(config) or config.algorithm.filter_groups.oversampling == 0:
-        return
-    if config.async_.max_staleness != 0:
-        what = "with max_staleness > 0 groups are also generated for later steps, so none is surplus"
-        yield Finding((key, "async.max_staleness"), what, f"set {key}=0, or remove async.max_staleness")
-
-
 _ESTIMATOR = "algorithm.adv_estimator"
 _REWARD_NORM, _ADV_NORM = "algorithm.reward_norm", "algorithm.adv_norm"
 _OF_SUMS = tuple(f"algorithm.{name}" for name in ("reward_shift", "reward_scale", "reward_clip", "whiten_rewards"))
@@ -313,5 +303,5 @@ NORMALIZATION_RULES = (
 )
 RULES = (
     *NORMALIZATION_RULES,
-    *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, oversampling),
+    *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling),
 )

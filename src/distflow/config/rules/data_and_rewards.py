@@ -102,7 +102,7 @@ def functions(config: Config) -> Iterator[Finding]:
     if not config.reward.functions and not config.data.domains:
         yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
     for key, domain, parts in named_rewards(config):
-        if parts and all(part.weight == 0 for part in parts) and not models:
+        if parts and all(part.weight == 0 for part in parts) and not scoring_models(config.reward_model, domain):
             what = f"all weights of the domain '{domain}' are 0, so its score is always 0"
             yield Finding((key,), what, "give a reward function a weight")
 

@@ -198,12 +198,15 @@ def critics(config: Config) -> Iterator[Finding]:
 
 
 def known(config: Config) -> Iterator[Finding]:
-    """`algorithm.domains` names domains of `data.domains`, if there are any."""
+    """`algorithm.domains` and reward models name domains of `data.domains`, if there are any."""
     domains = config.data.domains
-    for domain in config.algorithm.domains:
-        if domains and domain not in domains:
+    named = [(f"algorithm.domains.{domain}", domain) for domain in config.algorithm.domains]
+    for name, model in config.reward_model.models.items():
+        named += [(f"reward_model.models.{name}.domains", domain) for domain in model.domains]
+    for key, domain in named if domains else ():
+        if domain not in domains:
             advice = f"{did_you_mean(domain, domains)}the domains are {', '.join(domains)}"
-            yield Finding((f"algorithm.domains.{domain}", "data.domains"), f"there is no domain '{domain}'", advice)
+            yield Finding((key, "data.domains"), f"there is no domain '{domain}'", advice)
 
 
 RULES = (one_form, tags, sources, curriculum, rewards, lengths, used)

@@ -35,7 +35,7 @@ FILES: Final = (
 )
 FOLDERS: Final = (
     *("checkpoints", "samples", "dropped", "spans", "tokens", "data", "bundles", "tensorboard", "wandb", "models"),
-    *("huggingface", "mlartifacts", "swanlog", "earlier"),
+    *("profiles", "huggingface", "mlartifacts", "swanlog", "earlier"),
 )
 _LOCK: Final = "hhqqi4x"
 """`struct flock` of Linux on 64 bits: type, whence, start, length, process."""

@@ -28,9 +28,10 @@ Answer = Mapping[str, Any]
 
 def score_by_models(pipeline: Pipeline, config: Config, after: Sequence[str]) -> None:
     """Add the nodes of all models. Those on different devices score at once: none waits for another."""
-    for name in scoring_models(config.reward_model):
+    for name, model in scoring_models(config.reward_model).items():
         column = register_field(_column(name), "object", "object", f"what the model '{name}' returned").name
-        pipeline.add_node(f"score_by_{name}", ask_model, after, engine=name, writes=(column,))
+        options = {"domains": model.domains} if model.domains else {}
+        pipeline.add_node(f"score_by_{name}", ask_model, after, engine=name, writes=(column,), **options)
     if scoring_models(config.reward_model):
         pipeline.add_node("reward_model_score", add_model_scores, after)
 
@@ -39,10 +40,14 @@ def _column(name: str) -> str:
     return f"said_by_{name}"
 
 
-@node(role=NodeRole.REWARD, reads=("prompts", "responses", "?ground_truth", "?extra_info"))
-def ask_model(batch: Batch, engine: RewardModelScorer | Judge) -> list[dict[str, object]]:
-    """What the model says of each response."""
-    return engine.score(batch)
+@node(role=NodeRole.REWARD, reads=("prompts", "responses", "domain", "?ground_truth", "?extra_info"))
+def ask_model(
+    batch: Batch, engine: RewardModelScorer | Judge, *, domains: Sequence[str] = ()
+) -> list[dict[str, object]]:
+    """What the model says of each response; nothing of those of other domains, if it has some."""
+    rows = [row for row, domain in enumerate(batch["domain"]) if not domains or domain in domains]
+    said = dict(zip(rows, engine.score(batch.select(rows)), strict=True))  # on every rank, also without a row
+    return [said.get(row, {}) for row in range(len(batch))]
 
 
 @node_factory
@@ -65,7 +70,7 @@ def add_model_scores(config: Config) -> Callable[..., object]:
         for row in (row for row in range(len(batch)) if unscored[row]):
             parts[row] |= {name: answers[row]["score"] for name, answers in said.items() if "score" in answers[row]}
             if row not in failed:
-                scores[row] += sum(model.weight * parts[row][name] for name, model in models.items())
+                scores[row] += sum(model.weight * said[name][row].get("score", 0.0) for name, model in models.items())
         found = {"scores": scores, "reward_parts": parts}
         if judged:
             extra = [dict(each) for each in batch["reward_extra"]]

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from distflow.scheduling.group_states import PromptGroup
+
 _MAX_GROUPS = 1000
 """In one reply: 65 kB, if it goes to another process."""
 
@@ -11,14 +13,15 @@ _MAX_GROUPS = 1000
 class RolloutWorker:
     """engine_version: the lowest weight version of its engine, as last reported. assigned: ids of groups that it has
     not fetched yet. running: ids of all its groups, including those, with the attempt of each. stored: ids of complete
-    groups that are stored with it. takes: False for a later worker before its first request, and for one that is
-    gone."""
+    groups that are stored with it. ended: groups that it is still to be told to end. takes: False for a later worker
+    before its first request, and for one that is gone."""
 
     name: str
     engine_version: int | None
     assigned: list[int] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
+    ended: list[PromptGroup] = field(default_factory=list)
     takes: bool = True
     gone: bool = False
 
@@ -64,6 +67,25 @@ class GroupsByWorker:
             worker.running.pop(group_id)
             if complete:
                 worker.stored.add(group_id)
+
+    def abort(self, group: PromptGroup) -> None:
+        """The group is no longer needed, whether it runs or is stored with its worker, whose late results do not
+        count."""
+        worker = self._working_on.pop(group.group_id, None)
+        if worker is None:
+            self.take([group.group_id])
+            return
+        worker.running.pop(group.group_id)
+        self._taken_away.add((group.group_id, group.attempt))
+        if group.group_id in worker.assigned:
+            worker.assigned.remove(group.group_id)
+        else:
+            worker.ended.append(group)
+
+    def fetch_ended(self, number: int) -> list[PromptGroup]:
+        """The groups that a worker is to end."""
+        ended, self._all[number].ended = self._all[number].ended, []
+        return ended
 
     def take(self, group_ids: Iterable[int]) -> dict[int, RolloutWorker]:
         """A step takes these groups. Returns the worker that stores each, if any does."""

@@ -123,6 +123,8 @@ class SampleQueuePort(Protocol):
     def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """consumes capacity · waits for released steps and dropped groups · produces groups to start together
 
+        Those that wait to be issued again come first, if there are some: this worker is to end them.
+
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
 

@@ -110,8 +110,8 @@ class SharedSampleQueue(Generic[T]):
         )
 
     def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
-        """The groups that this worker is to start now; None if the run has failed. engine_version: the lowest weight
-        version of its engine; None if it has none."""
+        """The groups that this worker is to start now, after those that it is to end, which wait to be issued again;
+        None if the run has failed. engine_version: the lowest weight version of its engine; None if it has none."""
         with self._lock:
             return None if self._is_over(worker) else self._hand_out(worker, engine_version)
 
@@ -350,7 +350,7 @@ class SharedSampleQueue(Generic[T]):
                 self._askers.notify_all()
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
         self._notify()
-        return prompt_groups
+        return [*self._workers.fetch_ended(worker), *prompt_groups]
 
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, protocol.TrainingStep[Sequence[T]]]:
         """The groups of a step divided among the ranks, whole, each mini-batch balanced by tokens."""
@@ -389,6 +389,11 @@ class SharedSampleQueue(Generic[T]):
         self._wake()
 
     def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
+        if ended := self._coordinator.end_surplus(wanted):
+            for group in ended:
+                self._workers.abort(group)
+                self._groups.pop(group.group_id, None)
+            self._wake()
         try:
             return self._coordinator.ready(step) if wanted is None else self._coordinator.part(step, wanted)
         except Exhausted:
