@@ -44,7 +44,7 @@ TABLES_OF_OPTIONS = (
     "environments.verifiers_episode",
 )
 """Where parameters of functions are columns, config keys, a call's options by name, or those of another package."""
-DEBTS = {"lines": 73_738, "broad excepts": 29, "functions of more than 7 parameters": 2}
+DEBTS = {"lines": 73_729, "broad excepts": 29, "functions of more than 7 parameters": 2}
 """What may only become less: 53,800 lines, 3,100 of the audit, 4,000 of what the three systems have besides, 2,300 of
 the first hour, 4,160 of engines in servers and devices, 5,793 of episodes; a broad except in two thousand lines."""
 MOST_MODULES = 410
