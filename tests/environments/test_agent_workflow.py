@@ -53,6 +53,20 @@ async def several(prompt, base_url, api_key, ground_truth):
     return {"length": len(text) / 4, "letters": sum(map(ord, other.output_text + last.content[0].text)) % 7 / 6}
 
 
+async def at_once(prompt):
+    """Four calls at once, then two that extend the same reply."""
+    async with AsyncOpenAI() as client:
+        async def ask(*said):
+            messages = [{"role": role, "content": text} for role, text in said]
+            made = await client.chat.completions.create(model="x", messages=messages, max_tokens=3)
+            return made.choices[0].message.content
+
+        first = ("user", prompt)
+        texts = await asyncio.gather(*(ask(first) for _ in range(4)))
+        more = await asyncio.gather(*(ask(first, ("assistant", texts[0]), ("user", "b")) for _ in range(2)))
+    return len("".join(texts + more)) / 18
+
+
 def noisy(prompt):
     """Takes a time that is drawn anew."""
     said, client = [{"role": "user", "content": prompt}], OpenAI()
@@ -123,6 +137,24 @@ def games(tmp_path: Path) -> Games:
 
 def options(games: Games, **values: str) -> str:
     return f"{WORKFLOW}_kwargs={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_calls_at_once_are_branches_that_train_and_pass_every_audit(games: Games, max_staleness: int) -> None:
+    run = games.run(
+        "grpo",
+        *KEYS,
+        options(games, function=f"{games.folder}/agents.py:at_once"),
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        f"async.max_staleness={max_staleness}",
+    )
+    assert not run.notes("warning")
+    for audit in run.audits():
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
+    figures = [(row["episodes/branches"], row["reward/error_rate"]) for row in run.metrics()]
+    assert all(3 < branches <= 4 and errors == 0 for branches, errors in figures), figures  # equal replies share one
 
 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])

@@ -182,3 +182,50 @@ def test_of_two_that_fit_the_longer_is_extended() -> None:
     history += [user("2"), agent.says(*history, user("2"))]
     assert agent.says(*history, user("3"))["content"] == "c"
     assert sorted(agent.owners) == [["prompt", "policy"], [*LINEAR, "environment", "policy"]]
+
+
+def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -> None:
+    agent = Agent("qwen2.5", "one", "two", "three", "four", "five")
+    begun, may_reply = asyncio.Event(), asyncio.Event()
+    draw, waiting = agent.chat.generate, 0
+
+    async def together(*asked: Any) -> Any:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 2:
+            begun.set()
+        await may_reply.wait()
+        return await draw(*asked)
+
+    agent.chat.generate = together
+
+    def call(*messages: Any) -> Call:
+        made: Call = CHAT.read({"messages": list(messages)})
+        return made
+
+    async def pair(first: Call, second: Call) -> list[Answer]:
+        nonlocal waiting
+        waiting = 0
+        begun.clear(), may_reply.clear()
+        both = asyncio.gather(agent.conversations.answer(first), agent.conversations.answer(second))
+        await asyncio.wait_for(begun.wait(), 10)  # neither waits for the other
+        may_reply.set()
+        return list(await both)
+
+    async def play() -> None:
+        one, two = await pair(call(user("1")), call(user("1")))
+        assert {one.text, two.text} == {"one", "two"}
+        more = call(user("1"), one.message, user("2"))
+        three, four = await pair(more, more)
+        last = call(user("1"), one.message, user("2"), four.message, user("3"))
+        waiting_before = len(agent.chat.conversations)
+        assert (await agent.conversations.answer(last)).text == "five"
+        assert len(agent.chat.conversations) == waiting_before, "it goes on in the branch that it extends"
+
+    asyncio.run(play())
+    assert sorted(chat.name for chat in agent.chat.conversations) == ["", "1", "2"]
+    assert sorted(map(len, agent.owners)) == [2, 4, 4]
+    whole = [chat.token_ids for chat in agent.chat.conversations]
+    seen = [(*prompt, *drawn) for (prompt, *_), drawn in zip(agent.engine.asked, agent.engine.replies, strict=True)]
+    assert all(any(ids[: len(each)] == each for ids in whole) for each in seen), "what was drawn is where it was drawn"
+    assert sum(chat.num_drawn for chat in agent.chat.conversations) == sum(map(len, agent.engine.replies))

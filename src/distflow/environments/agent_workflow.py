@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, cast
 
@@ -131,71 +132,60 @@ class VerifiersWorkflow(AgentWorkflow):
 
 
 class _Calls:
-    """From the endpoint's thread to the episode, which answers them one at a time, in the order in which they came."""
+    """From the endpoint's thread to the episode, which answers them side by side, begun in the order in which they
+    came."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations, self._loop = conversations, asyncio.get_running_loop()
-        self._waiting: asyncio.Queue[tuple[Call, Future[Answer]]] = asyncio.Queue()
-        self._has_ended = False
+        self._context = copy_context()  # of the episode, whose clock stops while its calls are answered
+        self._answering, self._has_ended = set[asyncio.Task[Answer]](), False
+        self._failed: asyncio.Future[None] = self._loop.create_future()
 
     def submit(self, call: Call) -> "Future[Answer]":
         """From any thread."""
         future: Future[Answer] = Future()
-        self._loop.call_soon_threadsafe(self._take, call, future)
+        self._loop.call_soon_threadsafe(self._take, call, future, context=self._context)
         return future
 
     async def answer_while(self, running: Coroutine[Any, Any, Any]) -> Any:
         """What the agent returned; later calls are refused. Raises what it raises; asyncio.CancelledError if the engine
         fails."""
-        tasks = agent, answering = asyncio.ensure_future(running), asyncio.ensure_future(self._answer_all())
+        agent = asyncio.ensure_future(running)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return await (answering if answering.done() else agent)
+            await asyncio.wait((agent, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            return await (self._failed if self._failed.done() else agent)
         finally:
-            self._close()
-            for task in tasks:
+            self._has_ended = True
+            for task in (agent, *self._answering):
                 task.cancel()  # no effect on one that is done
-
-    async def _answer_all(self) -> None:
-        """Ends only by an error, which is not one of a call."""
-        while True:
-            call, future = await self._waiting.get()
-            if future.cancelled():  # the client has gone
-                continue
-            task = asyncio.ensure_future(self._conversations.answer(call))
-            future.add_done_callback(partial(self._withdraw, task))
-            try:
-                await asyncio.wait((task,))
-            finally:
-                task.cancel()
-                self._settle(future, task)
-            if task.cancelled() and not future.cancelled():
-                raise asyncio.CancelledError
-            error = None if task.cancelled() else task.exception()
-            if error is not None and not isinstance(error, UserError | RequestError):
-                raise error
-
-    def _close(self) -> None:
-        self._has_ended = True
-        while not self._waiting.empty():
-            self._take(*self._waiting.get_nowait())
 
     def _take(self, call: Call, future: "Future[Answer]") -> None:
         if self._has_ended:
             with suppress(InvalidStateError):
                 future.set_exception(RequestError(410, "this episode has ended", "episode_ended"))
-        else:
-            self._waiting.put_nowait((call, future))
+        elif not future.cancelled():  # the client has not gone
+            task = asyncio.ensure_future(self._conversations.answer(call))
+            self._answering.add(task)
+            task.add_done_callback(partial(self._settle, future))
+            future.add_done_callback(partial(self._withdraw, task))
 
     def _withdraw(self, task: "asyncio.Task[Answer]", future: "Future[Answer]") -> None:
         if future.cancelled():
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _settle(self, future: "Future[Answer]", task: "asyncio.Task[Answer]") -> None:
+        """An error that is not one of the call ends the episode."""
+        self._answering.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if not self._failed.done() and not self._has_ended:
+            if task.cancelled() and not future.cancelled():
+                self._failed.cancel()
+            elif error is not None and not isinstance(error, UserError | RequestError):
+                self._failed.set_exception(error)
         with suppress(InvalidStateError):  # the client has gone
-            if not task.done() or task.cancelled():
+            if task.cancelled():
                 future.set_exception(RequestError(503, "the call was withdrawn with its episode", "server_error"))
-            elif (error := task.exception()) is not None:
+            elif error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(task.result())

@@ -77,7 +77,7 @@ class Chat:
     forked: called with each fork. name: empty for the episode's first conversation, else the numbers of the forks on
     the way to this one, "2.1". conversations: all of the episode, this one too; the one that had the last reply is the
     last. agent: whose conversation it is, if the episode has several. max_tokens, stop: of each of its replies, besides
-    those of the call.
+    those of the call. waiting: for a reply.
     """
 
     tokens: "TurnTokens"
@@ -100,7 +100,7 @@ class Chat:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     conversations: list["Chat"] = field(default_factory=list, repr=False)
-    _waiting: bool = field(default=False, init=False)
+    waiting: bool = field(default=False, init=False)
     _num_forks: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class Chat:
         besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template tells the model
         from the first turn on. Raises ChatError for what cannot be said.
         """
-        if self._waiting:
+        if self.waiting:
             raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
@@ -160,11 +160,11 @@ class Chat:
         most = min(response, context, max_tokens or response, self.max_tokens or response)
         prompt = (*self.token_ids, *given)
         turn = 1 + max((segment.turn for each in self.conversations for segment in each.segments), default=0)
-        self._waiting = True
+        self.waiting = True
         try:
             drawn, reason = await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn)
         finally:
-            self._waiting = False
+            self.waiting = False
         if given:
             is_tools = messages[0].get("role") == "tool"
             self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))

@@ -27,7 +27,7 @@ class Conversations:
 
     A call extends a conversation if that is how its messages begin, with the policy's replies as they were returned and
     the same tools; the longest such conversation counts. One that extends none is a branch, and so is each further
-    answer to one call.
+    answer to one call, and a call that extends one which still waits for a reply: calls are answered side by side.
     """
 
     def __init__(self, chat: Chat, format: str | None, max_calls: int) -> None:
@@ -75,12 +75,13 @@ class Conversations:
             each
             for each in self._conversations
             if each.tools == tools and len(each.so_far) < len(whole) and whole[: len(each.so_far)] == each.so_far
+            if not each.chat.waiting
         ]
         return max(fitting, key=lambda each: len(each.so_far), default=None)
 
     def _begun(self, call: Call) -> _Conversation:
         chat, is_text = self._chat, isinstance(call.messages, str)
-        if chat.segments:
+        if chat.segments or chat.waiting:
             chat = chat.fork([{"role": "user", "content": ""}])
         chat.messages, chat.tools, chat.templated = [], (), not is_text  # the call says all of its history
         return _Conversation(chat, _tools(call), "" if is_text else [], [])

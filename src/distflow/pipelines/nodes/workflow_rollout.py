@@ -492,7 +492,7 @@ def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids:
     """What the chat template does between turns. Raises UserError where it, or its tools, cannot be used."""
     tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
     settings = config.actor_rollout_ref.rollout
-    if settings.workflow == "tools":
+    if settings.workflow in ("tools", "harbor"):
         template, format = tokens.tool_template([{}]), settings.workflow_kwargs.get("format")
         return [*tokens.describe(), f"tool calls are read in the format {format or format_of(template)}"]
     return tokens.describe()
