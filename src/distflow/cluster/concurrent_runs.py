@@ -47,7 +47,7 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
 
     def watch(self) -> int:
         """Show their lines until all have ended, also where one fails; a first signal asks all to save and end. Returns
-        the exit status for all. Raises WorkerDied where a process of Ray is gone."""
+        the exit status for all. Raises WorkerDied if a process of Ray is gone."""
         with StopRequest(self._ask_to_stop) as stop:
             while any(reader.is_alive() for reader in self._readers) or not self._lines.empty():
                 if dead := failed_process():

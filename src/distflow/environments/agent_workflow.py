@@ -85,7 +85,7 @@ class AgentWorkflow:
         return self._made_by, ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
-        """Raises CallFailed where the agent fails, RequestError where it never asks: errors of the episode."""
+        """Raises CallFailed if the agent fails, RequestError if it never asks: errors of the episode."""
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
@@ -194,7 +194,7 @@ class _Calls:
     def _settle(self, future: "Future[Answer]", task: "asyncio.Task[Answer]") -> None:
         with suppress(InvalidStateError):  # the client has gone
             if not task.done() or task.cancelled():
-                future.set_exception(RequestError(503, "the call was withdrawn with its episode", "server_error"))
+                future.set_exception(RequestError(503, "the call's episode has ended", "server_error"))
             elif (error := task.exception()) is not None:
                 future.set_exception(error)
             else:
@@ -234,11 +234,11 @@ def _environment(session: Session) -> dict[str, str | None]:
 
 
 def _score(returned: object) -> object:
-    """Raises UserError for what is no score."""
+    """Raises UserError for anything that is not a score."""
     if isinstance(returned, Mapping) or (isinstance(returned, int | float) and not isinstance(returned, bool)):
         return returned
     if isinstance(returned, bool):
         return float(returned)
     raise UserError(
-        f"the agent returned {returned!r:.80}, which is no score: return a number or a mapping, or set {KEY}.reward"
+        f"the agent returned {returned!r:.80}, not a score: return a number or a mapping, or set {KEY}.reward"
     )

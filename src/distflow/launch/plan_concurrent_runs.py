@@ -73,7 +73,7 @@ def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
 
 
 def _planned(name: str, words: Sequence[str], loaded: Loaded) -> PlannedRun:
-    """Raises UserError where the run cannot be on its devices, or where a key does nothing."""
+    """Raises UserError if the run cannot be on its devices, or if a key does nothing."""
     reading = read_config(loaded)
     settings = spec_settings(loaded.config, reading.pipeline, {source.domain: 1 for source in reading.train}).keywords
     devices = f"trainer.devices={[list(own) for own in loaded.config.trainer.devices]}"

@@ -143,7 +143,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
 
 
 def check_modules(modules: Iterable[nn.Module], epsilon: float) -> None:
-    """Raises NotNative where one of these parts of a decoder is none that the C of this folder computes. epsilon: of
+    """Raises NotNative if one of these parts of a decoder is none that the C of this folder computes. epsilon: of
     all norms."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
