@@ -92,7 +92,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def users_place(error: BaseException) -> str | None:
-    """File and line of the innermost frame that is neither ours nor a library's; None where there is none."""
+    """File and line of the innermost frame that is neither ours nor a library's; None if there is none."""
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 

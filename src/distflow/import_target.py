@@ -189,7 +189,7 @@ def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[obj
 
 
 def required_parameters(function: Callable[..., object]) -> list[str]:
-    """The names of its parameters without a default. Raises ValueError where it has no signature."""
+    """The names of its parameters without a default. Raises ValueError if it has no signature."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -215,7 +215,7 @@ class SourceFile:
 
     @staticmethod
     def of(module: str) -> "SourceFile | None":
-        """None where its text cannot be read. Raises LoadError where there is certainly no such module.
+        """None where its text cannot be read. Raises LoadError if there is certainly no such module.
 
         module: its name, or the path of its ".py" file.
         """
@@ -236,7 +236,7 @@ class SourceFile:
         return not self.names.isdisjoint((name, "*", "__getattr__"))
 
     def signature(self, name: str) -> Callable[..., object] | None:
-        """A function that does nothing, with the parameters of the one of that name; None where a decorator may change
+        """A function that does nothing, with the parameters of the one of that name; None if a decorator may change
         them, or no plain function has the name. Every default is None."""
         node = self.functions.get(name)
         if node is None or node.decorator_list:

@@ -56,7 +56,7 @@ def is_compressed(path: Path) -> bool:
 def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
     """A regular file, opened to read. Raises OSError.
 
-    folder: that it must lie in, links followed; None where it may lie anywhere. max_bytes: that it may hold.
+    folder: that it must lie in, links followed; None if it may lie anywhere. max_bytes: that it may hold.
     """
     try:
         _check(path, os.stat(path), folder, max_bytes)  # before it is opened: that alone may block, or move a device
@@ -109,7 +109,7 @@ def load_yaml(text: bytes | str) -> object:
 
 
 def check_aliases(root: "yaml.Node | None") -> None:
-    """Raises YAMLError where a document holds itself, or more values than anybody writes once its aliases are followed:
+    """Raises YAMLError if a document holds itself, or more values than anybody writes once its aliases are followed:
     ten lines of ten aliases each are 10^10 values."""
     from yaml.composer import ComposerError
 

@@ -49,7 +49,7 @@ BAD = {
     "quote.sh": ("echo 'open\n" + "x\n" * 20000, "line 1: a quotation mark is not closed"),
     "areal.sh": ("python -m areal.launcher.local x.py --config gone.yaml\n", "its settings are in gone.yaml"),
     "tabs.yaml": ("a:\n\t- b", "it is not valid YAML"),
-    "list.yaml": ("- a\n- b\n", "it is no mapping of keys"),
+    "list.yaml": ("- a\n- b\n", "it is not a mapping of keys"),
     "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "of an unknown version"),
     "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)

@@ -244,7 +244,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.batch_invariant=true"],
         f"{ROLLOUT}.batch_invariant",
-        ("servers round as the batch has it",),
+        ("the rounding of a server depends on its batch",),
     ),
     "tensor parallel": (
         "grpo",

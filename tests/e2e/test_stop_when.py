@@ -79,10 +79,10 @@ def test_a_metric_that_never_appears_is_told_after_a_validation_and_at_the_end(g
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["trainer.stop_when=val_correct/all/mean == 1"], "no condition of a metric"),
-        (["trainer.stop_when=reward/mean_score > much"], "no condition of a metric"),
-        (["trainer.stop_when=a > 1 and b > 2"], "no condition of a metric"),
-        (["trainer.stop_when=a >= nan"], "no condition of a metric"),
+        (["trainer.stop_when=val_correct/all/mean == 1"], "not a condition on a metric"),
+        (["trainer.stop_when=reward/mean_score > much"], "not a condition on a metric"),
+        (["trainer.stop_when=a > 1 and b > 2"], "not a condition on a metric"),
+        (["trainer.stop_when=a >= nan"], "not a condition on a metric"),
         (["trainer.stop_when=val_correct/all/mean>=0.9"], "without validation there is no such metric"),
         (
             ["trainer.stop_when=val/errors>0", "data.val_files={}/rows.jsonl", "trainer.test_freq=-1"],

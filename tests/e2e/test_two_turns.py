@@ -136,4 +136,4 @@ def test_drafts_and_cut_turns_are_no_fault_and_repeated_random_numbers_are_named
     monkeypatch.setattr(example, "GenerateRequest", lambda *fields, num_drawn: GenerateRequest(*fields))
     run = playground.run(*GRPO, "trainer.total_training_steps=2")
     (warning,) = run.notes("warning")
-    assert "random numbers of earlier ones again" in warning
+    assert "random numbers of earlier turns" in warning

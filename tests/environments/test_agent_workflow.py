@@ -202,7 +202,7 @@ SAID = (
     "content of type 'image_url' is not supported",
     "a request may have at most 4,194,304 bytes",
     "an episode did not end within 30 s",
-    "which is no score",
+    "not a score",
     "its process exited with status 3",
 )
 

@@ -123,7 +123,7 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
         (put("loss_mask", 5, 1), r"loss_mask that is on for token 5 \(8\)"),
         (put("input_ids", 3, 99), r"loss_mask that is on for token 3 \(99\)"),
         (put("input_ids", 0, 99), r"loss_mask that is on for token 3 \(10\)"),
-        (put("loss_mask", 3, 0), r"loss_mask that is off for token 3 \(10\), which the engine drew behind the first"),
+        (put("loss_mask", 3, 0), r"loss_mask that is off for token 3 \(10\), which the engine sampled after the first"),
         (lambda row: row["loss_mask"][0, 7:].zero_(), r"loss_mask that is off for token 7 \(20\)"),
         (put("logprobs", 4, -1.0), "-1 in logprobs for token 4, drawn with -1.1"),
         (put("logprobs", 4, float("nan")), "nan in logprobs for token 4"),

@@ -263,7 +263,7 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
         ),
         (["=game.py:Twice"], "needs extra"),
         (["=game.py:echo", "reward.functions={default: [format]}"], "keys without effect.*reward.functions"),
-        (["=game.py:echo", "algorithm.adv_estimator=remax"], "one greedy response, which is no episode"),
+        (["=game.py:echo", "algorithm.adv_estimator=remax"], "one greedy response, which is not an episode"),
         (["=game.py:echo", "dag.pipeline=nodes.py:own"], "keys without effect.*rollout.workflow "),
         (["_kwargs={rounds: 2}"], "keys without effect|workflow_kwargs"),
     ],

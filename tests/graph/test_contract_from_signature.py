@@ -58,7 +58,7 @@ def test_positional_only_parameters_are_passed_by_position():
 
     contract = contract_of(f)
     assert contract.by_position == ("advantages", "returns") and contract.by_keyword == ("values",)
-    with pytest.raises(PipelineError, match="'ctx' is positional only"):
+    with pytest.raises(PipelineError, match="'ctx' is positional-only"):
         contract_of(eval("lambda ctx, /: None"))
 
 

@@ -139,8 +139,8 @@ class Registry(dict[str, Registered]):
         self._make: Callable[[str, Callable[..., object]], Registered] = make
 
     def known(self, name: str) -> Registered | None:
-        """Imports the module of a built-in, so that it is registered before a user's of that name. The function that
-        "file.py:function" or "module:function" names is registered by that name. Raises ValueError where it cannot be.
+        """Imports the module of a built-in, so that it is registered before yours of that name. The function that
+        "file.py:function" or "module:function" names is registered by that name. Raises ValueError if it cannot be.
         """
         if name in self._table:
             load_module(split_name(self._table[name].target)[0])
@@ -150,7 +150,7 @@ class Registry(dict[str, Registered]):
 
     def read(self, name: str, found: object) -> Registered:
         """The entry under that name of a function, as its decorator made it where it has one, or of an unpickled entry.
-        Raises ValueError for what cannot be called."""
+        Raises ValueError if it cannot be called."""
         entry = next((entry for entry in self.values() if entry.fn is found), None)
         if entry is None and not isinstance(found, AdvEstimator | PolicyLoss):
             if not callable(found) or isinstance(found, type):

@@ -86,10 +86,10 @@ def _text(value: Any, key: str) -> str:
 
 @dataclass(frozen=True)
 class PythonInputs:
-    """Rows and functions given from Python, each None where it was not. A text in place of rows is the key's value.
+    """Rows and functions given from Python, each None if it was not. A text in place of rows is the key's value.
 
     advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one; workflow: of
-    episodes, a function or a class. Raises UserError for what is no function, or has parameters that nothing gives.
+    episodes, a function or a class. Raises UserError if one is not a function, or needs unknown parameters.
     """
 
     data: Rows | None = None

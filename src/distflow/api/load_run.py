@@ -78,7 +78,7 @@ class Run:
     """A run by its folder. Everything is read on access, so that a run under way shows its current state."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises UserError where the folder is no run's."""
+        """Raises UserError if the folder is no run's."""
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "events.jsonl").is_file():
             where = "has no file events.jsonl" if self.folder.is_dir() else "is not there"
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def accuracy_after(self) -> float | None:
-        """On validation problems at the last validation; None where there was none after a step."""
+        """On validation problems at the last validation; None if there was none after a step."""
         return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[1]
 
     @property

@@ -222,7 +222,7 @@ class Rollouts:
         """n responses to a prompt in tokens, by the weights that were published last, beside the groups of the run.
 
         sampling: in place of the config's, by the names of `SamplingParams`. Calls in the same order after the same
-        `publish` draw the same. Raises UserError where the engine cannot run it, or shares weights trained since.
+        `publish` draw the same. Raises UserError if the engine cannot run it, or shares weights trained since.
         """
         return self._entered.worker.generate(self._request(prompt_ids, n, sampling)).generations
 
@@ -239,7 +239,7 @@ class Rollouts:
         """End the step: its weights go to the engine, while groups run on, as the next version. Then it is validated,
         recorded and saved as `trainer.test_freq` and `trainer.save_freq` say.
 
-        metrics: of your own, to record besides. Returns all of the step. Raises UserError where no batch was taken, or
+        metrics: of your own, to record besides. Returns all of the step. Raises UserError if no batch was taken, or
         one more must be first, so that none of its groups gets too old; TrustError where a check fails.
         """
         from distflow.data.batch import Batch
@@ -294,7 +294,7 @@ class Rollouts:
 
     @property
     def critic(self) -> "TrainEngine":
-        """The critic's. Raises UserError where the pipeline has none, as `ref` does."""
+        """The critic's. Raises UserError if the pipeline has none, as `ref` does."""
         return cast("TrainEngine", _CheckedEngine(self, "critic", self._engine("critic")))
 
     @property

@@ -30,8 +30,8 @@ _ORIGIN = re.compile(r"(.+?)(?::|, row |, entry )(\d+)")
 @check(
     "data",
     "prompt, response, turns, ground truth, domain, tag and extra info of some rows of the training and validation "
-    "data equal those in their files, and each row of a file is used or counted as left out, for its length or pass "
-    "rate; with data.lazy rows are in the order of the files; the data plan follows from the config",
+    "data equal those in their files, and each row of a file is either used or counted as excluded for its length "
+    "or pass rate; with data.lazy the rows keep the order of the files; the data plan follows from the config",
     needs=".jsonl, .json, .csv and .parquet files, and built-in ones, up to 256 MiB; distflow train",
     limit=f"equal; {NUM_ROWS} rows per file, and the tokens of {NUM_PROMPTS} prompts",
 )
@@ -64,7 +64,7 @@ def _check_plan(run: AuditedRun) -> None:
     domains = {each.name: (each.weight, each.group_size) for each in spec.data.domains}
     for name, value in wanted.items():
         if (found := {**vars(spec.data), "domains": domains}[name]) != value:
-            raise Wrong(f"{name} of the data plan is {found}, but by the config it should be {value}")
+            raise Wrong(f"{name} of the data plan is {found}, but according to the config it should be {value}")
 
 
 def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequence[PromptRow]) -> set[str]:
@@ -317,8 +317,8 @@ ROUNDING = 2e-6
 
 @check(
     "curriculum",
-    "the shares of `learnability` are the weights times the moving means of the reported p · (1 - p), which is "
-    "computed from the step's groups; each domain has its groups by the shares so far",
+    "the shares of `learnability` are the weights times the moving means of p · (1 - p), which is computed "
+    "from the groups of each step; the number of groups of each domain follows from the shares so far",
     needs="data.curriculum; for shares: the function `learnability`; for groups: one rank; for reports: also "
     "async.max_staleness=0, no filter and no oversampling",
     limit=f"{ROUNDING:g} of a share, 1 + 1/2 + … + 1/n groups with n domains",

@@ -12,8 +12,8 @@ EASY, HARD = "async/dropped/too_easy", "async/dropped/too_hard"
 
 @check(
     "skipped_rows",
-    "a row is skipped after a share of correct responses outside data.skip_outside, for skip_epochs epochs, and no "
-    "other row is",
+    "a row is skipped for skip_epochs epochs if its share of correct responses was outside data.skip_outside, and "
+    "no other row is skipped",
     needs="one worker and source, the run's start, and neither staleness, filter, oversampling nor rows that repeat in "
     "a step",
     limit="equal",
@@ -59,7 +59,7 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
     for name in (EASY, HARD):
         found, expected = recorded.metrics.get(name, 0.0), kept["skipped"].get(name, 0)
         if found != expected:
-            raise Wrong(f"{found:.0f} rows were skipped so far as {name}, but by their responses {expected} should be")
+            raise Wrong(f"{found:.0f} rows were skipped so far as {name}, but their responses give {expected}")
     return None
 
 

@@ -44,9 +44,9 @@ class Said(NamedTuple):
 
 @check(
     "episodes",
-    "the tokens before each turn are those of what the workflow said, rendered again by other code; an environment was "
-    "reset with its row's seed and given each reply, each observation was said as it came, and each reward is its "
-    "turn's; tools' answers were said as they came; the text that was scored is the reply that the workflow passed",
+    "the tokens before each turn equal the workflow's messages, rendered again by independent code; an environment was "
+    "reset with its row's seed and received each reply; observations and results of tools were passed on "
+    "unchanged; each turn has its own reward; the scored text is the reply that the workflow passed",
     needs="a workflow other than AReaL's, and samples that this process generated; for tokens a fast tokenizer",
     limit=f"equal, {MOST} samples",
 )

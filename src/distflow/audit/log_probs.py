@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 @check(
     "log_probs",
-    "log-probs of policy and reference and values of the critic equal those of the models' own padded forward pass "
-    "at the sampling temperature; before the first update the reference equals the policy",
+    "the log-probs of policy and reference, and the critic's values, equal those of the models' own padded forward "
+    "pass at the sampling temperature; before the first update the reference equals the policy",
     needs="samples whose logits fit into 1 GiB",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )

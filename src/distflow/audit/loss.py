@@ -115,8 +115,8 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
 
 @check(
     "loss",
-    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and "
-    "value follows the config's formulas: mask, sign, mean, coefficient, clip",
+    "the loss of each mini-batch is the sum of its terms, and its gradient with respect to each token's "
+    "log-prob, entropy and value follows the configured formulas (mask, sign, mean, coefficient, clip)",
     needs="a built-in loss, or one that was registered with a formula; for `clip_cov` the number and covariance of "
     "the drawn tokens are checked, on one rank",
     limit=f"{LIMIT:g} relative",

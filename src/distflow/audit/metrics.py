@@ -22,8 +22,8 @@ COLUMNS |= {name: name for name in ("domain", "finish_reason", "reward_parts")}
 @check(
     "metrics",
     "the reported scores, reward parts, lengths, truncated share, share of groups with equal scores and staleness "
-    "are computed from the step's samples, the metrics of its updates are means over its mini-batches, and in audited "
-    "steps those of nodes are means over all ranks",
+    "are computed from the step's samples, metrics of updates are means over the step's mini-batches, and in audited "
+    "steps metrics of nodes are means over all ranks",
     needs="metrics of the built-in nodes",
     limit=f"{LIMIT:g} relative",
 )
@@ -63,7 +63,7 @@ def audit_staleness(recorded: RecordedStep) -> str | None:
 
 @check(
     "samples",
-    "each row of the samples file is its sample's: texts, domain, scores, errors, lengths, versions, accuracy, mean "
+    "each row of the samples file matches its sample: texts, domain, scores, errors, lengths, versions, accuracy, mean "
     "advantage, share of masked tokens",
     needs="a step that is audited",
     limit=f"{LIMIT:g}",

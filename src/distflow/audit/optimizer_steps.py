@@ -150,7 +150,7 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
 
 @check(
     "backward",
-    "the packed pass and the model's own padded one give the same weight gradients for a gradient by log-probs",
+    "the packed pass and the model's own padded pass give the same weight gradients for the same log-prob gradients",
     needs="a train engine that exposes its model",
     limit=f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
 )
@@ -231,8 +231,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
 
 @check(
     "optimizer",
-    "the learning rate follows the schedule, and sampled elements of several weights and their moments changed by "
-    "the optimizer's formula of gradient, moments, rate and decay",
+    "the learning rate follows the schedule, and sampled elements of several weights and their moments follow the "
+    "optimizer's formula for gradient, moments, learning rate and weight decay",
     needs="adamw or sgd; for other optimizers the learning rate alone",
     limit=f"{LIMIT:g} of the move",
 )

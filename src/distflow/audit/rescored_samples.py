@@ -35,8 +35,8 @@ function."""
 
 @check(
     "reward_results",
-    "each reward function was called with the sample's own text and ground truth; its score is the sample's, and is "
-    "equal in a second call; the accuracy is that of one of the scores",
+    "each reward function was called with the sample's own text and ground truth; the sample has its score, and a "
+    "second call returns the same score; the accuracy follows from one of the scores",
     needs="deterministic functions of reward.functions; for batched functions only the arguments are checked",
     limit=f"equal, {MOST} samples, as far as time allows",
 )
@@ -77,9 +77,9 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
 
 @check(
     "dropped",
-    "a group that the filter dropped has equal values on all its samples, or a mean outside `mean_range`, by scores "
-    "of a second call",
-    needs="a group that was dropped since the last audit, not by a user's function",
+    "a second call of the reward functions confirms that a dropped group has equal values on all its samples, or a "
+    "mean outside `mean_range`",
+    needs="a group dropped since the last audit, but not by a custom function",
     limit="equal, one group",
 )
 def audit_dropped(recorded: RecordedStep) -> str | None:
@@ -249,8 +249,8 @@ def _shown(results: Sequence[RewardResult]) -> str:
 
 @check(
     "judge_answers",
-    "the store of a judge has an answer about the sample's own response and ground truth, by the judge's model and "
-    "endpoint, and its score is the sample's",
+    "the judge's store contains a reply of the judge's model and endpoint on the sample's own response and ground "
+    "truth, and the sample has this reply's score",
     needs="a judge with the option store, of reward.functions",
     limit=f"equal, {MOST} samples",
 )

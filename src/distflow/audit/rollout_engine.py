@@ -47,8 +47,8 @@ PRESENT: Weights = {}
 
 @check(
     "weights",
-    "the rollout engine's tensors are the trainer's of the same version, cast to its dtype; only adapters are "
-    "trained, on all linear layers with target_modules=all-linear; without adapters frozen weights are a warning",
+    "the rollout engine's tensors are the trainer's of the same version, cast to its dtype; with LoRA only adapters "
+    "are trained, on all linear layers if target_modules=all-linear; without LoRA frozen weights cause a warning",
     needs="an engine on this worker; no unmerged adapter",
     limit="equal hashes of sampled elements of each tensor",
 )
@@ -290,8 +290,8 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             _by_the_config(recorded, request.params, sample["domain"])
             if request.num_drawn < int((sample["versions"][max(talk.first, 0) : start] >= 0).sum()):
                 recorded.run.warn(
-                    "later turns of a sample draw by the random numbers of earlier ones again: a request to the "
-                    "rollout engine says in num_drawn how many tokens of the sample it has drawn before"
+                    "later turns of a sample reuse the random numbers of earlier turns: a request to the "
+                    "rollout engine must give in num_drawn the number of tokens sampled before"
                 )
             key = _key(own, index_of(sample))
             for position in (start + known[start:end].nonzero()[:, 0]).tolist():

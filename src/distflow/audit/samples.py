@@ -37,8 +37,8 @@ ROUNDING = 1e-6
 
 @check(
     "groups",
-    "the step holds its groups, each with all its samples once; if groups are filtered, no group has equal values on "
-    "all samples, or a mean outside `mean_range`; each domain has its share of all groups so far",
+    "the step contains its groups, each with all of its samples exactly once; if groups are filtered, no group "
+    "has equal values on all samples, or a mean outside `mean_range`; each domain has its share of all groups so far",
     needs="for shares: one rank, and no curriculum, which has a separate check",
     limit="equal",
 )
@@ -65,8 +65,8 @@ def audit_groups(recorded: RecordedStep) -> str | None:
 
 @check(
     "responses",
-    "prompt, tokens, versions and text of a sample equal those of the row and the engine; it is finished only if it "
-    "ends with a stop; of an episode the text is the last turn's, with branches the last one's of some branch",
+    "prompt, tokens, versions and text of a sample equal those of the row and the engine; a response is finished "
+    "only if it ends with a stop; an episode's text is that of its last turn (with branches, one branch's last turn)",
     needs="the built-in generation, or a workflow; for the engine's response, and with domains: samples that this "
     "process generated",
     limit="equal",
@@ -143,9 +143,9 @@ def audit_turns(recorded: RecordedStep) -> str | None:
 
 @check(
     "masks",
-    "loss_mask is on each token that the policy generated, the end token included, and on no other; samples that are "
-    "truncated, too long or too hard, and tokens whose mismatch is rejected, are left out as the config says",
-    needs="no user's node that writes loss_mask",
+    "loss_mask covers exactly the tokens that the policy generated, including the end token; samples that are "
+    "truncated, too long or too hard, and tokens rejected for their mismatch, are excluded as configured",
+    needs="no custom node that writes loss_mask",
     limit="equal",
 )
 def audit_masks(recorded: RecordedStep) -> str | None:

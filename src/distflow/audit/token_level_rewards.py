@@ -32,8 +32,8 @@ from distflow.rewards.score import Score
 
 @check(
     "rewards",
-    "a sample's score is the weighted sum of its own scores and the overlong penalty, or what a workflow returned, on "
-    "its last token, or each turn's reward on that turn's last one; its rewards are the score minus the KL penalty",
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, or the workflow's result, on "
+    "its last token; each turn's own reward is on that turn's last token; token rewards are scores minus KL penalty",
     needs="scores of the built-in reward nodes",
     limit=f"{LIMIT:g} relative",
 )

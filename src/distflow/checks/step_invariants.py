@@ -1,5 +1,5 @@
 """The checks of every step, at the points of a step where their data is available: the columns of the batch are
-consistent, engine and trainer agree, every trained tensor moves, and every loss term that is on contributes; losses,
+consistent, engine and trainer agree, every trained tensor moves, and every enabled loss term contributes; losses,
 gradients and weights are finite, and weights have a plausible size. A non-finite update is skipped, and saved so that
 it can be replayed."""
 

@@ -79,7 +79,7 @@ def reply(ref: Any) -> Any:
 
 
 def reply_of(ref: Any, number: int) -> Any:
-    """The reply of the Ray actor of a rank or service. Raises WorkerDied where it is gone or silent."""
+    """The reply of the Ray actor of a rank or service. Raises WorkerDied if it is gone or silent."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -111,7 +111,7 @@ def shorten(error: BaseException) -> None:
 def hanging(
     calls: "Mapping[int, Future[Any]]", workers: Mapping[int, Any], stacks: Path, limit_s: float
 ) -> WorkerHangs | None:
-    """Names the training workers that did not come to a collective call within `limit_s`; None where they have ended
+    """Names the training workers that did not come to a collective call within `limit_s`; None if they have ended
     since. calls: their runs, by rank. workers: all that run, which append the stacks of their threads to `stacks`."""
     not_done = wait(calls.values(), STARVED_S).not_done
     late = [rank for rank, call in calls.items() if call in not_done]

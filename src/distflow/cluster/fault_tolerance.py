@@ -161,7 +161,7 @@ def start_again(
     spec: Spec, start: Start, bundles: Collection[Bundle], number: int, died: WorkerDied, say: Callable[[str], None]
 ) -> Start:
     """Where the run begins anew after a loss, with its actors ended and its bundles in place. number: of the restart,
-    from 1. Raises WorkerDied where there is no room any more."""
+    from 1. Raises WorkerDied if there is no room any more."""
     message = f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} (trainer.max_restarts)"
     say(message)
     events = read_events(spec.run_dir)

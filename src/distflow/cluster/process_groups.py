@@ -131,7 +131,7 @@ class TorchCollective:
         everyone = self.gather(names)
         common = set(names).intersection(*everyone)
         odd = [f"rank {rank} has {sorted(set(own) - common)}" for rank, own in enumerate(everyone) if set(own) - common]
-        raise ValueError(f"ranks reduce values with different names: {'; '.join(odd)}, which the others do not have")
+        raise ValueError(f"ranks reduce values with different names: {'; '.join(odd)}, which other ranks do not have")
 
     def _numbers(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)

@@ -64,7 +64,7 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
 
 @contextmanager
 def joined_ray(address: str) -> Iterator[None]:
-    """Connect this process to the Ray that RAY_ADDRESS names. Raises UserError where it cannot be used."""
+    """Connect this process to the Ray that RAY_ADDRESS names. Raises UserError if it cannot be used."""
     _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -104,8 +104,8 @@ def start_ray(num_cpus: int) -> Iterator[None]:
 
 
 def failed_process(or_stopped: bool = False) -> str | None:
-    """Names a process of this one's own Ray that has died; None where none has, or there is no such Ray. or_stopped: or
-    one that is stopped, of which a worker may have died."""
+    """Names a dead process of the Ray that this process started; None if all live or it started no Ray. or_stopped:
+    also a stopped process, because of which a worker may have died."""
     own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
     failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
     if or_stopped:

@@ -90,7 +90,7 @@ class RemoteSampleQueue:
     ) -> None:
         """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among the rollout
         workers. first: the number of the first rank of its dp group. ready: set when its engine has weights, before
-        which it asks for no group; None where it has them from the start. stop: wanted by all ranks from the release of
+        which it asks for no group; None if it has them from the start. stop: wanted by all ranks from the release of
         the same step on. wait: returns the coordinator's reply. read: of the groups of a part (`read_groups`)."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready, self._reply = stop, ready, wait

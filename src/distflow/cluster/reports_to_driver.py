@@ -137,7 +137,7 @@ class DriverOutput:
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
-        """Show what has been reported since, or is within a moment. Raises WorkerDied where the coordinator is gone."""
+        """Show what has been reported since, or is within a moment. Raises WorkerDied if the coordinator is gone."""
         self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
         if not last and not wait([future_of(self._asked)], self._waits_s).done:
             return  # whether it responds at all, its heartbeat reports

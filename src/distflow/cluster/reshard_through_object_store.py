@@ -119,7 +119,7 @@ class RayReshard:
 
 
 def _result(ref: ObjectRef) -> Any:
-    """As `reply`. Raises ReshardError where the actor is gone."""
+    """As `reply`. Raises ReshardError if the actor is gone."""
     try:
         return reply(ref)
     except RayActorError as gone:

@@ -155,7 +155,7 @@ def _why(lived: "ray.ObjectRef[Any]") -> str:
 
 def start_reward_actors(spec: Spec) -> list[Any]:
     """The actors that the config asks for. One that dies is started again, and its calls are retried.
-    Raises UserError where the cluster has no room for them."""
+    Raises UserError if the cluster has no room for them."""
     needs = spec.options.worker
     reward_actors = [  # Ray's handles have no types
         cast(Any, RewardActor)

@@ -301,6 +301,6 @@ def supervise(spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: 
 
 
 def _check_ray() -> None:
-    """Raises WorkerDied where a process of Ray itself is gone: the run would not end."""
+    """Raises WorkerDied if a process of Ray itself is gone: the run would not end."""
     if process := failed_process():
         raise WorkerDied(process)

@@ -46,7 +46,7 @@ def check_reports(
     reports: Sequence[BuildReport], leader: int, spec: Spec, start: Start, say: Callable[[str], None]
 ) -> list[str]:
     """Say what all workers have built; returns the harmless differences from the checkpoint. leader: the rank that
-    reports for all. Raises UserError where the checkpoint is of another model or tokenizer."""
+    reports for all. Raises UserError if the checkpoint is of another model or tokenizer."""
     devices = Counter(report.device for report in reports)
     say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
     critic = max(report.sizes.critic for report in reports)  # not every worker trains it

@@ -136,7 +136,7 @@ def _target(name: str, has_responses: bool) -> str:
 
 
 def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
-    """And whether their responses are right, where a column says so. Raises UserError where it does not."""
+    """And whether their responses are right, where a column says so. Raises UserError if it does not."""
     from distflow.builtin_names import REWARDS
     from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows

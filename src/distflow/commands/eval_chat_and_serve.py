@@ -100,7 +100,7 @@ def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> P
 
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
-    """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
+    """Raises UserError if there is nothing to evaluate, or nothing to evaluate on."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_EVALUATE
     from distflow.config.derived_settings import validates

@@ -87,7 +87,7 @@ def _models() -> Iterator[tuple[str, str]]:
 
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
-    """The last written first. Raises UserError where there is no such folder."""
+    """The last written first. Raises UserError if there is no such folder."""
     from distflow.observe.report.summary_sentences import accuracies, status
     from distflow.observe.run_reader import read_events, read_metrics
 

@@ -102,7 +102,7 @@ def reads_pairs(config: Config) -> bool:
 
 
 def may_have_critic(config: Config) -> bool:
-    """Whether the pipeline trains a critic; a user's own may."""
+    """Whether the pipeline trains a critic; a custom pipeline may."""
     pipeline = find_pipeline(config)
     return pipeline is None or pipeline.has_critic or (pipeline.by_estimator and reads_values(config))
 

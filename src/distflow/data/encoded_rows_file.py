@@ -72,7 +72,7 @@ class EncodedRows(PromptRows):
         metadata = self._reader.schema.metadata or {}
         header = metadata.get(b"header", b"")
         if metadata.get(b"crc32") != b"%d" % zlib.crc32(header) or not self._reader.schema.equals(_SCHEMA):
-            raise self._damaged("it is another kind of file")
+            raise self._damaged("it is a different kind of file")
         found, self._fingerprint, self._num_rows, self.domains = json.loads(header)
         if found != _FORMAT:
             raise self._damaged(f"it is written as '{found}', not as '{_FORMAT}'")

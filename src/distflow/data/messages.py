@@ -145,7 +145,7 @@ def _parsed(value: JSON, what: str) -> JSON:
     try:
         parsed: JSON = json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} is a text that is not JSON ({error})") from None
+        raise RowError(f"{what} is text, but not JSON ({error})") from None
     return parsed
 
 

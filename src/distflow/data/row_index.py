@@ -39,7 +39,7 @@ class IndexedFile:
     chosen: Path | None = None
 
     def record(self, index: int) -> Record:
-        """The row, from 0. Raises UserError where the file has changed since it was indexed, or cannot be read."""
+        """The row, from 0. Raises UserError if the file has changed since it was indexed, or cannot be read."""
         try:
             if self.path.stat().st_size != self.size:
                 raise ValueError("the file has changed since the run began: start the run again")

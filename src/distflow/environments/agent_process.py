@@ -100,8 +100,8 @@ def _loaded(option: str, target: str, known: Sequence[str], own: Sequence[str] =
         )
         if is_needed and (parameter.name not in known or parameter.kind is parameter.POSITIONAL_ONLY):
             raise UserError(
-                f"workflow_kwargs.{option}: '{target}' has the parameter '{parameter.name}', which nothing is known "
-                f"for: it may take {', '.join(known)}"
+                f"workflow_kwargs.{option}: '{target}' has the parameter '{parameter.name}', which is unknown: it "
+                f"may take {', '.join(known)}"
             )
     return found
 

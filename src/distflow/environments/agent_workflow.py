@@ -86,7 +86,7 @@ class AgentWorkflow:
         return self._made_by, ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
-        """Raises CallFailed where the agent fails, RequestError where it never asks: errors of the episode."""
+        """Raises CallFailed if the agent fails, RequestError if it never asks: errors of the episode."""
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
@@ -184,7 +184,7 @@ class _Calls:
                 self._failed.set_exception(error)
         with suppress(InvalidStateError):  # the client has gone
             if task.cancelled():
-                future.set_exception(RequestError(503, "the call was withdrawn with its episode", "server_error"))
+                future.set_exception(RequestError(503, "the call's episode has ended", "server_error"))
             elif error is not None:
                 future.set_exception(error)
             else:
@@ -224,11 +224,11 @@ def _environment(session: Session) -> dict[str, str | None]:
 
 
 def _score(returned: object) -> object:
-    """Raises UserError for what is no score."""
+    """Raises UserError for anything that is not a score."""
     if isinstance(returned, Mapping) or (isinstance(returned, int | float) and not isinstance(returned, bool)):
         return returned
     if isinstance(returned, bool):
         return float(returned)
     raise UserError(
-        f"the agent returned {returned!r:.80}, which is no score: return a number or a mapping, or set {KEY}.reward"
+        f"the agent returned {returned!r:.80}, not a score: return a number or a mapping, or set {KEY}.reward"
     )

@@ -99,7 +99,7 @@ class ArealWorkflow:
         self._theirs = theirs
 
     async def __call__(self, chat: Chat, row: Any) -> float | None:
-        """row: a `Row`. Returns the reward, or None where it rejects the episode. Raises ValueError for a trajectory
+        """row: a `Row`. Returns the reward, or None if it rejects the episode. Raises ValueError for a trajectory
         that was not drawn."""
         engine, prompt = Engine(chat), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
@@ -132,7 +132,7 @@ def _row(values: Any, name: str) -> list[Any]:
 
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
-    """The trajectory as segments of the chat. Raises ValueError where the mask is on a token that was not drawn there,
+    """The trajectory as segments of the chat. Raises ValueError if the mask is on a token that was not drawn there,
     or a log-prob or version is not that of the draw."""
     ids, places = [int(token) for token in columns["input_ids"]], dict[int, tuple[int, int]]()
     for same, number in sorted(((_num_same(ids, call), number) for number, call in enumerate(calls)), reverse=True):
@@ -158,7 +158,7 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
         if place >= begins and owners[place] < 0 and (is_whole or number in owners):
             raise ValueError(
                 f"arun_episode returned a loss_mask that is off for token {place} ({ids[place]}), which the engine "
-                "drew behind the first token that is trained: end the trajectory before it, or train it"
+                "sampled after the first trained token: end the trajectory before it, or train on it"
             )
     if len(ids) - begins > chat.limits.response or len(ids) > chat.limits.context:
         raise ValueError(f"arun_episode returned {len(ids)} tokens, {begins} of them a prompt: more than the limits")

@@ -138,7 +138,7 @@ class Chat:
 
         content: text, a message, several messages, token ids, or a row's prompt. stop: strings that end the reply,
         besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template tells the model
-        from the first turn on. Raises ChatError for what cannot be said.
+        from the first turn on. Raises ChatError for invalid content.
         """
         if self.waiting:
             raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
@@ -193,8 +193,8 @@ class Chat:
         """A further conversation of the episode, apart from this one; several may ask at the same time.
 
         It goes on from here: with the same tokens, all of which are given there. messages: its history in their place,
-        such as a summary, which begins its first prompt as the chat template renders it. Raises ChatError for what is
-        no message.
+        such as a summary, which begins its first prompt as the chat template renders it. Raises ChatError if it is
+        not a message.
         """
         history = list(self.messages) if messages is None else _messages(messages, "fork")
         begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []

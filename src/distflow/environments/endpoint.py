@@ -51,7 +51,7 @@ class Session:
 
 
 class Endpoint:
-    """Listens from its construction until `close`. Raises UserError where it cannot."""
+    """Listens from its construction until `close`. Raises UserError if it cannot."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         check_installed()
@@ -173,7 +173,7 @@ async def _body(request: Any) -> Json:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the request is no JSON: {error}") from None
+        raise RequestError(400, f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError(400, "a request is a JSON object")
     return body

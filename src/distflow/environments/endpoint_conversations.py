@@ -112,7 +112,7 @@ def _key(message: Json) -> str:
 
 
 def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
-    """format: of the tool calls in it; None where there are none."""
+    """format: of the tool calls in it; None if there are none."""
     text, stopped_by = reply.text, None
     if ends := [(text.find(stop), stop) for stop in call.stop if stop in text]:
         at, stopped_by = min(ends)

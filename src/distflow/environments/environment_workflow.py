@@ -39,7 +39,7 @@ class EnvironmentWorkflow:
         return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row) -> float:
-        """Raises CallFailed where the environment fails, which is an error of the episode."""
+        """Raises CallFailed if the environment fails, which is an error of the episode."""
         seed = seed_of(row)
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         process = await self._server.fork(seed)

@@ -77,7 +77,7 @@ class OpenEnv:
                 schema: dict[str, Any] = json.load(response)["action"]
         except (URLError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"no server of OpenEnv answers at {self._url} ({error}): start it, or mend the address (env)"
+                f"no server of OpenEnv answers at {self._url} ({error}): start it, or correct the address (env)"
             ) from None
         return schema
 

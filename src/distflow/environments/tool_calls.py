@@ -37,7 +37,7 @@ def find_tool_calls(text: str, format: str) -> list[ToolCall]:
 
 
 def format_of(template: str) -> str:
-    """The format that a chat template teaches. Raises UserError where it shows none of them."""
+    """The format that a chat template teaches. Raises UserError if it shows none of them."""
     for name, mark in _MARKS:
         if mark in template:
             return name

@@ -42,7 +42,7 @@ class TurnTokens:
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def tool_template(self, tools: Sequence[Message]) -> str:
-        """The chat template's text for these tools. Raises TemplateError where it would leave them out."""
+        """The chat template's text for these tools. Raises TemplateError if it would leave them out."""
         self._check_template()
         template = str(self._tokenizer.get_chat_template(None, list(tools)))
         if "tools" not in template:
@@ -118,7 +118,7 @@ class TurnTokens:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def describe(self) -> list[str]:
-        """What the template does between turns, in sentences. Raises TemplateError where it cannot be used."""
+        """What the template does between turns, in sentences. Raises TemplateError if it cannot be used."""
         asked, more = _user(_ASKED), _user(f"another {_ASKED}")
         ids, num_closing = self._rendered_between([more])
         said = ["each turn follows the tokens of the one before"]

@@ -182,7 +182,7 @@ def _signature_fields(parameters: list[Parameter] | None, declared: Declared) ->
     passed = [p for p in parameters if roles[p.name] in ("field", "optional")]
     for p in parameters:
         if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:  # calls pass only fields by position
-            raise PipelineError(f"{declared.where}: '{p.name}' is positional only, which only fields can be")
+            raise PipelineError(f"{declared.where}: '{p.name}' is positional-only, which is allowed only for fields")
     return FieldsRead(
         reads=tuple(p.name for p in passed if roles[p.name] == "field"),
         optional=tuple(p.name for p in passed if roles[p.name] == "optional"),

@@ -75,9 +75,9 @@ class Node:
     retry_limit: number of retries after a failure. options: values for the function's options.
     The others have defaults by role (`ROLE_DEFAULTS`) and take precedence over `@node`:
     config: the part of the config that it receives: a dotted key, or a mapping.
-    engine: the one that it uses if its type says so and no parameter does. writes: the fields that it writes.
+    engine: the engine to use if its type needs one and no parameter names it. writes: the fields that it writes.
     scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
-    validates: whether validation runs it too. policy: the one in whose path it is; None is in the path of each.
+    validates: whether validation runs it too. policy: the policy whose path it belongs to; None belongs to every path.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
 

@@ -216,7 +216,7 @@ def build_rollout(
     """The engine computes on the trainer's own storage where the trainer is on this worker and storage may be shared,
     else on a copy without an adapter: its weights arrive merged.
 
-    source: of the whole model without an adapter; None where the policy is that model. shares: both compute in the
+    source: of the whole model without an adapter; None if the policy is that model. shares: both compute in the
     stored dtype (float32), and nothing is decoded while weights change.
     """
     shares = shares and get.planned("actor")

@@ -56,7 +56,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     """How the run uses its data. total_training_steps may end before or after total_epochs. With domains, an epoch is
     as many groups as there are rows in all.
 
-    rows: how many there are by domain, in their order, "" of one source. Raises UserError where the function of the
+    rows: how many there are by domain, in their order, "" of one source. Raises UserError if the function of the
     curriculum does not exist.
     """
     data, trainer = config.data, config.trainer
@@ -188,7 +188,7 @@ class DataSource:
         return replace(self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT)
 
     def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-        """The usable ones of some rows. Raises UnusableRow where none is, and UserError as `read` and `encode` do."""
+        """The usable ones of some rows. Raises UnusableRow if none is, and UserError as `read` and `encode` do."""
         bad = BadRows(self.bad_rows)
         rows = list(read_rows(iter(records), self.columns, bad, None))
         bad.check()

@@ -68,7 +68,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def accelerator() -> str | None:
-    """The type of device that torch computes on here beside the CPU, such as cuda; None where there is none."""
+    """The type of device that torch computes on here beside the CPU, such as cuda; None if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -200,7 +200,7 @@ def find_thread_faults() -> list[str]:
     """A message where the environment asks for more threads than this process has cores, or for no number."""
     wanted, cores = os.environ.get("OMP_NUM_THREADS", ""), own_cores()
     if wanted and not re.fullmatch(r"[\d, ]+", wanted):
-        return [f"OMP_NUM_THREADS={wanted!r} is no number of threads and has no effect: unset it"]
+        return [f"OMP_NUM_THREADS={wanted!r} is not a number of threads and has no effect: unset it"]
     if wanted.isdigit() and int(wanted) > cores:
         return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"]
     return []

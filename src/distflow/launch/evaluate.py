@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
-    """`data.val_files` under the model as it is. Raises UserError where no file is named.
+    """`data.val_files` under the model as it is. Raises UserError if no file is named.
 
     say: called with the reason why a prompt has no score.
     """

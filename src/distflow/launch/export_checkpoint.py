@@ -48,7 +48,7 @@ def export_checkpoint(
     the target holds the same already, nothing is done.
 
     trust_code: Python code that came with the model may run, where the run's config let it; `say` is called with that
-    code, and with the step. Raises UserError where there is no whole checkpoint, the target is taken, or such code is
+    code, and with the step. Raises UserError if there is no whole checkpoint, the target is taken, or such code is
     not trusted.
     """
     checkpoint = policy_checkpoint(source)
@@ -163,7 +163,7 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
 
 def write_config_of(run: Path, file: Path) -> Path:
     """The config of a run or checkpoint as YAML, with its policy as the model: keys on how to load the model that the
-    run began from are reset. Raises UserError where there is none."""
+    run began from are reset. Raises UserError if there is none."""
     if (run / "config.json").is_file():
         raise UserError(f"{run} is a model: choose a preset: distflow eval PRESET actor_rollout_ref.model.path={run}")
     checkpoint = policy_checkpoint(run)

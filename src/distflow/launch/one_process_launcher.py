@@ -78,7 +78,7 @@ class _Built:
 
 
 def _build(spec: Spec, start: run_start_and_end.Start, say: Callable[[str], None]) -> _Built:
-    """Raises UserError where the checkpoint is of another model, tokenizer or data."""
+    """Raises UserError if the checkpoint is of another model, tokenizer or data."""
     fault_injection.arm(0)
     resources = build_resources(spec.factories, spec.plan.ranks[0], say=say)
     for line in run_start_and_end.model_lines(spec, resources.sizes):

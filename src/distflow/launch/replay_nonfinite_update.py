@@ -44,7 +44,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     alone.
 
     trust_code: modules that the run imported, and code that came with its model, may run here; a line says which.
-    Raises UserError where the folder is no bundle or damaged, holds weights of another model than its config names, or
+    Raises UserError if the folder is no bundle or damaged, holds weights of another model than its config names, or
     such code is not trusted.
     """
     if not (bundle / FACTS).is_file():

@@ -127,7 +127,7 @@ def load_model(
 
 
 def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | None:
-    """Tokens that a model's prompt and response may have together, as its config says; None where it says nothing.
+    """Tokens that a model's prompt and response may have together, as its config says; None if it says nothing.
 
     Loads no weights. Raises UserError as `load_model` does.
     """
@@ -275,7 +275,7 @@ def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:
 
 def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
     """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and give it its
-    `packed_forward`. Raises UserError where a weight is no model's."""
+    `packed_forward`. Raises UserError if a weight is no model's."""
     model = model.to(device=torch.device(device), dtype=dtype)
     refuse_garbage(model)
     own_aligned_memory(model)
@@ -295,7 +295,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def refuse_garbage(model: nn.Module) -> None:
-    """Raises UserError where a weight is no model's; of a sharded one each rank looks at its part."""
+    """Raises UserError if a weight is no model's; of a sharded one each rank looks at its part."""
     wrong = unsound(magnitudes(model.named_parameters()))
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -56,7 +56,7 @@ def add_lora(
 
 
 def base_of_adapter(folder: str) -> str | None:
-    """The model below the adapter of a folder that `peft` wrote; None for another folder. Raises UserError where it is
+    """The model below the adapter of a folder that `peft` wrote; None for another folder. Raises UserError if it is
     no LoRA adapter in safetensors, or names no model."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file() or (Path(folder) / "config.json").is_file():
         return None

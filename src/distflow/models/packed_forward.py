@@ -285,7 +285,7 @@ def choose_attention(model: nn.Module) -> str:
     all_tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
     family = getattr(causal.config, "model_type", type(model).__name__)
     raise UserError(
-        f"models of the family '{family}' cannot be trained: a sequence among others is not itself alone ({all_tried})"
+        f"models of the family '{family}' cannot be trained: packing changes a sequence's results ({all_tried})"
     )
 
 

@@ -50,8 +50,8 @@ def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
 @dataclass(frozen=True)
 class Sequences:
     """Packed sequences, all int64 on the CPU. place: `(tokens,)`, of each token its row. starts: `(sequences + 1,)`, in
-    `place`. shared: `(sequences,)`, tokens at the beginning whose rows an earlier sequence has too; the others' rows
-    follow each other."""
+    `place`. shared: `(sequences,)`, number of leading tokens that share an earlier sequence's rows; the other rows
+    are consecutive."""
 
     place: Tensor
     starts: Tensor
@@ -141,7 +141,7 @@ class Buckets:
     shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
     packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
     home: int64 `(tokens,)`, where each packed token stands among the padded ones. again: where those stand that share
-    their packed token with another sequence, all but the one that `home` names; None where none does.
+    their packed token with another sequence, all but the one that `home` names; None if none does.
     """
 
     shapes: tuple[tuple[int, int], ...]

@@ -197,7 +197,7 @@ def iter_records(
     """The objects of a JSON-lines file, None for a line that cannot be read; nothing where there is no such file.
 
     max_bytes: only the lines that lie whole in so much of the file's end, of fewer where they would take too much
-    memory. folder: that the file must lie in. Raises UserError where it is no file of it, or may not be read.
+    memory. folder: that the file must lie in. Raises UserError if it is no file of it, or may not be read.
     """
     try:
         with open_file(path, folder) as file:

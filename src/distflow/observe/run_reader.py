@@ -124,7 +124,7 @@ def read_damage(run_dir: Path) -> list[str]:
             found.append(f"{name} is too long: its first {number:,} bytes are missing here")
     files = [file for name in ("samples", DROPPED) for file in (run_dir / name).glob("*.jsonl")]
     if number := sum(file.lstat().st_size > MAX_SAMPLE_BYTES for file in files):
-        found.append(f"{number:,} of the files of samples are too long: only their ends are shown here")
+        found.append(f"{number:,} sample files are too long: only their ends are shown here")
     return found
 
 
@@ -269,7 +269,7 @@ def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
-    """Why the row has no score; None where it has one."""
+    """Why the row has no score; None if it has one."""
     errors = row.get("errors")
     if not errors:
         return None

@@ -70,7 +70,7 @@ class ServedPolicy:
 
 @contextmanager
 def serve_policy(policy: ServedPolicy, name: str, key: str, address: tuple[str, int]) -> Iterator[str]:
-    """Yields the URL. Raises UserError where the address cannot be listened on."""
+    """Yields the URL. Raises UserError if the address cannot be listened on."""
     endpoint = Endpoint(*address)
     try:
         endpoint.serve(key, policy.submit, name)

@@ -124,7 +124,7 @@ def share_devices(pipelines: Sequence[Sequence[Part]], config: Config) -> list[t
 
 
 def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...], ...]:
-    """`trainer.devices`, else all. Raises UserError where they are for another number of parts."""
+    """`trainer.devices`, else all. Raises UserError if they are for another number of parts."""
     given, num_devices = config.trainer.devices, config.trainer.nnodes * config.trainer.n_gpus_per_node
     if not given and len(parts) == 1:
         return (tuple(range(num_devices)),)

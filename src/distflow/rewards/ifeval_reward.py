@@ -210,7 +210,7 @@ def _is_list(value: object) -> bool:
 
 def _language(value: str) -> str:
     if value not in known_languages():
-        raise ValueError(f"none of the languages that can be told apart: {', '.join(sorted(known_languages()))}")
+        raise ValueError(f"not a language that can be detected: {', '.join(sorted(known_languages()))}")
     return value
 
 

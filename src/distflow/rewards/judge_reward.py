@@ -149,7 +149,7 @@ def _request(model: str, content: str, temperature: float, max_tokens: int, stru
 
 
 def _secret(key_variable: str, base_url: str) -> str:
-    """The API key, empty where there is none. Raises ValueError where it cannot be one."""
+    """The API key, empty where there is none. Raises ValueError if it cannot be one."""
     secret = os.environ.get(key_variable, "").strip()
     if not secret and not base_url:
         raise ValueError(f"the judge has no key: set the environment variable {key_variable}")

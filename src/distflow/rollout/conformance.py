@@ -90,7 +90,7 @@ class Bench:
         for each in generations:
             ids, log_probs = each.token_ids, (each.rollout_log_probs, each.sampling_log_probs)
             if {len(ids)} != {len(one) for one in (*log_probs, each.versions)}:
-                raise Fails("log-probs or versions are not one a token")
+                raise Fails("there is not exactly one log-prob and version per token")
             if not all(math.isfinite(number) and number < 1e-4 for one in log_probs for number in one):
                 raise Fails("a log-prob is not finite, or above 0")
             if not set(each.versions) <= set(self.served) or each.versions != sorted(each.versions):
@@ -100,7 +100,7 @@ class Bench:
             reason, length = ("stop", due) if due else ("length", wanted.max_tokens)
             if each.finish_reason != "abort" and (each.finish_reason, len(ids)) != (reason, length):
                 ended = f"ended by '{each.finish_reason}' after {len(ids)} tokens"
-                raise Fails(f"a response {ended}, and had to by '{reason}' after {length}")
+                raise Fails(f"a response {ended}, but should have at '{reason}' after {length}")
         return generations
 
     def _stops(self, ids: list[int], wanted: SamplingParams) -> bool:
@@ -267,9 +267,9 @@ async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any
         if stop := choose(bench, free.token_ids):
             found = await bench.ask(prompt, greedy=True, **stop)
             if found[0].finish_reason != "stop":
-                raise Fails(f"a response went on where another had met {stop}")
+                raise Fails(f"a response continued where another had ended with {stop}")
             return f"after {len(found[0].token_ids)} tokens; {bench.compare(prompt, found)}"
-    raise NotTested("the model's greedy responses have nothing of the kind")
+    raise NotTested("the model's greedy responses contain no such text")
 
 
 async def seeds(bench: Bench) -> str:
@@ -280,11 +280,11 @@ async def seeds(bench: Bench) -> str:
     others = [await bench.ask(prompt, (4,), row=1, **_HOT), await bench.ask(prompt, (4,), seed=2, **_HOT)]
     found = [tuple(each.token_ids) for each in group]
     if len({*found, *(tuple(other[0].token_ids) for other in others)}) < 5:
-        raise Fails("two samples, rows or seeds have the same draws")
+        raise Fails("two samples, rows or seeds give the same tokens")
     if not getattr(bench.engine, "repeats_draws", True):
-        raise UserError("samples differ, but the same request draws others the next time")
+        raise UserError("samples differ, but repeating a request gives different tokens")
     if [tuple(each[0].token_ids) for each in same] != found:
-        raise Fails("the same request has other draws the next time")
+        raise Fails("repeating a request gives different tokens")
     return "the same for a request again, others for another sample, row or seed"
 
 
@@ -308,7 +308,7 @@ async def pauses(bench: Bench) -> str:
     before, late = bench.counted, asyncio.create_task(bench.ask(bench.prompt(2)))
     await asyncio.sleep(_QUIET_S)
     if bench.counted != before or late.done():
-        raise Fails(f"{bench.counted - before} tokens were generated in a pause")
+        raise Fails(f"{bench.counted - before} tokens were generated during a pause")
     await bench.engine.resume()
     results = await asyncio.gather(*tasks, late)
     return max(bench.compare(bench.prompt(2, row % 4), found) for row, found in enumerate(results))
@@ -324,7 +324,7 @@ async def cancels(bench: Bench) -> str:
     before = bench.counted
     await asyncio.sleep(_QUIET_S)
     if bench.counted != before:
-        raise Fails(f"{bench.counted - before} tokens were generated for nobody")
+        raise Fails(f"{bench.counted - before} tokens were generated that no request asked for")
     if not (count := sum(isinstance(each, asyncio.CancelledError) for each in gone)):
         raise NotTested("all requests had ended before")
     return f"{count} of {len(gone)} requests were under way"

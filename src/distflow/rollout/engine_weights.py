@@ -154,12 +154,12 @@ def checked(own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor
     sent: Sent = {}
     for name, tensor in weights:
         if problem := _problem(own, sent, name, tensor):
-            raise ValueError(f"weights not taken, nothing changed: {problem}")
+            raise ValueError(f"weights were rejected and nothing changed: {problem}")
         kept = tensor if num_names[id(own[name])] > 1 else tensor.new_empty(0)
         sent.setdefault(id(own[name]), {})[name] = kept
         yield name, tensor
     if missing := _missing(own, sent):
-        raise ValueError(f"weights not taken, nothing changed: {'; '.join(missing[:8])}")
+        raise ValueError(f"weights were rejected and nothing changed: {'; '.join(missing[:8])}")
 
 
 def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:

@@ -21,7 +21,7 @@ def check_request(
 ) -> None:
     """Raises UserError for a request that cannot be run: names the value and the key to change.
 
-    max_positions: None where the model has no bound, as a recurrent one.
+    max_positions: None if the model has no bound, as a recurrent one.
     """
     if not prompt_ids:
         raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")

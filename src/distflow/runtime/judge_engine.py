@@ -48,7 +48,7 @@ class Judge(FrozenWeights):
     """Scores the responses of a whole step at once, by the most likely answer to the filled template.
 
     make_engine: a rollout engine over the model. Each step has its own, so that between two of them nothing but the
-    weights takes memory. max_positions: tokens of a question and its answer; None where the model has no limit.
+    weights takes memory. max_positions: tokens of a question and its answer; None if the model has no limit.
     choices: the only scores that it may give; empty where it writes one.
     """
 

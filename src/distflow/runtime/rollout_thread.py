@@ -68,8 +68,8 @@ class HostThread:
         self._loans: SimpleQueue[_Loan | None] = SimpleQueue()  # None: look again
 
     def wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
-        """Begin what is waited for, and return its result, or raise what it raised. On another thread nothing is
-        computed meanwhile."""
+        """Call `begin`, and return the future's result or raise its error. Called on another thread, it only
+        waits."""
         if threading.get_ident() != self._ident:
             return begin().result()
         try:  # an interrupt may come at any moment
@@ -267,7 +267,7 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
 
 
 def call_rewards_once(spec: Spec) -> None:
-    """Call the user's reward functions once, before anything is loaded. Raises UserError where one gives no score. Not
+    """Call the user's reward functions once, before anything is loaded. Raises UserError if one gives no score. Not
     where workers have variables of their own, which the functions may read."""
     trainer = spec.config.trainer
     if spec.options.run_self_check and not trainer.worker_env and not trainer.worker_roles:

@@ -92,7 +92,7 @@ class ErrorShare:
         if calls.share > self.max_share:
             raise TooManyErrors(
                 f"{described(calls)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
-                f"the rest is not representative. {_first(calls)}\n{REPAIR_ADVICE}; "
+                f"the remaining samples are not representative. {_first(calls)}\n{REPAIR_ADVICE}; "
                 "reward.max_error_rate=1 never stops"
             )
         if calls.share <= WARN_ABOVE:

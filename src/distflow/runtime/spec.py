@@ -225,7 +225,7 @@ LAUNCH_DEFAULTS = LaunchOptions()
 
 class Launch(Protocol):
     def __call__(self, spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
-        """Run to the end, or to the first signal; None where it was handed to a job that runs elsewhere.
+        """Run to the end, or to the first signal; None if it was handed to a job that runs elsewhere.
 
         `spec.options.resume` says where it starts.
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be

@@ -329,7 +329,7 @@ class ValidationResults:
         return means | _at_k(self.sampled) | {"val/errors": float(self.errors)}
 
     def num_prompts(self) -> dict[str, int]:
-        """How many greedy responses each `val_correct/NAME/mean` is the share of."""
+        """The number of greedy responses over which each `val_correct/NAME/mean` is computed."""
         return {f"val_correct/{name}/mean": len(groups) for name, groups in _everything_and_each(self.greedy).items()}
 
 
@@ -359,7 +359,7 @@ def _everything_and_each(outcomes: Outcomes) -> dict[str, list[list[bool]]]:
 
 def validation_names(found: Iterable[Labels]) -> dict[str, list[Labels]]:
     """The names in metrics, with the domains and tags that each is over: "all"; every domain, if rows name any; every
-    tag; and DOMAIN/TAG, for a tag of several domains. Raises UserError where one name stands for different prompts."""
+    tag; and DOMAIN/TAG, for a tag of several domains. Raises UserError if one name stands for different prompts."""
     labels, names = list(dict.fromkeys(found)), dict[str, list[Labels]]()
     of_domain = {domain: [each for each in labels if each[0] == domain] for domain, _ in labels}
     of_tag = {tag: [each for each in labels if each[1] == tag] for _, tag in labels if tag}

@@ -158,7 +158,7 @@ class DomainQueue:
                     return None
                 raise CountsError(
                     f"step {step + 1} would leave {num_left} groups that are due by step {due + 1}, more than the "
-                    "steps up to there take; of those that it would consume the first is group "
+                    "steps up to that one use; the first group that it would consume is "
                     f"{min(chosen or members.complete)}"
                 )
             chosen += sorted(members.complete)[:taken]

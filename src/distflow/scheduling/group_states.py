@@ -98,8 +98,8 @@ class PromptGroup:
 
 
 class Places:
-    """The places of a step that a worker's groups of one generation batch have, by domain. Groups that were aborted too
-    often have one reserved."""
+    """The slots in a step for a worker's groups of one generation batch, by domain. Groups that were aborted too often
+    have a reserved slot."""
 
     def __init__(self, groups: Collection[PromptGroup]) -> None:
         self._reserved = {group for group in groups if group.num_aborts >= MAX_ABORTS}

@@ -248,10 +248,10 @@ def ledger_id(path: Path) -> str | None:
 
 
 def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
-    """The counts of the valid records, or of those before a mark. Raises LedgerError where they are damaged."""
+    """The counts of the valid records, or of those before a mark. Raises LedgerError if they are damaged."""
     if end is not None and end > path.stat().st_size:
         raise LedgerError(
-            f"{path} ends before byte {end}, where the checkpoint was taken: lines were removed. "
+            f"{path} ends before byte {end}, where the checkpoint was saved: lines were removed. "
             "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
         )
     counts = LedgerCounts()

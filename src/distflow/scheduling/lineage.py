@@ -213,11 +213,11 @@ def _attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int) or abs(value) > _MAX_NUMBER:
-        raise TypeError(f"{value!r:.40} is no int of a ledger")
+        raise TypeError(f"{value!r:.40} is not a valid integer in a ledger")
     return value
 
 
 def _number(value: object) -> float:
     if not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
-        raise TypeError(f"{value!r:.40} is no number of a ledger")
+        raise TypeError(f"{value!r:.40} is not a valid number in a ledger")
     return value

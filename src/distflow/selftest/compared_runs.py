@@ -42,7 +42,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A compared pair. found: None where it could not be compared. fault: why. left_out: why it was skipped."""
+    """A compared pair. found: None if it could not be compared. fault: why. left_out: why it was skipped."""
 
     pipeline: str
     pair: str
@@ -141,9 +141,8 @@ def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
         yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
     yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/runs.log and killed.log"
     yield (
-        "Do not trust results of this machine before this is explained: run `distflow doctor`, reinstall "
-        "distflow and the "
-        "torch that it requires, and if the failure persists, report it with this table and that folder"
+        "Do not trust results of this machine before this is explained: run `distflow doctor`, reinstall distflow and "
+        "the torch that it requires, and if the failure persists, report it with this table and that folder"
     )
 
 

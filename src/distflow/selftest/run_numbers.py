@@ -101,7 +101,7 @@ def step_of(batch: Batch, log_probs: Tensor, updates: Mapping[str, float]) -> St
 
 
 def differences(one: Figures, other: Figures) -> Differences:
-    """Raises Unlike where the runs differ in steps, responses, scores or the names of weights."""
+    """Raises Unlike if the runs differ in steps, responses, scores or the names of weights."""
     if len(one.steps) != len(other.steps):
         raise Unlike(f"{len(one.steps)} steps and {len(other.steps)}")
     _same("weights", one.weights.keys(), other.weights.keys())

@@ -178,9 +178,9 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
         await fleet.load_weights(Version(0, 2), changed(2))
         assert all(each.versions == [2] * 12 for r in await ask(fleet, groups(4)) for each in r.generations)
         servers[1].lie = lie
-        with pytest.raises(ServerFailed, match=r"no server of the fleet can be had(.|\n)*server 0(.|\n)*server 1: "):
+        with pytest.raises(ServerFailed, match=r"no server of the fleet is available(.|\n)*server 0(.|\n)*server 1: "):
             await fleet.load_weights(Version(0, 3), changed(3))
-        with pytest.raises(ServerFailed, match="no server of the fleet can be had"):
+        with pytest.raises(ServerFailed, match="no server of the fleet is available"):
             await ask(fleet, groups(1))
 
     with_fleet(story, num_servers=2)

@@ -71,12 +71,15 @@ def set_tokens(choice: dict[str, Any], token: object) -> None:
 
 
 LIES: dict[str, tuple[Change, str]] = {
-    "NaN": (log_prob_of(float("nan")), "log-probs that are none"),
-    "NaN as vLLM writes it": (log_prob_of(-9999.0), "log-probs that are none"),
-    "above 0": (log_prob_of(0.3), "log-probs that are none"),
-    "no log-probs": (lambda choice: choice.update(logprobs=None), "another form"),
+    "NaN": (log_prob_of(float("nan")), "invalid log-probs"),
+    "NaN as vLLM writes it": (log_prob_of(-9999.0), "invalid log-probs"),
+    "above 0": (log_prob_of(0.3), "invalid log-probs"),
+    "no log-probs": (lambda choice: choice.update(logprobs=None), "in a form that its interface"),
     "too few log-probs": (lambda choice: choice["logprobs"]["content"].pop(), "4 tokens with 3 and 3 log-probs"),
-    "one log-prob a token": (lambda choice: choice["logprobs"]["content"][0]["top_logprobs"].pop(), "another form"),
+    "one log-prob a token": (
+        lambda choice: choice["logprobs"]["content"][0]["top_logprobs"].pop(),
+        "in a form that its interface",
+    ),
     "a token too many": (lambda choice: choice["token_ids"].append(7), "5 tokens with 4 and 4 log-probs"),
     "no such token": (lambda choice: set_tokens(choice, 99), "a token 99"),
     "a token as text": (lambda choice: set_tokens(choice, "7"), "a token '7'"),
@@ -85,7 +88,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "weights of no version": (lambda choice: choice.update(weight_versions=None), "and 0 versions"),
     "versions for a part": (lambda choice: choice["weight_versions"][0].update(end=3), "and 3 versions"),
     "too few tokens": (lambda choice: choice.update(token_ids=[7, 7]), "of other tokens"),
-    "no end": (lambda choice: choice.clear(), "another form"),
+    "no end": (lambda choice: choice.clear(), "in a form that its interface"),
 }
 
 
@@ -131,9 +134,9 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
         (500, ServerFailed, "with 500"),
         (404, ServerFailed, "with 404"),
         (b"<html>", TrustError, "no JSON, but '<html>'"),
-        ([], TrustError, "another form"),
+        ([], TrustError, "in a form that its interface"),
         ({"choices": [], "prompt_token_ids": [5, 6]}, TrustError, "0 responses where 2"),
-        ({"choices": [], "prompt_token_ids": [5]}, TrustError, "another prompt"),
+        ({"choices": [], "prompt_token_ids": [5]}, TrustError, "a prompt other than"),
     ],
 )
 def test_what_is_no_answer(
@@ -215,7 +218,7 @@ def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
             await engine.load_weights(Version(0, 1), weights[1:])
         with pytest.raises(ValueError, match="shape"):
             await engine.load_weights(Version(0, 1), [(weights[0][0], weights[1][1]), *weights[1:]])
-        with pytest.raises(ValueError, match="never go back"):
+        with pytest.raises(ValueError, match="never decrease"):
             await engine.load_weights(Version(-1, 0), weights)
         assert len(server.asked) == asked and engine.version == FIRST
 
@@ -293,7 +296,7 @@ def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(s
         (response, _) = (await engine.generate(request())).generations
         assert response.versions == [1] * 4 and engine.version == FIRST
         server.label = "0.2"
-        with pytest.raises(TrustError, match="weights '0.2', when it was to have '0.1'"):
+        with pytest.raises(TrustError, match="weights '0.2' instead of '0.1'"):
             await engine.generate(request())
         server.released.set()
         await update

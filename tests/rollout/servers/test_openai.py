@@ -57,10 +57,10 @@ def test_token_ids_go_in_and_come_out_with_their_log_probs(returns: str) -> None
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        ("other prompt", "another prompt than it was asked"),
+        ("other prompt", "a prompt other than the requested one"),
         ("other tokens", "a token 1000000, which the model does not have"),
         ("one log-prob", "12 tokens with 1 and 1 log-probs"),
-        ("NaN", "another form"),
+        ("NaN", "in a form that its interface"),
         ("garbage", "no JSON"),
     ],
 )

@@ -50,14 +50,14 @@ class Conversion:
         self.given = self.given | values.keys() if given else self.given - values.keys()
 
     def drop(self, key: str, why: str) -> None:
-        """Take out a key that cannot be set; one that nobody chose goes without a word."""
+        """Remove a key that cannot be set; a key that nobody set is removed silently."""
         value = self.overrides.pop(key)
         if key in self.given:
             self.missing.append(f"{key}={value}: {why}")
 
 
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
-    """devices: that it trains on; None where the settings say it."""
+    """devices: that it trains on; None if the settings say it."""
     table = tables.all_tables()[theirs.system]
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
     defaults = _for(table.defaults, theirs.method)

@@ -56,7 +56,7 @@ class Object:
 
 
 def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
-    """arguments: of the command that runs it. Raises UserError where it trains nothing that trains here."""
+    """arguments: of the command that runs it. Raises UserError if it trains nothing that trains here."""
     script = _Script(arguments)
     try:
         script.read_file(ast.parse(text))

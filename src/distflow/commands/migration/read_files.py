@@ -45,7 +45,7 @@ def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignS
         return _read_shell(text, path.parent)
     values = load_yaml(text)
     if not isinstance(values, dict):
-        raise UserError("it is no mapping of keys")
+        raise UserError("it is not a mapping of keys")
     if (path.parent / "run.json").is_file() or _is_ours(values):
         raise UserError(f"it is a config of distflow already: distflow config {path} shows it whole")
     return identify(values)

@@ -51,7 +51,7 @@ def calculate(node: ast.expr, value_of: Callable[[ast.expr], object]) -> float:
                 return _OPERATORS[type(node.op)](left, right)
             except ArithmeticError as error:
                 raise ValueError(str(error)) from error
-    raise ValueError("it is no sum of numbers")
+    raise ValueError("it is not a sum of numbers")
 
 
 class ShellScript:

@@ -139,7 +139,7 @@ def compose_values(
 
 def find_base(source: Path, composed: Composition, otherwise: str) -> str | None:
     """The preset that a file of the user's builds on if it names none: that of the pipeline which its keys select, else
-    `otherwise`. None for one that names a preset, or sets every key, as that of a run. Raises ConfigError where a file
+    `otherwise`. None for one that names a preset, or sets every key, as that of a run. Raises ConfigError if a file
     beside it would be taken for the preset."""
     is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
     if source.parent == origins.PRESETS or composed.failure or is_whole or not origins.only_own_files(source):
@@ -196,7 +196,7 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
     if key != key.strip() or value[:1] in (" ", "="):
         return "has more than one = between key and value", f"write {key.strip()}={value.strip(' =')}"
     if value[:1] in ("[", "{"):
-        return f"is no list or mapping ({_reason(error)})", _CLOSE
+        return f"is not a list or mapping ({_reason(error)})", _CLOSE
     return f"cannot be read ({_reason(error)})", "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'"
 
 

@@ -95,7 +95,7 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        problems.append(Problem(((display(path), "line 1"),), "is no mapping of keys", "write key: value lines"))
+        problems.append(Problem(((display(path), "line 1"),), "is not a mapping of keys", "write key: value lines"))
         return []
     directive = dotted(prefix, "defaults")
     return [entry for entry in _entries(root, prefix, path) if not f"{entry.key}.".startswith(f"{directive}.")]

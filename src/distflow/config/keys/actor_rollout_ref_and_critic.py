@@ -179,7 +179,7 @@ class ValKwargsConfig:
     n: int = key(0, "additional sampled responses per prompt, for pass@k and mean@k", minimum=0)
     temperature: float = key(0.6, "temperature of the sampled responses", above=0, advice=_NO_ZERO)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
-    top_k: int = key(-1, "sample from this number of most likely tokens; -1 is off", minimum=-1)
+    top_k: int = key(-1, "sample from the k most likely tokens; -1 is off", minimum=-1)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class RolloutConfig:
     n: int = key(8, "responses per prompt (group size)", minimum=1)
     temperature: float = key(1.0, "the policy is softmax(logits / temperature)", above=0, advice=_NO_ZERO)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
-    top_k: int = key(-1, "sample from this number of most likely tokens; -1 is off", minimum=-1)
+    top_k: int = key(-1, "sample from the k most likely tokens; -1 is off", minimum=-1)
     min_p: float = key(0.0, "minimum probability, relative to the most likely token; 0 is off", minimum=0, below=1)
     repetition_penalty: float = key(1.0, "penalty on tokens that already occurred; 1 is off", above=0)
     stop: tuple[str, ...] = key((), "strings that end a response: one or a list")
@@ -240,9 +240,9 @@ class RolloutConfig:
         above=0,
     )
     python: str | None = key(None, "Python of the environment that has the engine's server; null is this one")
-    url: tuple[str, ...] = key((), "addresses of servers that are there already: one or a list; none starts them")
+    url: tuple[str, ...] = key((), "addresses of running servers, one or a list; empty: the run starts them")
     data_parallel_size: int = key(1, "servers that each rollout worker starts, as one engine", minimum=1)
-    engine_kwargs: dict[str, object] = key({}, "options of a server's own, by the engine's name: vllm: {OPTION: VALUE}")
+    engine_kwargs: dict[str, object] = key({}, "options of the engine's server, by engine: vllm: {OPTION: VALUE}")
     workflow: str | None = key(
         None,
         "episodes of several turns: single_turn, multi_turn, tools, environment, or your async function or class as "

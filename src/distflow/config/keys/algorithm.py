@@ -227,7 +227,7 @@ class AlgorithmConfig:
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
     agent_rewards: str = key(
         "shared",
-        "what an agent's advantages come from: the episode's score, the agent's own, or the margin of its own over the "
+        "source of an agent's advantages: the episode's score, the agent's own, or the margin of its own over the "
         "mean of the others'",
         choices=("shared", "own", "margin"),
     )

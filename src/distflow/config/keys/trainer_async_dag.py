@@ -67,7 +67,7 @@ class StopCondition:
             value = math.nan
         if found is None or not math.isfinite(value):
             advice = f"write one metric, one of {', '.join(_COMPARE)}, and a number: val_correct/all/mean >= 0.9"
-            raise Mismatch(f"is {show(text)}, no condition of a metric", advice)
+            raise Mismatch(f"is {show(text)}, not a condition on a metric", advice)
         return cls(found[1], found[2], value)
 
     @property
@@ -83,7 +83,7 @@ class StopCondition:
 
 
 def parse_stop_when(value: object) -> str | None:
-    """Raises Mismatch where it is no condition."""
+    """Raises Mismatch if it is no condition."""
     return None if value is None else str(StopCondition.of(str(value)))
 
 
@@ -121,7 +121,7 @@ class TrainerConfig:
     stop_when: str | None = key(
         None, "condition that ends the run, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
     )
-    critic_warmup: int = key(0, "number of first steps that train only the critic", minimum=0)
+    critic_warmup: int = key(0, "number of initial steps that train only the critic", minimum=0)
     val_before_train: bool = key(False, "validate before the first step")
     test_freq: int = key(5, "steps between validations; 0 or less is never")
     test_freq_epochs: int | None = key(None, "epochs between validations, in addition to test_freq", minimum=1)
@@ -131,7 +131,7 @@ class TrainerConfig:
     save_freq_secs: float | None = key(None, "seconds between checkpoints, in addition to save_freq", above=0)
     keep_last: int = key(2, "number of recent checkpoints to keep", minimum=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best validation result")
-    keep_best_metric: str = key("val_correct/all/mean", "metric of the best checkpoint (the lowest of a loss)")
+    keep_best_metric: str = key("val_correct/all/mean", "metric of the best checkpoint (for a loss, the lowest)")
     save_hf_model: bool = key(False, "also save each checkpoint's policy as a Hugging Face folder")
     resume_mode: str = key("auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder")
     save_groups: str = key(
@@ -143,8 +143,7 @@ class TrainerConfig:
     )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0)
     device: str = key(
-        "auto",
-        "device of each worker: auto, cpu, cuda or another accelerator of torch; auto is one if all can have it",
+        "auto", "device of each worker: cpu, cuda, another accelerator of torch, or auto: one if all can have it"
     )
     num_threads: int | None = key(
         None, "torch's threads; null: all cores, or the rest after rollout.num_threads", minimum=1
@@ -163,7 +162,7 @@ class TrainerConfig:
     )
     worker_cpus: int = key(1, "CPUs that each worker reserves (launcher=ray)", minimum=1)
     worker_memory_mb: int | None = key(
-        None, "MB of memory of each worker (launcher=ray); null: the size of one without a model", minimum=1
+        None, "MB of memory per worker (launcher=ray); null: that of a worker without a model", minimum=1
     )
     worker_env: dict[str, str | int] = key(
         {}, "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray and the run show them"

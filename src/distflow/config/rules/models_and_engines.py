@@ -146,13 +146,13 @@ def rollout_server(config: Config) -> Iterator[Finding]:
             tuple(given), "the server at that address was started with options of its own", "remove the others"
         )
     if len({*rollout.url}) < len(rollout.url):
-        yield Finding((f"{ROLLOUT}.url",), "an address is there twice, and is one server", "name each once")
+        yield Finding((f"{ROLLOUT}.url",), "the same address is listed twice", "name each once")
     for name, options in rollout.engine_kwargs.items():
         if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
             example = f"{ROLLOUT}.engine_kwargs.{rollout.name}.max_model_len=4096"
             yield Finding((f"{ROLLOUT}.engine_kwargs",), "options belong to an engine", f"write {example}, say")
     if rollout.batch_invariant:
-        yield Finding((f"{ROLLOUT}.batch_invariant",), "servers round as the batch has it", "remove it")
+        yield Finding((f"{ROLLOUT}.batch_invariant",), "the rounding of a server depends on its batch", "remove it")
     for name, model in scoring_models(config.reward_model).items():
         if model.judge:
             why = f"a judge has the engine of the rollout, and '{rollout.name}' is the server of one model"

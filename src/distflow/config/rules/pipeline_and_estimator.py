@@ -87,7 +87,7 @@ def workflow_and_estimator(config: Config) -> Iterator[Finding]:
     if config.actor_rollout_ref.rollout.workflow is not None and "remax" in names:
         yield Finding(
             (f"{ROLLOUT}.workflow", "algorithm.adv_estimator"),
-            "remax compares with one greedy response, which is no episode of a workflow",
+            "remax compares with one greedy response, which is not an episode of a workflow",
             "set algorithm.adv_estimator=rloo",
         )
 

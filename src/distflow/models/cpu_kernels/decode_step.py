@@ -44,7 +44,7 @@ class NativeStep:
     """
 
     def __init__(self, causal: nn.Module, halves: bool = False) -> None:
-        """halves: products are those of autocast to bfloat16. Raises NotNative where there is no native code for this
+        """halves: products are those of autocast to bfloat16. Raises NotNative if there is no native code for this
         model, or, which a warning says, on this machine."""
         _check(causal)
         try:
@@ -85,13 +85,13 @@ class NativeStep:
     ) -> Tensor:
         """As `DecoderView.decode`. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
 
-        Raises IndexError for a token or a position that there is not, and ValueError for keys or values of a head that
-        do not lie together, or not both alike, or of other types.
+        Raises IndexError for an invalid token or position, and ValueError for keys or values that are not contiguous
+        per head, differ in their strides, or have the wrong dtype.
         """
         if (keys.dtype, values.dtype) != (torch.float32, self.values_dtype):
-            raise ValueError(f"keys and values are of other types than expected: {keys.dtype}, {values.dtype}")
+            raise ValueError(f"keys and values do not have the expected dtypes: {keys.dtype}, {values.dtype}")
         if keys.stride() != values.stride() or keys.stride()[-2:] != (keys.shape[-1], 1):
-            raise ValueError(f"keys and values lie otherwise than expected: strides {keys.stride()}, {values.stride()}")
+            raise ValueError(f"keys and values do not have the expected strides: {keys.stride()}, {values.stride()}")
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         model, rows, extent = self._packed.model, len(token_ids), keys.shape[-2]
         wanted = torch.get_num_threads() * size("scratch_size", model, extent)

@@ -143,7 +143,7 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
 
 
 def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "cpu") -> None:
-    """Raises NotNative where one of these parts of a decoder is none that our kernels compute. epsilon: of all norms.
+    """Raises NotNative if one of these parts of a decoder is none that our kernels compute. epsilon: of all norms.
     On a CPU all weights are float32."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")

@@ -51,7 +51,7 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run's folder at {run_dir}")
     if not is_ours(run_dir):
-        raise RunFolderError(f"{run_dir} is no run's folder: it contains no files of distflow, and nothing was written")
+        raise RunFolderError(f"{run_dir} is not a run's folder (no files of distflow); nothing was written")
     path, content = run_dir / "report.html", page(report_data(run_dir) if data is None else data)
     try:
         write_atomically(path, content)
@@ -181,7 +181,7 @@ def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
 
 
 def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:
-    """The keys whose values differ from the preset's; None where the run did not record them."""
+    """The keys whose values differ from the preset's; None if the run did not record them."""
     changed = run.get("changed")
     if not isinstance(changed, list):
         return None

@@ -263,7 +263,7 @@ def wilson(share: float, number: float) -> tuple[float, float]:
 def error_bars(
     columns: Mapping[str, Sequence[float | str | None]], trials: Mapping[str, int]
 ) -> dict[str, list[list[float] | None]]:
-    """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
+    """An interval for each value of the columns `val_correct/DOMAIN/...`, None if there is no share.
 
     trials: the validation problems of each domain, "all" among them. Several responses to a problem are one trial.
     """

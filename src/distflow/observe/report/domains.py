@@ -112,7 +112,7 @@ def _find(names: Iterable[str]) -> _Names:
 
 
 def _parts_of(domain: str, names: _Names, columns: Mapping[str, Column]) -> dict[str, str]:
-    """None where the only part is the whole reward."""
+    """None if the only part is the whole reward."""
     whole = f"reward/{domain}/{_SCORE}"
     labels = {f"reward/{domain}/{part}": part for part in names.of_domain[domain]}
     if len(labels) == 1 and [columns[name] for name in labels] == [columns.get(whole)]:

@@ -228,7 +228,7 @@ def _finite(value: float) -> float:
 
 
 def _at(config: Mapping[str, JSON], *names: str) -> JSON:
-    """The value of a dotted key, None where the config has not got it."""
+    """The value of a dotted key, None if the config has not got it."""
     value: JSON | Mapping[str, JSON] = config
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None

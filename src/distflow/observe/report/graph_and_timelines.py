@@ -43,7 +43,7 @@ class RunActivity:
 
     def staleness(self, group: Span) -> int | None:
         """Versions between the oldest weights that drew a token of a group (or those that it began with, where that is
-        not known) and those that its step began with; None where none trained on it, or on another attempt."""
+        not known) and those that its step began with; None if none trained on it, or on another attempt."""
         if group.group_id is None or group.group_id not in self.trained_at or group.what != "complete":
             return None
         version = self.oldest.get(group.group_id, group.version)

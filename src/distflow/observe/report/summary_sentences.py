@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 class EventGroup(TypedDict):
     """Events of one kind with equal messages, as the page takes them.
 
-    first, last: their steps, None where the event had none. fields: of the last one. rolled_back: whether all are.
+    first, last: their steps, None if the event had none. fields: of the last one. rolled_back: whether all are.
     """
 
     kind: str
@@ -89,7 +89,7 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
 
 
 def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | None]:
-    """The accuracy before the first step and at the last validation after a step, each None where it was not
+    """The accuracy before the first step and at the last validation after a step, each None if it was not
     measured."""
     found = find_accuracy(records, None)
     if found is None:
@@ -252,7 +252,7 @@ def status(events: Sequence[Event]) -> dict[str, str]:
 
 
 def failure(events: Sequence[Event]) -> Event | None:
-    """The error that ended the last start of a run; None where it did not fail."""
+    """The error that ended the last start of a run; None if it did not fail."""
     starts = [i for i, event in enumerate(events) if event.kind == "start"]
     last = events[starts[-1] :] if starts else events
     errors = [event for event in last if event.kind == "error"]

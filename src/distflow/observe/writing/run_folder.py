@@ -127,7 +127,7 @@ def _take(path: Path) -> None:
 
 
 def writer_of(path: Path) -> int | None:
-    """The process that holds the lock of a run's folder, None where none does: no run writes there. 0: one that this
+    """The process that holds the lock of a run's folder, None if none does: no run writes there. 0: one that this
     machine does not see, such as another machine's.
 
     Not for the process itself, which would give up its own lock by looking.
@@ -170,7 +170,7 @@ def is_ours(path: Path) -> bool:
     """Whether a run may write there: nothing is there, or an empty folder, or a run's.
 
     A run's has our mark, or a run.json of ours where it was copied without it. A start that was killed before it made
-    its mark leaves the lock alone, which is empty. Raises OSError where it is no folder.
+    its mark leaves the lock alone, which is empty. Raises OSError if it is no folder.
     """
     if not path.exists():
         return True
@@ -208,7 +208,7 @@ _MOVING: Final = ".moving"
 def set_aside(run_dir: Path) -> Path | None:
     """Move a run's files to a folder of their own, so that another starts with an empty account.
 
-    Returns that folder, which is a run's folder; None where there was no run. For who has claimed `run_dir`. A kill
+    Returns that folder, which is a run's folder; None if there was no run. For who has claimed `run_dir`. A kill
     leaves what `finish_moving` completes.
     """
     names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED and os.path.lexists(run_dir / name)]

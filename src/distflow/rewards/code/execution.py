@@ -136,7 +136,7 @@ class TimedSandbox:
         if now >= self._end and 2 * self._used_s < now - self._began:
             raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
         if now >= self._end:
-            raise Stopped("no time was left for it")
+            raise Stopped("there was no time left to run it")
         return limits._replace(wall_s=min(limits.wall_s, self._end - now))
 
 
@@ -326,7 +326,7 @@ def _first_step(runner: AssertionRunner, program: ProgramUnderTest, tests: Asser
         why = str(error)
     except Broken as error:
         if error.cause == "time" and program.was_asked:
-            raise Stopped("no time was left for it") from None
+            raise Stopped("there was no time left to run it") from None
         why = _NOT_PLAIN if error.cause == "value" else error.reason
     raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
 

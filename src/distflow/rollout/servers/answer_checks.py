@@ -56,12 +56,12 @@ class AnswerCheck:
         ids, labels = list(answer.token_ids)[:end], list(answer.versions)[:end]
         log_probs = [list(each)[:end] for each in said[1:3]]
         if not all(math.isfinite(p) and _LEAST_LOG_PROB < p <= _ROUNDING for each in log_probs for p in each):
-            raise lie(self.who, "with log-probs that are none: NaN, or above 0")
+            raise lie(self.who, "with invalid log-probs: NaN, or above 0")
         first, last = self.first, self.last
         steps = {label_of(Version(first.restart, step)): step for step in range(first.step, last.step + 1)}
         steps[label_of(last)] = last.step
         if wrong := sorted(set(labels) - steps.keys()):
-            raise lie(self.who, f"with tokens of weights '{wrong[0]}', when it was to have '{label_of(last)}'")
+            raise lie(self.who, f"with tokens of weights '{wrong[0]}' instead of '{label_of(last)}'")
         if reason is None:
             ends = f"that a response ends by '{answer.finish_reason}' after {end} of {params.max_tokens} tokens"
             raise lie(self.who, ends)

@@ -147,7 +147,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 else:
                     self._activity.responded(request, result.generations)
                     return result
-        raise ServerFailed(f"{len(refused)} servers of the fleet have failed at the same request. The last: {why}")
+        raise ServerFailed(f"{len(refused)} servers of the fleet have failed on one request. The last: {why}")
 
     async def _choose(self, request: GenerateRequest, refused: set[_Server]) -> _Server:
         """The server of its group and of its earlier turns, if that is well, else the one that would be done first."""
@@ -224,7 +224,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         while not holds() and (left := due - time.monotonic()) > 0:
             if all(each.failures >= MOST_SERVERS for each in self._servers):
                 whys = "\n".join(f"  server {each.number}: {each.why}" for each in self._servers)
-                raise ServerFailed(f"no server of the fleet can be had, after {MOST_SERVERS} attempts each:\n{whys}")
+                raise ServerFailed(f"no server of the fleet is available after {MOST_SERVERS} attempts each:\n{whys}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if left == math.inf else left):
                     await self._changed.wait()
@@ -311,7 +311,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Weights.
 
     async def hashes(self) -> dict[str, str]:
-        """Of those that serve the current version. Raises TrustError where they differ."""
+        """Of those that serve the current version. Raises TrustError if they differ."""
         found = list[dict[str, str]]()
         while not found:
             await self._until(lambda: any(map(self._is_current, self._servers)))
@@ -328,7 +328,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """See `RolloutEngine`. One server must have them; others that are well are waited for as long again."""
         if version < self.version:
             raise ValueError(
-                f"weights of {version} offered to a fleet that serves {self.version}: versions never go back"
+                f"weights of {version} offered to a fleet that serves {self.version}: versions never decrease"
             )
         async with self._updating:
             if weights is not None:

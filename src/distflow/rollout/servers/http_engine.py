@@ -227,7 +227,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         ValueError, with nothing changed, where weights do not fit."""
         if version < self.version:
             raise ValueError(
-                f"weights of {version} offered to an engine that serves {self.version}: versions never go back"
+                f"weights of {version} offered to an engine that serves {self.version}: versions never decrease"
             )
         if weights is None:
             async with self._updating:
@@ -289,10 +289,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as err:
             if isinstance(err, UserError):
                 raise
-            raise lie(self.who, f"in another form than its interface has ({type(err).__name__}: {err})") from err
+            raise lie(self.who, f"in a form that its interface does not define ({type(err).__name__}: {err})") from err
 
     async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do it, again with the next server if this one is lost. Raises ServerFailed where none can be had."""
+        """Do it, again with the next server if this one is lost. Raises ServerFailed if none can be had."""
         for number in range(1, MOST_SERVERS + 1):
             server, task = self.number_of_server, asyncio.create_task(work())
             self._running.add(task)
@@ -304,7 +304,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 caller = asyncio.current_task()
                 if server != self._silent_server or (caller is not None and caller.cancelling()):
                     raise
-                why = "it gave no sign of life"
+                why = "it did not respond"
             finally:
                 self._running.discard(task)
             if self.in_fleet:
@@ -397,7 +397,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                     self.abandon()
                     if self.is_shared and not self._running:
                         async with self._changing:
-                            await self._replace("it gave no sign of life")
+                            await self._replace("it did not respond")
 
     async def _is_heard(self) -> bool:
         """Whether it answers, whatever that is."""
@@ -416,7 +416,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # Weights.
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Into a folder of files. Raises ValueError where they do not fit the model."""
+        """Into a folder of files. Raises ValueError if they do not fit the model."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
@@ -427,7 +427,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             self._is_released = False
         hashes = await self.take(sorted(files.folder.iterdir()))
         if files.hashes and hashes != files.hashes:
-            raise lie(self.who, "with hashes of other weights than those that it was given")
+            raise lie(self.who, "with hashes of weights other than those that were sent")
         await self.set_label(label_of(files.version))
         self.version, self._held = files.version, replace(files, hashes=hashes)  # before the first token of it
         if not self._paused:

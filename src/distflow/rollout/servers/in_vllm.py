@@ -34,7 +34,7 @@ class Extension:
         config = self.model_runner.model_config
         if not isinstance(self.model_runner.sampler, DrawingSampler):
             if type(self.model_runner.sampler) is not Sampler:
-                raise RuntimeError(f"this vLLM draws with {type(self.model_runner.sampler)}, which is not known here")
+                raise RuntimeError(f"this vLLM has an unknown sampler, {type(self.model_runner.sampler)}")
             self.model_runner.sampler = DrawingSampler(self.model_runner)
             self.distflow_held = {}
         return {

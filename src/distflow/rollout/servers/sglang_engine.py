@@ -167,7 +167,7 @@ class SGLangEngine(HttpEngine):
     async def set_label(self, label: str) -> None:
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         if (found := (await self._get("/get_model_info"))["weight_version"]) != label:
-            raise lie(self.who, f"that it has weights '{found}' when it was told that they are '{label}'")
+            raise lie(self.who, f"that it has weights '{found}' instead of '{label}'")
 
     async def count_tokens(self) -> int:
         await self._get("/server_info")  # its scheduler answers between two steps

