@@ -29,9 +29,8 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.dataset_columns import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
-from distflow.data.row_index import IndexedFile, index_file
+from distflow.data.rows_on_demand import IndexedFile, RowStream, index_file, is_streamed
 from distflow.data.sources import load_rows
-from distflow.data.streamed_sources import RowStream, is_streamed
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
