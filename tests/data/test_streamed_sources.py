@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from distflow.data import sources, streamed_sources
+from distflow.data import rows_on_demand, sources
 from distflow.data.dataset_columns import Columns
-from distflow.data.streamed_sources import RowStream, is_streamed
+from distflow.data.rows_on_demand import RowStream, is_streamed
 from distflow.errors import UserError
 
 
@@ -42,8 +42,8 @@ def test_rows_are_numbered_on_from_pass_to_pass(folder: Path) -> None:
 
 
 def test_rows_that_are_not_held_any_more_are_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_sources, "NUM_FIRST", 2)
-    monkeypatch.setattr(streamed_sources, "NUM_HELD", 3)
+    monkeypatch.setattr(rows_on_demand, "NUM_FIRST", 2)
+    monkeypatch.setattr(rows_on_demand, "NUM_HELD", 3)
     stream = RowStream([f"{folder}/*"], "data.train_files", -1)
     order = [9, 0, 8, 3, 4, 27, 25, 12, 1, 26, 5, 24]
     assert numbers(stream, order) == [index % 10 for index in order]

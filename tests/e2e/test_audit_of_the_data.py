@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from distflow.data import streamed_sources, tokenizing
+from distflow.data import rows_on_demand, tokenizing
 from distflow.data.chat_template_and_turns import ChatTemplate
 from distflow.data.prompts import PromptRow
 from distflow.errors import TrustError
@@ -216,7 +216,7 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     ),
     "a row less in later passes": (
         "streamed",
-        wrapped(streamed_sources.RowStream, "_one_pass", one_less_later),
+        wrapped(rows_on_demand.RowStream, "_one_pass", one_less_later),
         r"\(data\): row \d+ of the data is ",
     ),
     "no stops": (

@@ -14,8 +14,7 @@ from transformers import DynamicCache
 
 from distflow.audit.auditor import Auditor
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.embedded.kv_cache import PromptCache
-from distflow.rollout.embedded.prefix_cache import PrefixCache
+from distflow.rollout.embedded.kv_cache import PrefixCache, PromptCache
 from distflow.rollout.hf import HFEngine
 
 BEGIN = 6

@@ -251,7 +251,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    from distflow.launch.engine_without_run import check_rollout
+    from distflow.launch.model_without_run import check_rollout
 
     settings, failed = config.actor_rollout_ref, 0
     print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)

@@ -136,7 +136,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     note = partial(print, file=sys.stderr, flush=True)
     note(f"distflow {__version__} · {arguments.model}")
     with importing():
-        from distflow.launch.chat import ChatOptions, load_chat
+        from distflow.launch.model_without_run import ChatOptions, load_chat
 
     options = ChatOptions(arguments.max_tokens, arguments.temperature, arguments.plain)
     with TemporaryDirectory() as folder:
@@ -184,8 +184,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.model}")
     with importing():
-        from distflow.launch.chat import load_config_of
-        from distflow.launch.engine_without_run import serve
+        from distflow.launch.model_without_run import load_config_of, serve
 
     chosen = arguments.api_key or os.environ.get(_KEY)
     key = chosen or secrets.token_urlsafe(24)

@@ -39,9 +39,8 @@ from distflow.data.dataset_columns import (
     rows_of_domain,
 )
 from distflow.data.prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
-from distflow.data.row_index import IndexedFile, choose_rows, index_file
+from distflow.data.rows_on_demand import IndexedFile, RowStream, choose_rows, index_file, is_streamed
 from distflow.data.sources import load_rows, read_file
-from distflow.data.streamed_sources import RowStream, is_streamed
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline

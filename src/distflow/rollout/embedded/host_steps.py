@@ -22,8 +22,7 @@ from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.models.packed_attention import BLOCK
-from distflow.rollout.embedded.kv_cache import KeysValues, KVSlots, PromptCache, joined_blocks, num_tokens
-from distflow.rollout.embedded.prefix_cache import PrefixCache
+from distflow.rollout.embedded.kv_cache import KeysValues, KVSlots, PrefixCache, PromptCache, joined_blocks, num_tokens
 from distflow.rollout.embedded.sampler import Draws, joined, rows_by_law, sample
 from distflow.rollout.embedded.scheduler import (
     DrawInputs,

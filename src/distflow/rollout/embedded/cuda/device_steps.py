@@ -25,7 +25,7 @@ from distflow.rollout.embedded.cuda.paged_kv_cache import (
     PagePool,
     pages_for,
 )
-from distflow.rollout.embedded.prefix_cache import PrefixCache
+from distflow.rollout.embedded.kv_cache import PrefixCache
 from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from distflow.data.row_index import index_file
+from distflow.data.rows_on_demand import index_file
 from distflow.data.sources import read_file
 from distflow.errors import UserError
 
