@@ -29,7 +29,7 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.reward import score_program
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.score import RewardResult, Score
+from distflow.rewards.reward_results import RewardResult, Score
 from distflow.sandbox.sandbox import LEVELS, Sandbox
 
 STEP = 1024

@@ -161,13 +161,13 @@ KV_ON_UPDATE = ("keep", "recompute", "abort")
 
 WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
-SEVERAL_PROCESSES = "distflow.cluster.local_processes:launch_processes"
+SEVERAL_PROCESSES = "distflow.cluster.several_process_launcher:launch_processes"
 """What starts the processes of the launcher `local`, where they are several."""
-GPUS_OF_CLUSTER = "distflow.cluster.ray_entry:gpus_of_machines"
+GPUS_OF_CLUSTER = "distflow.cluster.ray_launcher:gpus_of_machines"
 """What counts the GPUs that workers of the launcher `ray` may have."""
 SEVERAL_RUNS = {
     "local": "distflow.cluster.concurrent_runs:launch_several",
-    "ray": "distflow.cluster.ray_entry:launch_several_ray",
+    "ray": "distflow.cluster.ray_launcher:launch_several_ray",
 }
 """What starts several runs side by side, by launcher."""
 

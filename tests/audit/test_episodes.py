@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distflow.environments import environment_workflow
-from distflow.environments.turn_tokens import TurnTokens
+from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.user_process import UserProcess
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter

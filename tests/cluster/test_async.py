@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.scheduling import ledger
 from tests.cluster.test_supervisor import DISK
 from tests.e2e.runs import Playground, Run

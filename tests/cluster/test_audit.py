@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, notes

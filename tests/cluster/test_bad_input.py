@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from distflow import __version__
 from distflow.cluster import ray_cluster, worker_actor
 from distflow.cluster.actor_calls import WorkerFailed
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.errors import UserError
 from distflow.runtime.spec import LaunchOptions
 from tests.cluster.test_faults import workers

@@ -17,7 +17,7 @@ import pytest
 from distflow import cli
 from distflow.cluster import actor_calls
 from distflow.cluster.actor_calls import WorkerDied
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.scheduling import ledger
 from tests.cluster import leftovers
 from tests.cluster.leftovers import Held

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_samples
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore

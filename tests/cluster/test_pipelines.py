@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.observe.run_reader import read_samples
 from distflow.planning.plan import Plan, check_plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore

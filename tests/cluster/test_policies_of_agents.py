@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from tests.cluster.distance import distance
 from tests.e2e.runs import Playground, Run
 from tests.environments.test_agents_with_policies import overrides, write_policies

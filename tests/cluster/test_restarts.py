@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import fault_tolerance
+from distflow.cluster import worker_failures
 from distflow.cluster.actor_calls import WorkerDied
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.scheduling import ledger
@@ -153,7 +153,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
 ) -> None:
     """No process of torch is ready within a second."""
     plan(Fault("queue.put", rank=0, call=7))
-    monkeypatch.setattr(fault_tolerance, "STARTS_WITHIN_S", 1.0)  # for those that come later
+    monkeypatch.setattr(worker_failures, "STARTS_WITHIN_S", 1.0)  # for those that come later
     told = "no other process could be started as worker 0 within 1 s: .*no rollout worker is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster import reward_actors
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from tests.cluster.test_faults import workers

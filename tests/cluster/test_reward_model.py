@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.observe.run_reader import read_samples
 from tests.cluster.test_supervisor import check_same_figures
 from tests.e2e.runs import Playground, Run

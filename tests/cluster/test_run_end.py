@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.observe.run_reader import read_events, read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.training.engine import TrainState

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_metrics
 from tests.cluster.distance import distance

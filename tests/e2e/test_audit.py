@@ -20,9 +20,9 @@ from distflow.launch import build_engines
 from distflow.launch import model_and_engine_factories as engine_factories
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
-from distflow.rewards.load_functions import FAILS, call_arguments
 from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.score import Error, Score
+from distflow.rewards.reward_functions import FAILS, call_arguments
+from distflow.rewards.reward_results import Error, Score
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.embedded import host_steps

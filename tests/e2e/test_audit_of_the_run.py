@@ -24,7 +24,7 @@ from distflow.launch import one_process_launcher, run_start_and_end
 from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.run_reader import read_events
 from distflow.rewards import router
-from distflow.rewards.score import VALIDATION, counted_for
+from distflow.rewards.reward_results import VALIDATION, counted_for
 from distflow.rollout.embedded import scheduler
 from distflow.runtime import step_metrics, validation
 from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest

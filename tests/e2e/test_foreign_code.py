@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.launch.user_code import named_code
+from distflow.launch.user_code_trust import named_code
 from tests.e2e.runs import Playground
 from tests.launch.test_replay_nonfinite_update import make_bundle
 from tests.user_code import forgotten

@@ -16,7 +16,7 @@ from distflow.environments.agent_workflow import AgentWorkflow
 from distflow.environments.chat import Prompt
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.launch.user_code import pipeline_code
+from distflow.launch.user_code_trust import pipeline_code
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_tools import is_running
 from tests.environments.test_training import WORKFLOW, Games, saved

@@ -11,7 +11,7 @@ import torch
 from distflow.data.sample import Segment
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
-from distflow.environments.turn_tokens import TurnTokens
+from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Row
 from tests.environments.areal_user import GenerationHyperparameters, ModelRequest, MultiTurnWorkflow, RLVRWorkflow
 from tests.tiny_models import tiny_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.environment_workflow import EnvironmentWorkflow, seed_of
-from distflow.environments.turn_tokens import TurnTokens
+from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.user_process import CallFailed
 from distflow.environments.workflows import Row
 from distflow.errors import UserError

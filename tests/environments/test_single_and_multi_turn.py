@@ -7,8 +7,8 @@ import pytest
 from distflow.environments.chat import Limits, Prompt
 from distflow.environments.single_and_multi_turn import multi_turn
 from distflow.environments.workflows import Row
+from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
-from distflow.rewards.score import Score
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 
 

@@ -10,8 +10,8 @@ from distflow.environments import workflow
 from distflow.environments.workflows import load_workflow
 from distflow.errors import UserError
 from distflow.pipelines.nodes.workflow_rollout import read_outcome
+from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
-from distflow.rewards.score import Score
 
 FILE = """
 class ByAReaL:

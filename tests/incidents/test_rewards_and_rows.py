@@ -9,7 +9,7 @@ import pytest
 from distflow.errors import TrustError
 from distflow.rewards import router
 from distflow.rewards.pool import process
-from distflow.rewards.score import Error, Score
+from distflow.rewards.reward_results import Error, Score
 from distflow.runtime.checkpoint.files import CheckpointError
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling import coordinator

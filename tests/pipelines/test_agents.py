@@ -20,7 +20,7 @@ from distflow.graph import Node
 from distflow.graph.bind import bind_alone
 from distflow.pipelines.nodes import compute_advantage
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
-from distflow.rewards.score import Error
+from distflow.rewards.reward_results import Error
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.runtime.group_columns import Group
 from distflow.training.engine import OneRank

@@ -21,8 +21,8 @@ from distflow.pipelines.nodes.advantages import subtract_kl
 from distflow.pipelines.nodes.log_probs import score_policy, score_proximal
 from distflow.pipelines.nodes.rollout_reward_filter import generate, load_responses, reward_episodes, reward_samples
 from distflow.pipelines.nodes.updates import update
+from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from distflow.rewards.router import RewardOutcome
-from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from distflow.data.sample import Sample, Segment
+from distflow.rewards.reward_results import Score, accuracy, is_right, read_score
 from distflow.rewards.router import Overlong, RewardOutcome
-from distflow.rewards.score import Score, accuracy, is_right, read_score
 from tests.rewards.routers import make_router
 
 REWARDS = """

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from distflow.rewards.pool.worker import score_all
-from distflow.rewards.score import due_within, left_s
+from distflow.rewards.reward_results import due_within, left_s
 
 
 def test_the_time_that_is_left():

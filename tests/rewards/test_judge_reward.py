@@ -19,7 +19,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
 from distflow.rewards.judge_reward import compute_score
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.score import Error, Score, Timeout
+from distflow.rewards.reward_results import Error, Score, Timeout
 from tests.patience import at_some_deadline
 from tests.rewards.routers import make_router
 

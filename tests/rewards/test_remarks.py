@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from distflow.rewards.score import MAX_IN_ALL, MAX_TEXT, bounded, read_score
+from distflow.rewards.reward_results import MAX_IN_ALL, MAX_TEXT, bounded, read_score
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from distflow.environments.workflows import Workflow
 from distflow.errors import UserError
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_scored_episodes
+from distflow.rewards.reward_results import Error, Score, Timeout
 from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains
-from distflow.rewards.score import Error, Score, Timeout
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
 from tests.patience import at_some_deadline

@@ -16,8 +16,8 @@ from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.observe.writing.timing import Waits
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
+from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
-from distflow.rewards.score import Error, RewardResult, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.group_columns import Group

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.rewards.score import CallCounts, RewardCounts
+from distflow.rewards.reward_results import CallCounts, RewardCounts
 from distflow.runtime.run_errors_and_limits import ErrorShare, TooManyErrors, warn_of_errors
 
 

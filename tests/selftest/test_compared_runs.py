@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.cli import main
-from distflow.cluster.ray_entry import own_ray
+from distflow.cluster.ray_launcher import own_ray
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine

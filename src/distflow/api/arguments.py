@@ -109,7 +109,7 @@ class PythonInputs:
                 raise UserError(f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}")
         if self.reward is None:
             return
-        from distflow.rewards.load_functions import find_fault, name_of
+        from distflow.rewards.reward_functions import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
             raise UserError(
@@ -149,7 +149,7 @@ class PythonInputs:
 
     def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the files to come. Raises UserError for a function that nothing would call."""
-        from distflow.rewards.load_functions import name_of
+        from distflow.rewards.reward_functions import name_of
 
         config, keys = loaded.config, list[str]()
         for name in ("reward", "advantage", "loss", "workflow"):
@@ -182,7 +182,7 @@ class PythonInputs:
 
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
-        from distflow.rewards.load_functions import fingerprint_function, write_function
+        from distflow.rewards.reward_functions import fingerprint_function, write_function
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
         for key, file, rows in self._files(config):
@@ -199,8 +199,8 @@ class PythonInputs:
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
         """(key, file, name, what is pickled) of each function but the reward: those passed, and the estimator and loss
         that the calling script registered."""
-        from distflow.launch.user_code import entry_to_send
-        from distflow.rewards.load_functions import name_of
+        from distflow.launch.user_code_trust import entry_to_send
+        from distflow.rewards.reward_functions import name_of
 
         values = flatten(config)
         for argument, (key, _) in _FUNCTIONS.items():

@@ -118,7 +118,7 @@ class Rollouts:
 
     def __enter__(self) -> "Rollouts":
         """Build engines and reward processes, send the first weights. Raises as `distflow.train`."""
-        from distflow.cluster.ray_entry import open_ray
+        from distflow.cluster.ray_launcher import open_ray
         from distflow.launch.one_process_launcher import open_local
 
         if self._running is not None:

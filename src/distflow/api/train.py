@@ -45,7 +45,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.runtime.rollout_thread import call_rewards_once
+        from distflow.runtime.rollout_services import call_rewards_once
     _write(inputs, loaded.config)
     spec = make_spec(loaded, say)
     for line in describe(spec.config):

@@ -26,13 +26,13 @@ from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
 from distflow.import_target import is_ours
 from distflow.observe.metrics import Measured
-from distflow.rewards.score import RewardResult
+from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 from distflow.training.engine import Collective

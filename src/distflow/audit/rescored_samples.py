@@ -21,8 +21,8 @@ from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of
 from distflow.data.batch import Batch
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
-from distflow.rewards.load_functions import FAILS, PROMPT, call_arguments
-from distflow.rewards.score import RewardResult, Score
+from distflow.rewards.reward_functions import FAILS, PROMPT, call_arguments
+from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rewards.self_check import ECHO, echo
 
 LIMIT = 1e-4

@@ -27,7 +27,7 @@ from distflow.audit.samples import does_not_apply, functions_of, in_baselines
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
-from distflow.rewards.score import Score
+from distflow.rewards.reward_results import Score
 
 
 @check(

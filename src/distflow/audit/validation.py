@@ -18,7 +18,7 @@ from distflow.audit.rollout_engine import TWIN_NATS
 from distflow.config.derived_settings import response_limit
 from distflow.data.prompts import PromptRow
 from distflow.models.sharding import is_spread
-from distflow.rewards.score import Score
+from distflow.rewards.reward_results import Score
 from distflow.rollout.engine import SamplingParams, Stream
 
 LIMIT = 1e-6

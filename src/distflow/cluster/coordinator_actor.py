@@ -12,7 +12,7 @@ from distflow.data.prompts import PromptRow
 from distflow.launch.run_start_and_end import Start, begin_ledger
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
-from distflow.rewards.score import RewardCounts
+from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import load_queued
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,

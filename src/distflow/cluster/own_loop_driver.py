@@ -18,7 +18,7 @@ from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
-from distflow.rewards.score import RewardCounts
+from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.group_columns import rows_by_group
 from distflow.runtime.sample_queue.protocol import NewWorkers, TrainingStep

@@ -14,7 +14,7 @@ from distflow.cluster.actor_calls import Peer, future_of, reply, shortened
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import Waits
-from distflow.rewards.score import RewardCounts
+from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.run_errors_and_limits import Failure

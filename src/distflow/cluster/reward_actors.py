@@ -13,7 +13,7 @@ from distflow.cluster.actor_calls import FIRST_REWARD_ACTOR, name_of, reply, sho
 from distflow.cluster.ray_cluster import PLACED_WITHIN_S
 from distflow.errors import UserError
 from distflow.rewards.pool.pool import Calls, OnRepeat, Pool, PoolSettings, RewardPool
-from distflow.rewards.score import Error, RewardResult
+from distflow.rewards.reward_results import Error, RewardResult
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import Home
 

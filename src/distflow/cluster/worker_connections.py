@@ -19,8 +19,8 @@ from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights, StreamedWeights
-from distflow.runtime.worker_inputs import Ports
 from distflow.runtime.worker_place_and_dp_groups import Place
+from distflow.runtime.worker_ports_and_inputs import Ports
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 

@@ -17,7 +17,7 @@ from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, at_least, importing
 from distflow.errors import UserError, count_of
 from distflow.observe.sanitized_output import escape_control
-from distflow.rewards.score import RIGHT
+from distflow.rewards.reward_results import RIGHT
 
 if TYPE_CHECKING:
     from distflow.config import Config
@@ -68,11 +68,11 @@ def run_reward(arguments: argparse.Namespace) -> int:
     """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
     from distflow.builtin_names import is_own
     from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
-    from distflow.rewards.load_functions import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
     from distflow.rewards.pool.worker import probe_target
     from distflow.rewards.reward_check import check_reward, measure_agreement
+    from distflow.rewards.reward_functions import with_answer_key
 
     target = _target(arguments.reward, arguments.response_key is not None)
     answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"
@@ -122,7 +122,7 @@ def _seconds(text: str) -> float:
 def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer, where no responses are given."""
     from distflow.builtin_names import REWARDS
-    from distflow.rewards.load_functions import custom_target, target_of
+    from distflow.rewards.reward_functions import custom_target, target_of
 
     if name in REWARDS:
         if not (REWARDS[name].needs_answer or has_responses or name == _JUDGE):

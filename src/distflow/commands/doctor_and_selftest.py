@@ -88,7 +88,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
     with importing():
         from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
-        from distflow.launch.user_code import model_code, only_if_trusted, pipeline_code
+        from distflow.launch.user_code_trust import model_code, only_if_trusted, pipeline_code
         from distflow.selftest.compared_runs import check_all
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)

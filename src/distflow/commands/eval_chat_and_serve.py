@@ -60,7 +60,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
-                from distflow.runtime.rollout_thread import call_rewards_once
+                from distflow.runtime.rollout_services import call_rewards_once
             spec = make_spec(loaded, say=say)
             call_rewards_once(spec)
             found = evaluate(spec, say)

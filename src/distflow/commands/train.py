@@ -89,7 +89,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
             from distflow.launch.make_spec import make_spec
-            from distflow.runtime.rollout_thread import call_rewards_once
+            from distflow.runtime.rollout_services import call_rewards_once
             from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))

@@ -1,6 +1,6 @@
 """Rows that are read as they are asked for. Those of a large file are read alone: an index says where they are (the
-lines of JSONL, the row groups of Parquet). Those of many files, compressed JSON lines and streamed data sets can only be
-read forward, so that nobody knows their number before."""
+lines of JSONL, the row groups of Parquet). Those of many files, compressed JSON lines and streamed data sets can only
+be read forward, so that nobody knows their number before."""
 
 import hashlib
 import json

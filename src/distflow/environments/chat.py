@@ -15,7 +15,7 @@ from distflow.data.sample import Segment
 from distflow.errors import UserError
 
 if TYPE_CHECKING:  # it imports torch, and the processes of tools and environments import this package
-    from distflow.environments.turn_tokens import TurnTokens
+    from distflow.environments.turn_encoding import TurnTokens
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]

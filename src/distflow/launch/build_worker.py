@@ -8,21 +8,21 @@ from distflow.audit.auditor import Auditor
 from distflow.checks.engine_weights_canary import make_canary
 from distflow.checks.step_invariants import LiveChecks
 from distflow.launch.export_checkpoint import write_hf_models
+from distflow.rewards.reward_results import RewardCounts
 from distflow.rewards.router import KINDS
-from distflow.rewards.score import RewardCounts
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import GroupEvents, RolloutLoop
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_services import Session
 from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_parts import WorkerParts
+from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 
 
 def build_worker(inputs: WorkerInputs) -> Worker:

@@ -23,7 +23,7 @@ from distflow.errors import UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS, MissingColumn
 from distflow.import_target import SourceFile, load, shown_name, split_name
 from distflow.observe.writing.trackers import Tracker
-from distflow.rewards.load_functions import custom_target, find_fault
+from distflow.rewards.reward_functions import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
 from distflow.training.engine import TrainEngine
 from distflow.training.torch_engine import ScorerOptions
@@ -179,7 +179,7 @@ def _scores(part: Part) -> Iterator[str]:
         yield (
             f"{part.file} has no CASES, which are scored before a run starts: add below its imports "
             'CASES = (Case("a response", "its ground truth", 1.0), ...) with scores that are known (Case is in '
-            "rewards/score.py), or CASES = () if the function calls a service"
+            "rewards/reward_results.py), or CASES = () if the function calls a service"
         )
     for target in filter(None, (part.entry.row_check, part.entry.prepare)):
         own, attribute = split_name(target)

@@ -25,7 +25,7 @@ from distflow.config.derived_settings import config_of_policy, trained_policies
 from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
-from distflow.launch.user_code import model_code, only_if_trusted, without_model_code
+from distflow.launch.user_code_trust import model_code, only_if_trusted, without_model_code
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
 from distflow.observe.crash_safe_files import empty_folder, read_object

@@ -21,7 +21,7 @@ from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_
 from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
-from distflow.launch.user_code import check_importable
+from distflow.launch.user_code_trust import check_importable
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 

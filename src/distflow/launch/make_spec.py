@@ -16,7 +16,7 @@ from distflow.launch.resume_fingerprint_and_report_head import description, fact
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code import check_pickles, named_code
+from distflow.launch.user_code_trust import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
 from distflow.planning.allocation_expression import follow_allocation

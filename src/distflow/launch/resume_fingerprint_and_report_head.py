@@ -31,8 +31,8 @@ from distflow.launch.device_and_threads import choose_device, threads_of, worker
 from distflow.launch.fit_config_to_files import Data
 from distflow.models.cpu_kernels import build as native
 from distflow.models.weight_fingerprint_and_soundness import identity
-from distflow.rewards.load_functions import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
+from distflow.rewards.reward_functions import fingerprint_target, target_of
 from distflow.sandbox.sandbox import probe
 
 

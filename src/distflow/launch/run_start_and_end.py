@@ -28,9 +28,9 @@ from distflow.runtime.checkpoint.find_checkpoint import (
 )
 from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
 from distflow.runtime.early_stop_and_signals import Stop
-from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import ModelSizes
 from distflow.runtime.run_errors_and_limits import writing_to
+from distflow.runtime.run_reporter import Recorder
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of

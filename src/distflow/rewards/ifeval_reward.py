@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from distflow.import_target import LoadError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.extracted_answers import decoded
-from distflow.rewards.score import Case
+from distflow.rewards.reward_results import Case
 from distflow.rewards.text_plausibility import has_parts, is_text
 
 try:

@@ -26,7 +26,7 @@ from distflow.rewards.judge_text import (
     judge_template,
     read_score,
 )
-from distflow.rewards.score import Case, left_s
+from distflow.rewards.reward_results import Case, left_s
 
 try:
     import openai

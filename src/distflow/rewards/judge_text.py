@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.rewards.score import shortened
+from distflow.rewards.reward_results import shortened
 
 _TEMPLATE = Path(__file__).with_name("judge_template.md")
 RESPONSE_CHARACTERS = 32_000

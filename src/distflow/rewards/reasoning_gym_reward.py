@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from distflow.data.task_packages import GYM, make_dataset, missing, read_entry
-from distflow.rewards.score import Case
+from distflow.rewards.reward_results import Case
 
 try:
     from reasoning_gym.utils import extract_answer

@@ -18,7 +18,6 @@ from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
 from distflow.rewards.extracted_answers import bare_answer
-from distflow.rewards.load_functions import PROMPT, call_arguments, target_of
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
     RewardSettings,
@@ -27,7 +26,8 @@ from distflow.rewards.pool.domain_pools import (
     pool_settings,
 )
 from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
+from distflow.rewards.reward_functions import PROMPT, call_arguments, target_of
+from distflow.rewards.reward_results import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why
 
 OWN = "own response"

@@ -22,9 +22,9 @@ from distflow.errors import UserError
 from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.load_functions import FAILS, FAILS_TARGET, call_arguments
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout, own_reward_result, scored_right
+from distflow.rewards.reward_functions import FAILS, FAILS_TARGET, call_arguments
+from distflow.rewards.reward_results import Case, Error, RewardResult, Score, Timeout, own_reward_result, scored_right
 
 if TYPE_CHECKING:  # it loads torch; this module does not, so that the check can start earlier
     from distflow.rewards.router import RewardRouter

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from distflow.rewards.extracted_answers import bare_answer, last_box
-from distflow.rewards.score import Case
+from distflow.rewards.reward_results import Case
 
 PATTERN_KEY = "format_regex"
 CASES = {

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from distflow.data.task_packages import VERIFIERS, missing, read_task
-from distflow.rewards.score import Case
+from distflow.rewards.reward_results import Case
 
 try:
     import verifiers.v1 as vf

@@ -21,8 +21,8 @@ from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, 
 from distflow.import_target import is_async, is_ours
 from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import Waits
+from distflow.rewards.reward_results import RewardResult
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rewards.score import RewardResult
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.group_columns import Group, rows_by_group
 from distflow.runtime.resources import Resources

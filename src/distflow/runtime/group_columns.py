@@ -9,7 +9,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
-from distflow.rewards.score import is_right
+from distflow.rewards.reward_results import is_right
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.run_errors_and_limits import Failure
 from distflow.runtime.sample_queue.protocol import FinishedGroup

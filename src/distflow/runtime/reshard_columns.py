@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan, dp_groups_of
-from distflow.runtime.worker_inputs import ReshardPort
 from distflow.runtime.worker_place_and_dp_groups import with_samples
+from distflow.runtime.worker_ports_and_inputs import ReshardPort
 from distflow.scheduling.reshard_matching import Key
 
 

@@ -15,7 +15,7 @@ from distflow.data.prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.observe.writing.timing import Waits
-from distflow.rewards.score import CallCounts, RewardCounts, Score
+from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder

@@ -13,7 +13,7 @@ from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.import_target import innermost, is_ours, shown_name
 from distflow.observe.sanitized_output import escape_control
-from distflow.rewards.score import RewardCounts
+from distflow.rewards.reward_results import RewardCounts
 
 REPAIR_ADVICE = (
     "Correct the named function (custom_reward_function.path, reward.functions, rollout.workflow and its kwargs, dag), "

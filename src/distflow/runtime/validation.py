@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop
-from distflow.rewards.score import VALIDATION, is_right, validating
+from distflow.rewards.reward_results import VALIDATION, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import StepAuditor
@@ -20,11 +20,11 @@ from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.group_columns import Group
 from distflow.runtime.resources import Offload
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_services import Session
 from distflow.runtime.run_errors_and_limits import NodeError, warn_of_errors
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
-from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Scorer
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from distflow.cluster.ray_entry import NEEDED, is_installed, own_ray
+from distflow.cluster.ray_launcher import NEEDED, is_installed, own_ray
 from distflow.config import Config
 from distflow.launch import doctor_device_checks
 from distflow.launch.device_and_threads import accelerator

@@ -19,7 +19,7 @@ from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-from distflow.runtime.recorder import load_groups
+from distflow.runtime.run_reporter import load_groups
 
 RECORDED = Path(__file__).with_name("reference.json")
 _LOSS, _NORM = "/loss", "/grad_norm"

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from distflow import NodeRole, TaskGraph, node
-from distflow.cluster.ray_entry import launch_ray
+from distflow.cluster.ray_launcher import launch_ray
 from distflow.config import Config, load_config
 from distflow.data.sample import Sample, Segment
 from distflow.launch.make_spec import make_spec

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from distflow.builtin_names import PROMPT_MESSAGES
+from distflow.rewards.code.case_formats_and_assertions import StreamTests
 from distflow.rewards.code.execution import Stopped, TimedSandbox, run_streams
 from distflow.rewards.code.reward import compute_score, compute_share, score_program
-from distflow.rewards.code.test_formats_and_assertions import StreamTests
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
-from distflow.rewards.score import due_within, left_s
+from distflow.rewards.reward_results import due_within, left_s
 from distflow.sandbox.interface import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
 from tests.patience import at_some_deadline

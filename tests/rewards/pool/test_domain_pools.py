@@ -11,8 +11,8 @@ from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import Patience, Pools, RewardSettings
+from distflow.rewards.reward_results import Error, Score, Timeout
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
 from tests.rewards.routers import make_router
 

@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.rewards.pool import process
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.pool.process import Channel
-from distflow.rewards.score import Error, RewardResult, Score, Timeout
+from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
 from tests.rewards.routers import make_router
 

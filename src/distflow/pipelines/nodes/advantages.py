@@ -35,7 +35,7 @@ from distflow.import_target import is_ours, shown_name
 from distflow.pipelines.nodes.advantages_by_agent import by_agent
 from distflow.pipelines.nodes.by_domain import algorithm_node, by_domain, masks_samples
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
-from distflow.rewards.score import RIGHT
+from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
 

@@ -23,8 +23,8 @@ from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.import_target import LoadError, load_function
+from distflow.rewards.reward_results import ACC, Score
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rewards.score import ACC, Score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group

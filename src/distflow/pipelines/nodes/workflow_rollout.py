@@ -20,14 +20,14 @@ from distflow.data.episode_event_hook import note_event, on_event
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
-from distflow.environments.turn_tokens import TurnTokens
+from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.workflows import Row, Workflow, load_workflow, make_workflow
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.pool.pool import GivenUp
+from distflow.rewards.reward_results import ACC, Error, Score, in_episode, read_score
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rewards.score import ACC, Error, Score, in_episode, read_score
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.group_columns import Group

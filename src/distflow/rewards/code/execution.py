@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from distflow.rewards.code import assertion_process
 from distflow.rewards.code.assertion_process import typed
-from distflow.rewards.code.test_formats_and_assertions import Assertions, CallTests, StreamTests
+from distflow.rewards.code.case_formats_and_assertions import Assertions, CallTests, StreamTests
 from distflow.sandbox.inside.values import NotPlain
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 

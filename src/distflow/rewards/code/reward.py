@@ -10,6 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from distflow.observe.crash_safe_files import JSON
+from distflow.rewards.code.case_formats_and_assertions import (
+    Assertions,
+    AssertTests,
+    CallTests,
+    StreamTests,
+    Tests,
+    read_tests,
+    split_assertions,
+)
 from distflow.rewards.code.execution import (
     Outcome,
     ProgramUnderTest,
@@ -19,16 +28,7 @@ from distflow.rewards.code.execution import (
     run_calls,
     run_streams,
 )
-from distflow.rewards.code.test_formats_and_assertions import (
-    Assertions,
-    AssertTests,
-    CallTests,
-    StreamTests,
-    Tests,
-    read_tests,
-    split_assertions,
-)
-from distflow.rewards.score import Case, left_s, shortened
+from distflow.rewards.reward_results import Case, left_s, shortened
 from distflow.sandbox.interface import AnySandbox
 from distflow.sandbox.remote import RemoteSandbox
 from distflow.sandbox.sandbox import Sandbox

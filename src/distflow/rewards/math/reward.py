@@ -13,7 +13,7 @@ from distflow.rewards.extracted_answers import last_mathematics, marked_answer, 
 from distflow.rewards.math.bounds import OutOfTime, limited_time
 from distflow.rewards.math.equality import are_equal
 from distflow.rewards.math.text_and_units import is_unit, normalise, words
-from distflow.rewards.score import Case
+from distflow.rewards.reward_results import Case
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
 _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.score import Error, RewardResult, Score, Timeout
+from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 
 EXIT_OUT_OF_MEMORY = 86
 MAX_FRAME_BYTES = 32 * 2**20

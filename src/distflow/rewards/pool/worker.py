@@ -21,7 +21,8 @@ from distflow.data import random_states
 from distflow.errors import UserError, users_place
 from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.load_functions import (
+from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
+from distflow.rewards.reward_functions import (
     PROMPT,
     call,
     call_arguments,
@@ -33,8 +34,7 @@ from distflow.rewards.load_functions import (
     texts_in,
     with_options,
 )
-from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
-from distflow.rewards.score import due_within, left_s, read_score
+from distflow.rewards.reward_results import due_within, left_s, read_score
 
 TEXTS = "texts of its source"
 NO_NETWORK = "a reward function is tried without a network"

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured
-from distflow.rewards.score import RewardCounts
+from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version

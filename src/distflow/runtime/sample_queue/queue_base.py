@@ -13,7 +13,7 @@ from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.observe.writing.timing import Waits
-from distflow.rewards.score import RewardCounts
+from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
 from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.groups_by_rollout_worker import GroupsByWorker, RolloutWorker

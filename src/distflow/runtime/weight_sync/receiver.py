@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.errors import TrustError
 from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.runtime import fault_injection
-from distflow.runtime.rollout_thread import Session
+from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.bucket_files import SentBucket, Spoiled, hash_of, pack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive
 from distflow.scheduling.group_states import Version

@@ -21,7 +21,7 @@ from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptio
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
-from distflow.runtime.recorder import reported
+from distflow.runtime.run_reporter import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
 if TYPE_CHECKING:

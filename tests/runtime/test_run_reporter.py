@@ -13,7 +13,7 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.runtime.recorder import MAX_DROPPED, Recorder, ReportingProcess, reported
+from distflow.runtime.run_reporter import MAX_DROPPED, Recorder, ReportingProcess, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group

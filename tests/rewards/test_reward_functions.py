@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.rewards.load_functions import call, custom_target, find_fault, load_reward
-from distflow.rewards.score import read_score
+from distflow.rewards.reward_functions import call, custom_target, find_fault, load_reward
+from distflow.rewards.reward_results import read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}
 

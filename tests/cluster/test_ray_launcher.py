@@ -13,7 +13,7 @@ TWICE = """
 import ray  # before anything says how it is to be started
 import sys
 from pathlib import Path
-from distflow.cluster.ray_entry import own_ray
+from distflow.cluster.ray_launcher import own_ray
 
 for number in range(2):
     with own_ray(Path(sys.argv[1]), 1):

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from distflow.rewards.code.assertion_process import typed
-from distflow.rewards.code.execution import same_output, same_value
-from distflow.rewards.code.test_formats_and_assertions import (
+from distflow.rewards.code.case_formats_and_assertions import (
     AssertTests,
     CallTests,
     StreamTests,
     read_tests,
     split_assertions,
 )
+from distflow.rewards.code.execution import same_output, same_value
 
 PAIRS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
 CALLS = {"fn_name": "f", "inputs": [[1, [2]], [3, [4]]], "outputs": [5, [6]]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster.actor_calls import WorkerDied, WorkerHangs
-from distflow.cluster.local_processes import launch_processes
+from distflow.cluster.several_process_launcher import launch_processes
 from distflow.errors import UserError
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.spec import LaunchOptions
@@ -46,7 +46,7 @@ def run(ground: Playground, *keys: str, name: str, callbacks: Callbacks = Callba
 
 
 def workers(root: int) -> list[int]:
-    return leftovers.named("-m distflow.cluster.local_processes", root)
+    return leftovers.named("-m distflow.cluster.several_process_launcher", root)
 
 
 @pytest.fixture(scope="module")
