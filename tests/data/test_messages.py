@@ -29,7 +29,7 @@ def messages(*more: Any) -> dict[str, Any]:
 
 FAULTS = {
     "empty": ({"messages": []}, "(column 'messages') is an empty list of chat messages"),
-    "a text": ({"messages": "hi"}, "is a text that is not JSON"),
+    "a text": ({"messages": "hi"}, "is text, but not JSON"),
     "a mapping": ({"messages": {"role": "user"}}, "is dict {'role': 'user'}, not a list of chat messages"),
     "a message that is a text": (
         messages("hi"),
@@ -57,14 +57,14 @@ FAULTS = {
     "calls that are none": (messages({"role": "assistant", "tool_calls": "add"}), "a tool call without the name"),
     "broken arguments": (
         messages({"role": "assistant", "tool_calls": [{"name": "add", "arguments": "{a"}]}),
-        "the arguments of 'add' in message 3 .* is a text that is not JSON",
+        "the arguments of 'add' in message 3 .* is text, but not JSON",
     ),
     "a surrogate": (messages({"role": "assistant", "content": "\ud800"}), "message 3 .* half a surrogate pair"),
     "tools of names": (
         {**messages(), "tools": ["add"]},
         "the tools (column 'tools') are list ['add'], not a list of JSON",
     ),
-    "tools that are no JSON": ({**messages(), "tools": "add"}, "the tools (column 'tools') is a text that is not JSON"),
+    "tools that are no JSON": ({**messages(), "tools": "add"}, "the tools (column 'tools') is text, but not JSON"),
     "kwargs that are a list": ({**messages(), "chat_template_kwargs": [1]}, "are list [1], not a mapping"),
     "kwargs that are taken": ({**messages(), "chat_template_kwargs": {"tokenize": True}}, "may not hold 'tokenize'"),
 }

@@ -281,7 +281,7 @@ def test_instructions_come_with_the_answer_or_with_the_row():
         (row("keywords:existence", {"keywords": ["("]}), "not a regular expression"),
         (row("keywords:frequency", at_least("frequency", 1, keyword="*c")), "not a regular expression"),
         (row("keywords:letter_frequency", {"letter": "ab", "let_frequency": 1, "let_relation": "at least"}), "one let"),
-        (row("language:response_language", {"language": "xx"}), "told apart: af, ar"),
+        (row("language:response_language", {"language": "xx"}), "can be detected: af, ar"),
         (row("startend:end_checker", {"end_phrase": " "}), "not a text"),
         (
             row(

@@ -162,7 +162,7 @@ def test_a_group_that_waits_to_start_again_holds_up_no_step():
 def test_more_than_can_be_consumed_in_time_is_a_fault_and_no_wait():
     queue = staggered([0, 0, 0], next_step=2)
     complete(queue, 0, 1, 2)
-    with pytest.raises(CountsError, match="step 3 would leave 1 groups that are due by step 3.* group 0"):
+    with pytest.raises(CountsError, match="step 3 would leave 1 groups that are due by step 3.* is 0"):
         queue.ready(2)
 
 

@@ -220,7 +220,7 @@ BROKEN = {
     "a key with dots": (BASE + "trainer.seed: 1\n", ("trainer.seed", "run.yaml:3"), "trainer: {seed: ...}"),
     "no YAML": (BASE + "trainer: {seed: 1\n", ("run.yaml", "line 4, column 1"), "not valid YAML"),
     "a tab": (BASE + "trainer:\n\tseed: 1\n", ("run.yaml", "line 4, column 1"), "not valid YAML"),
-    "a list": ("- data\n", ("run.yaml", "line 1"), "no mapping"),
+    "a list": ("- data\n", ("run.yaml", "line 1"), "not a mapping"),
     "an object tag": (
         BASE + "trainer: {seed: !!python/name:os.system }\n",
         ("run.yaml", "line 3, column 17"),

@@ -250,7 +250,7 @@ def test_memory_of_another_type_is_refused(compute_dtype: torch.dtype | None) ->
     made = view.prefill([(1, 2, 3, 4)])
     other = made.values.to(torch.float32 if compute_dtype else torch.bfloat16)
     for keys, values in ((made.keys, other), (made.keys.double(), made.values)):
-        with pytest.raises(ValueError, match="other types"):
+        with pytest.raises(ValueError, match="expected dtypes"):
             view.decode(torch.tensor([5]), torch.tensor([3]), keys, values)
     view.decode(torch.tensor([5]), torch.tensor([3]), made.keys, made.values)
 
