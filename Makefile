@@ -60,12 +60,12 @@ tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # reasoning-gym compiles one of its packages, so it is not in the lock: whoever only runs `make test` needs no compiler. Nor
-# is Triton, whose interpreter runs the kernels for a GPU here: torch for a GPU brings its own version. CI leaves out those
-# that are marked `by_hand`.
+# is Triton, whose interpreter runs the kernels for a GPU here: torch for a GPU brings its own version, and torch for a CPU
+# would import it everywhere. CI leaves out those that are marked `by_hand`.
 SLOW ?= slow
 test-slow: $(INSTALLED)
 	$(BIN)/python $(PIP_INSTALL) -e ".[dev,reasoning-gym]"
-	$(BIN)/python -c "import triton" 2>&- || $(BIN)/python $(PIP_INSTALL) --no-deps "triton>=3.6,<4"
+	test -d .triton || $(BIN)/python $(PIP_INSTALL) --no-deps --target .triton "triton>=3.6,<4"
 	$(BIN)/python -m pytest -m "$(SLOW) and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "$(SLOW) and alone" -n 2 --dist loadfile
 

@@ -28,6 +28,7 @@ from distflow.algorithms.rollout_correction import Correction, interpolate, off_
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.import_target import shown_name
 
 ValueLoss = Literal["mse", "huber"]
 
@@ -209,12 +210,14 @@ class PolicyObjective(_Objective):
         correction, measured = self._weights(log_probs, micro, fields)
         if self.scalar_loss is not None:
             loss, stats = self.scalar_loss(log_probs, fields, correction, counts)
+            self._check_gradient(log_probs, loss)
             sums: Sums = {_PER_TOKEN + name: value for name, value in stats.items()}
             sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
         # A user's loss may ignore the mask.
         current = under_mask(log_probs, mask)
         per_token, token_stats = self._per_token(current, fields)
+        self._check_gradient(log_probs, per_token)
         if correction is not None:
             per_token = per_token * correction
             token_stats = {**token_stats, **measured}
@@ -228,6 +231,14 @@ class PolicyObjective(_Objective):
         )
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
+
+    def _check_gradient(self, log_probs: Tensor, loss: Tensor) -> None:
+        if torch.is_grad_enabled() and log_probs.requires_grad and not loss.requires_grad:
+            raise UserError(
+                f"policy loss '{self.policy_loss.name}' ({shown_name(self.policy_loss.fn)}) has no gradient with "
+                "respect to log_probs, so nothing would be trained: it is computed from detached numbers "
+                "(.detach(), .item(), torch.no_grad)"
+            )
 
     def _weights(
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor]

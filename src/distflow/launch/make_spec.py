@@ -16,6 +16,7 @@ from distflow.launch.resume_fingerprint_and_report_head import description, fact
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.startup_messages import startup_lines
+from distflow.launch.trial_of_algorithms import try_algorithms
 from distflow.launch.user_code_trust import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
@@ -37,6 +38,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         say(f"your code: {code}")
     loaded = follow_pipeline(follow_machines(follow_allocation(loaded)))
     reading = read_config(loaded)
+    try_algorithms(loaded.config, reading.pipeline)
     # First, as rows from Python code are stored in the folder, which another run may use.
     with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
         loaded = with_models_of_runs(loaded, say)

@@ -48,8 +48,8 @@ torch's products are faster than ours."""
 def runs_natively(decoder: Any) -> bool:
     """Whether `packed_layers` computes what the decoder does, as it is now, with only modules of `transformers`: on a
     CPU under autocast to bfloat16 or none, with its weights in float32; on a CUDA device with products in bfloat16."""
-    config, device = decoder.config, decoder.embed_tokens.weight.device.type
-    if config.model_type not in FAMILIES or device not in ("cpu", "cuda"):
+    config = decoder.config
+    if config.model_type not in FAMILIES or (device := decoder.embed_tokens.weight.device.type) not in ("cpu", "cuda"):
         return False
     if device == "cuda":
         if _products_of(decoder) != torch.bfloat16 or gpu_layer() is None:

@@ -1,0 +1,103 @@
+"""A user's loss and estimator are called once before a model is loaded, on a batch that is made up: a result of the
+wrong form, or a loss without a gradient, is found in milliseconds and not after the first rollout.
+
+What a function raises by itself is left to the run: the batch has numbers of no meaning.
+"""
+
+import inspect
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.objectives import PolicyObjective
+from distflow.algorithms.registry import find_adv_est
+from distflow.config import Config
+from distflow.config.derived_settings import is_rl
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.graph import BoundPipeline
+from distflow.graph.fields import STANDARD_FIELDS, Axis
+from distflow.import_target import innermost, is_ours
+from distflow.launch.select_pipeline import takes_policy_loss
+from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.run_errors_and_limits import NodeError, users_place
+from distflow.training.engine import OneRank
+
+LENGTHS = (3, 5, 4, 2)
+"""Of responses: two to each of two prompts."""
+
+
+def try_algorithms(config: Config, pipeline: BoundPipeline) -> None:
+    """Raises UserError for a loss or an estimator of the user's that a run could not use."""
+    if not is_rl(config):
+        return
+    with torch.random.fork_rng(devices=()):
+        for node in filter(takes_policy_loss, pipeline.training_nodes):
+            _try_loss(node.fn.keywords["objective"])  # type: ignore[attr-defined]  # a partial
+        _try_estimator(config, pipeline)
+
+
+def _try_loss(objective: PolicyObjective) -> None:
+    if is_ours(objective.policy_loss.fn):
+        return
+    batch = made_up({*objective.reads, *objective.optional, "loss_mask", "advantages", "old_log_probs"})
+    if batch is None:
+        return
+    shape = batch["loss_mask"].shape
+    outputs = {"log_probs": (-torch.rand(shape)).requires_grad_(), "entropy": torch.rand(shape).requires_grad_()}
+    try:
+        objective(outputs, batch, objective.counts(batch))
+    except UserError as error:
+        raise UserError(f"actor_rollout_ref.actor.policy_loss: {error}") from error
+    except Exception:  # the user's own, see above
+        return
+
+
+def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
+    own = find_adv_est(config.algorithm.adv_estimator).fn
+    for node in pipeline.training_nodes:
+        is_own = inspect.unwrap(innermost(node.fn)) is inspect.unwrap(innermost(own))
+        if is_ours(own) or not is_own or node.contract.engines or node.contract.services:
+            continue
+        contract = node.contract
+        batch = made_up({*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}})
+        if batch is None:
+            return
+        (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
+        try:
+            step(batch, NodeContext(config, 0, None))
+        except NodeError as error:
+            if error.__cause__ is not None and users_place(error.__cause__) is None:
+                raise UserError(f"algorithm.adv_estimator: {error}") from error
+        except UserError:  # of numbers that mean nothing
+            return
+
+
+def made_up(names: Iterable[str]) -> Batch | None:
+    """With these columns; None where one is of a kind that cannot be made up."""
+    lengths = torch.tensor(LENGTHS)
+    batch = Batch(torch.full_like(lengths, 2), lengths)
+    for name in sorted(names):
+        known = STANDARD_FIELDS.get(name)
+        sizes = {} if known is None else {Axis.SAMPLE: len(lengths), Axis.RESPONSE: sum(LENGTHS)}
+        if known is None or known.axis not in sizes:
+            return None
+        column = _column(name, known.dtype, sizes[known.axis])
+        if column is None:
+            return None
+        batch[name] = column
+    return batch
+
+
+def _column(name: str, dtype: str, size: int) -> Tensor | None:
+    if name in ("group_index", "episode_index"):
+        return torch.arange(size) // (2 if name == "group_index" else 1)
+    if name.endswith("mask") or name in ("valid", "in_baselines"):
+        return torch.ones(size, dtype=getattr(torch, dtype))
+    if dtype == "bool":
+        return torch.zeros(size, dtype=torch.bool)
+    if dtype not in ("float32", "float64"):
+        return None
+    numbers = torch.rand(size, dtype=getattr(torch, dtype))
+    return -numbers if "log_prob" in name else numbers
