@@ -20,14 +20,17 @@ from distflow.errors import UserError, count_of
 from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitized_output import escape_control
+from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config with the device of the workers, where they are several or on machines of a cluster: `auto` is torch's
-    accelerator (cuda over Ray) where each worker can have one. Raises UserError for a device that they cannot have."""
+    """The config, by its allocation, with the device of the workers, where they are several or on machines of a cluster:
+    `auto` is torch's accelerator (cuda over Ray) where each worker can have one. Raises UserError for a device that they
+    cannot have."""
+    loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer
     is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
     if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":

@@ -20,7 +20,6 @@ from distflow.launch.trial_of_algorithms import try_algorithms
 from distflow.launch.user_code_trust import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
-from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import check_plan
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
@@ -36,7 +35,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         raise UserError(f"dag.policies: set dag.policy to one of {names}; only `distflow train` trains all of them")
     for code in named_code(loaded.config):
         say(f"your code: {code}")
-    loaded = follow_pipeline(follow_machines(follow_allocation(loaded)))
+    loaded = follow_pipeline(follow_machines(loaded))
     reading = read_config(loaded)
     try_algorithms(loaded.config, reading.pipeline)
     # First, as rows from Python code are stored in the folder, which another run may use.
