@@ -27,9 +27,9 @@ from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config, by its allocation, with the device of the workers, where they are several or on machines of a cluster:
-    `auto` is torch's accelerator (cuda over Ray) where each worker can have one. Raises UserError for a device that they
-    cannot have."""
+    """The config, by its allocation, with the device of the workers, where they are several or on machines of a
+    cluster: `auto` is torch's accelerator (cuda over Ray) where each worker can have one. Raises UserError for a device
+    that they cannot have."""
     loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer
     is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
