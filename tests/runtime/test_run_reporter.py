@@ -117,7 +117,7 @@ def test_a_run_that_fails_leaves_a_report_with_its_error(spec: Spec, tmp_path: P
         SystemExit: "SystemExit: 3",
     }
     assert data["failure"]["message"] == message[type(error)]
-    assert ("test_recorder.py" in data["failure"]["traceback"]) == (type(error) is not UserError)
+    assert ("test_run_reporter.py" in data["failure"]["traceback"]) == (type(error) is not UserError)
     assert data["sentences"][0]["text"].startswith("A check stopped" if type(error) is TrustError else "It failed")
     assert (tmp_path / "run" / "report.html").is_file()
 
