@@ -38,7 +38,9 @@ class Held:
 
 def named(name: str, root: int) -> list[int]:
     """Pids of those below `root` that call themselves so, oldest first."""
-    listed = subprocess.run(["ps", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True
+    ).stdout
     below = _descendants(root)
     return [int(line.split()[0]) for line in listed.splitlines() if name in line and int(line.split()[0]) in below]
 
