@@ -56,11 +56,12 @@ def _try_loss(objective: PolicyObjective) -> None:
 
 def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
     own = find_adv_est(config.algorithm.adv_estimator).fn
+    if is_ours(own):
+        return
     for node in pipeline.training_nodes:
-        is_own = inspect.unwrap(innermost(node.fn)) is inspect.unwrap(innermost(own))
-        if is_ours(own) or not is_own or node.contract.engines or node.contract.services:
+        is_own, contract = inspect.unwrap(innermost(node.fn)) is inspect.unwrap(innermost(own)), node.contract
+        if not is_own or contract.engines or contract.services:
             continue
-        contract = node.contract
         batch = made_up({*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}})
         if batch is None:
             return
@@ -76,14 +77,11 @@ def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
 
 def made_up(names: Iterable[str]) -> Batch | None:
     """With these columns; None where one is of a kind that cannot be made up."""
-    lengths = torch.tensor(LENGTHS)
+    lengths, sizes = torch.tensor(LENGTHS), {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
     for name in sorted(names):
         known = STANDARD_FIELDS.get(name)
-        sizes = {} if known is None else {Axis.SAMPLE: len(lengths), Axis.RESPONSE: sum(LENGTHS)}
-        if known is None or known.axis not in sizes:
-            return None
-        column = _column(name, known.dtype, sizes[known.axis])
+        column = _column(name, known.dtype, sizes[known.axis]) if known and known.axis in sizes else None
         if column is None:
             return None
         batch[name] = column

@@ -18,6 +18,7 @@ from distflow.device_transfer import send
 from distflow.errors import UserError
 from distflow.models.cpu_kernels.build import NotNative
 from distflow.models.cpu_kernels.decode_step import NativeStep
+from distflow.models.cpu_kernels.weight_layout import is_plain
 from distflow.models.lora import unwrapped
 from distflow.models.packed_attention import attend_in_blocks
 
@@ -52,12 +53,11 @@ class DecoderView:
     def __init__(
         self, model: nn.Module, in_blocks: bool = False, native: bool = False, compute_dtype: torch.dtype | None = None
     ) -> None:
-        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) where there
-        is some for this machine and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in
-        it and the rest in float32, as a trainer that computes by autocast; over float32 weights with attention in
-        float32, over bfloat16
-        weights with keys and values in bfloat16. None: everything in the dtype of the weights. Raises UserError for a
-        family that it cannot run, or computes with other logits than the module."""
+        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) where there is some
+        for this machine and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it and
+        the rest in float32, as a trainer that computes by autocast; over float32 weights with attention in float32,
+        over bfloat16 weights with keys and values in bfloat16. None: everything in the dtype of the weights. Raises
+        UserError for a family that it cannot run, or computes with other logits than the module."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -357,12 +357,7 @@ def _has_plain_norms(body: Any) -> bool:
         body.norm,
         *(norm for each in body.layers for norm in (each.input_layernorm, each.post_attention_layernorm)),
     ]
-    return all(
-        type(norm).__module__.startswith("transformers.")
-        and type(norm).__name__.endswith("RMSNorm")
-        and not (norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm))
-        for norm in norms
-    )
+    return all(is_plain(norm, "RMSNorm") for norm in norms)
 
 
 def _refusal(causal: nn.Module) -> str | None:

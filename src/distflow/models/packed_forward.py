@@ -51,10 +51,9 @@ def runs_natively(decoder: Any) -> bool:
     config = decoder.config
     if config.model_type not in FAMILIES or (device := decoder.embed_tokens.weight.device.type) not in ("cpu", "cuda"):
         return False
-    if device == "cuda":
-        if _products_of(decoder) != torch.bfloat16 or gpu_layer() is None:
-            return False
-    elif not native.is_there() or _products_of(decoder) not in (torch.float32, torch.bfloat16):
+    has_code = native.is_there() if device == "cpu" else gpu_layer() is not None
+    dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
+    if not has_code or _products_of(decoder) not in dtypes:
         return False
     head_dim, modules = decoder.layers[0].self_attn.head_dim, list(layer_modules(decoder))
     if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # a part of each head is rotated
@@ -118,12 +117,11 @@ def _on_cpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, sca
 
 def _on_gpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Rows that sequences share are rows of each of them here."""
-    longest = int(packing.lengths.max())
     if packing.sharing is None:
-        return gpu_layer().attend(queries, keys, values, packing.bounds, longest, scale)
+        return gpu_layer().attend(queries, keys, values, packing.bounds, packing.longest, scale)
     whole = packing.whole
     spread = (spread_rows(each, whole.source, whole.home, whole.again) for each in (queries, keys, values))
-    return take_rows(gpu_layer().attend(*spread, packing.bounds, longest, scale), whole.home)
+    return take_rows(gpu_layer().attend(*spread, packing.bounds, packing.longest, scale), whole.home)
 
 
 def _by_torchs_products(

@@ -88,6 +88,10 @@ class Packing:
         return Sequences.of(self.lengths, self.sharing)
 
     @cached_property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+    @cached_property
     def bounds(self) -> Tensor:
         """int32 `(sequences + 1,)` on the device: where each whole sequence begins, and the end."""
         return send(torch.cat((self.lengths.new_zeros(1), self.lengths.cumsum(0))).int(), self.device)

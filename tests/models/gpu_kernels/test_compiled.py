@@ -25,7 +25,7 @@ from distflow.models.gpu_kernels import decode_step, training_layer
 
 kernel, wide, low, constants = json.loads(sys.argv[1])
 function = getattr(decode_step, kernel, None) or getattr(training_layer, kernel)
-numbers = dict.fromkeys(("rows", "width", "instances", "count", "table_width", "num_splits"), "i32")
+numbers = dict.fromkeys(("rows", "width", "instances", "gate_stride", "up_stride", "table_width", "num_splits"), "i32")
 numbers |= dict.fromkeys(("epsilon", "scaling"), "fp32") | dict.fromkeys(("positions", "tables"), "*i64")
 numbers |= dict.fromkeys(("cos", "sin", "sums", "parts", *wide), "*fp32") | dict.fromkeys(constants, "constexpr")
 signature = {name: numbers.get(name, low) for name in function.arg_names}
@@ -38,7 +38,6 @@ KERNELS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("_add_norm", ("hidden", "total", "weight"), {"BLOCK": 1024, "HAS_DELTA": True, "WRITES": True}),
     ("_add_norm_backward", ("outputs", "of_outputs", "of_x", "weight"), {"BLOCK": 1024, "HAS_ADDED": True}),
     ("_silu_mul", (), {"BLOCK": 1024}),
-    ("_gate", (), {"BLOCK": 1024}),
     ("_gate_backward", (), {"BLOCK": 1024}),
     ("_attend", (), {**ATTENTION, "IS_WHOLE": True, "PRECISION": "ieee"}),
     ("_attend", ("out",), {**ATTENTION, "IS_WHOLE": False, "PRECISION": "tf32"}),

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from distflow.models.cpu_kernels.build import ADDRESS, COUNT, address, addresses, call, counts, size
+from distflow.models.cpu_kernels.weight_layout import heads_and_norms
 from distflow.models.shared_prefixes_and_buckets import Sequences
 
 
@@ -251,11 +252,7 @@ def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> 
     """Normed and rotated queries, rotated keys and values, all float32 `(rows, heads of each, head_dim)`.
 
     projected: by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
-    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
-    weights = [None if norm is None else norm.weight for norm in norms]
-    epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
-    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
-    return _SplitHeads.apply(projected, cos.contiguous(), sin.contiguous(), num_kv_heads, epsilon, *weights)
+    return _SplitHeads.apply(projected, cos.contiguous(), sin.contiguous(), *heads_and_norms(attention))
 
 
 def gate(gate_up: Tensor) -> Tensor:

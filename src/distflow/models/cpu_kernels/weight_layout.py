@@ -90,6 +90,23 @@ def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
     yield from (body["embed_tokens"], body["norm"])  # type: ignore[misc]
 
 
+def is_plain(module: nn.Module, kind: str) -> bool:
+    """Whether it is a module of `transformers` of that kind whose own forward is what runs."""
+    return (
+        type(module).__module__.startswith("transformers.")
+        and type(module).__name__.endswith(kind)
+        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    )
+
+
+def heads_and_norms(attention: Any) -> tuple[int, float, Tensor | None, Tensor | None]:
+    """The number of key-value heads; epsilon and weights of the norms of queries and keys, None where it has none."""
+    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
+    query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
+    epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
+    return len(attention.k_proj.weight) // attention.head_dim, epsilon, query_norm, key_norm
+
+
 def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of one linear map with the outputs of these, in this order."""
     weights = [module.weight.to(dtype) for module in modules]

@@ -5,7 +5,7 @@ products by the module's own projections (so LoRA layers and replaced submodules
 
 - residual sum and norm (`add_norm`), twice,
 - the rotation of queries and keys, the write to the paged memory, and attention over pages where they lie (`attend`):
-  every 256 tokens of a row are a instance of their own (FlashDecoding), and a row's bits depend on it alone,
+  every 256 tokens of a row have an instance of their own (FlashDecoding), and a row's bits depend on it alone,
 - the gate of the MLP (`silu_mul`).
 
 Sums are in float32; results are rounded where `transformers` rounds them.
@@ -19,14 +19,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from distflow.models.cpu_kernels.build import NotNative
+from distflow.models.cpu_kernels.weight_layout import is_plain
 
 _log = logging.getLogger(__name__)
 
 SPLIT_TOKENS = 256
 """Of a row's keys and values that one instance reads."""
+GATE_BLOCK = 1024
+"""Of a gate's columns that one instance computes."""
 PRODUCT_ROWS = 16
 """The fewest that a product in Triton takes: query heads of one key-value head are filled up to it."""
 
@@ -47,7 +50,7 @@ class PagedStep:
         for part, kind in [(norm, "RMSNorm") for norm in (self._body.norm, *norms)] + [
             (each.mlp, "MLP") for each in self._body.layers
         ]:
-            if not _is_plain(part, kind):
+            if not is_plain(part, kind):
                 raise NotNative(f"{type(part).__name__} has hooks, or is not that of transformers")
         try_to_compile(self._body.norm.weight.device)
 
@@ -98,15 +101,6 @@ def try_to_compile(device: torch.device) -> None:
         raise NotNative(reason) from error
 
 
-def _is_plain(module: nn.Module, kind: str) -> bool:
-    """Whether it is a module of `transformers` whose own forward is what runs."""
-    return (
-        type(module).__module__.startswith("transformers.")
-        and type(module).__name__.endswith(kind)
-        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-    )
-
-
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """Add `delta` to `hidden` in place; returns RMSNorm of the sum, over the last dimension, in `dtype`."""
     hidden = hidden.contiguous() if delta is None else hidden
@@ -126,14 +120,15 @@ def add_norm_rows(
 
 
 def num_warps(block: int) -> int:
-    """Of a instance that has so many numbers of a row."""
+    """Of an instance that has so many numbers of a row."""
     return min(16, max(1, block // 256))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, of one shape."""
-    result, block = torch.empty_like(gate), 1024
-    _silu_mul[(triton.cdiv(gate.numel(), block),)](gate, up, result, gate.numel(), block, num_warps=4)
+    """`silu(gate) * up`, both `(rows, width)`: matrices of their own, or halves of the columns of one."""
+    (rows, width), result = gate.shape, gate.new_empty(gate.shape)
+    grid = (rows, triton.cdiv(width, GATE_BLOCK))
+    _silu_mul[grid](gate, up, result, width, gate.stride(0), up.stride(0), GATE_BLOCK)
     return result
 
 
@@ -218,17 +213,14 @@ def _add_norm(
 
 
 @triton.jit
-def _silu_mul(gate, up, result, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    given = tl.load(gate + at, mask=inside, other=0.0)
+def _silu_mul(gate, up, result, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    given = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     numbers = given.to(tl.float32)
     opened = (numbers / (1.0 + tl.exp(-numbers))).to(given.dtype).to(tl.float32)
-    tl.store(
-        result + at,
-        (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(given.dtype),
-        mask=inside,
-    )
+    gated = opened * tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + row * width + columns, gated.to(given.dtype), mask=inside)
 
 
 @triton.jit

@@ -16,12 +16,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from distflow.models.gpu_kernels.decode_step import add_norm_rows, num_warps
+from distflow.models.cpu_kernels.weight_layout import heads_and_norms
+from distflow.models.gpu_kernels.decode_step import GATE_BLOCK, add_norm_rows, num_warps, silu_mul
 
 INSTANCES = 512
 """Of a backward pass that sums over rows: each adds up rows of its own."""
 _TILE = 16  # rows of one head that are rotated together
-_BLOCK = 1024  # of a gate's columns
 
 # Newer versions of torch want to be told that keys and values have fewer heads.
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)}
@@ -47,12 +47,8 @@ def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> 
     """Normed and rotated queries, rotated keys, and values, `(rows, heads of each, head_dim)`, in the dtype of
     `projected`, which is by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows,
     head_dim)`."""
-    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
-    weights = [None if norm is None else norm.weight for norm in norms]
-    epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
-    num_kv_heads = len(attention.k_proj.weight) // attention.head_dim
     rows = (projected.contiguous(), cos.contiguous(), sin.contiguous())
-    return _SplitHeads.apply(*rows, num_kv_heads, epsilon, *weights)
+    return _SplitHeads.apply(*rows, *heads_and_norms(attention))
 
 
 def gate(gate_up: Tensor) -> Tensor:
@@ -132,18 +128,16 @@ class _SplitHeads(Function):
 class _Gate(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        rows, width = len(gate_up), gate_up.shape[1] // 2
-        gated = gate_up.new_empty(rows, width)
-        _gate[(rows, triton.cdiv(width, _BLOCK))](gate_up, gated, width, _BLOCK)
         ctx.save_for_backward(gate_up)
-        return gated
+        return silu_mul(*gate_up.chunk(2, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_gated: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         (rows, width), of_gate_up = of_gated.shape, torch.empty_like(gate_up)
-        _gate_backward[(rows, triton.cdiv(width, _BLOCK))](gate_up, of_gated.contiguous(), of_gate_up, width, _BLOCK)
+        grid = (rows, triton.cdiv(width, GATE_BLOCK))
+        _gate_backward[grid](gate_up, of_gated.contiguous(), of_gate_up, width, GATE_BLOCK)
         return of_gate_up
 
 
@@ -272,18 +266,6 @@ def _split_heads_backward(
         place = sums + (instance * ALL + head) * DIM + low
         tl.store(place, total_x)
         tl.store(place + HALF, total_y)
-
-
-@triton.jit
-def _gate(gate_up, gated, width, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    source = gate_up + row * 2 * width + columns
-    given = tl.load(source, mask=inside, other=0.0)
-    x = given.to(tl.float32)
-    opened = (x / (1.0 + tl.exp(-x))).to(given.dtype).to(tl.float32)
-    result = opened * tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    tl.store(gated + row * width + columns, result.to(given.dtype), mask=inside)
 
 
 @triton.jit
