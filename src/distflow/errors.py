@@ -2,6 +2,7 @@
 check of the run; helpers for their messages."""
 
 import functools
+import os
 import sys
 import sysconfig
 import traceback
@@ -72,6 +73,10 @@ def joined(parts: Sequence[str]) -> str:
 
 def missing_path(path: Path) -> tuple[str, str]:
     """The message that it does not exist, and advice: the nearest name beside it, or the first missing folder."""
+    if "$" in str(path):
+        return "a file does not expand variables of the shell", "write the path, or ${oc.env:NAME}/... in its place"
+    if set("“”„‘’") & set(str(path)):
+        return "its name has typographic quotes", "write it without quotes, or with \" or '"
     if not path.parent.is_dir():
         absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -92,7 +97,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def users_place(error: BaseException) -> str | None:
-    """File and line of the innermost frame that is neither ours nor a library's; None if there is none."""
+    """File (or function) and line of the innermost frame that is neither ours nor a library's, or None."""
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
@@ -104,7 +109,10 @@ def users_place_of(thread_id: int) -> str | None:
 
 def _innermost(frames: traceback.StackSummary) -> str | None:
     for frame in reversed(frames):
-        if frame.filename.startswith("/") and not frame.filename.startswith(_library_folders()):
+        if frame.filename == "<dynamic-code>":  # of a pickled function, which has lost its file
+            return f"{frame.name}, line {frame.lineno}"
+        file = "" if frame.filename.startswith("<") else os.path.abspath(frame.filename)  # a script's may be relative
+        if file and not file.startswith(_library_folders()):
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return None
 

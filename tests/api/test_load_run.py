@@ -40,7 +40,7 @@ def test_metrics_samples_and_events(folder: Path) -> None:
     assert math.isnan(run.metrics("train")[0]["actor/entropy"])  # type: ignore[arg-type]
     assert [row["step"] for row in run.samples()] == [1, 2, 3]
     assert [row["response"] for row in run.samples(step=-1)] == ["2\x1b[2J"]
-    assert run.samples(split="val") == [] and run.samples(step=9) == []
+    assert run.samples(split="val") == []
     assert [row["message"] for row in run.events("warning")] == ["look <here>"] * 2
     assert (run.accuracy_before, run.accuracy_after, run.checkpoints) == (0.25, None, [])
 
@@ -50,6 +50,7 @@ def test_metrics_samples_and_events(folder: Path) -> None:
     [
         (lambda run: run.metrics("training"), "kind='training': write one of 'train', 'val'"),
         (lambda run: run.samples(split="test"), "split='test': write one of 'train', 'val'"),
+        (lambda run: run.samples(step=9), "step=9: the run has 3 steps"),
         (lambda run: run.samples(step="last"), "step='last': pass the number of a step, or -1 for the last"),
     ],
 )

@@ -106,13 +106,18 @@ def test_the_command_line_goes_on_with_it(own: distflow.Run, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(own: distflow.Run) -> None:
+def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(
+    own: distflow.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     def other(solution_str: str) -> float:
         return float(len(solution_str))
 
     with pytest.raises(UserError, match="other rows than those that the run began with"):
         distflow.train(TINY, small(own.folder), data=ROWS[:3], reward=other)
-    assert distflow.load_run(own.folder).num_steps == 2
+    capsys.readouterr()
+    same = small(own.folder, trainer__val_before_train=True, trainer__test_freq=1)
+    assert distflow.train(TINY, same, data=iter([]), val_data=ROWS[:2], reward=other).num_steps == 2
+    assert "It was trained with other code than the call gives now (reward_custom)" in capsys.readouterr().out
     again = distflow.train(
         TINY,
         small(own.folder, trainer__total_training_steps=3, trainer__val_before_train=True, trainer__test_freq=1),
@@ -207,6 +212,10 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
             "the pipeline sft does not score responses",
         ),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
+        ({"reward": [lengths, lengths]}, "pass one function that returns the sum of their scores"),
+        ({"preset_or_config": {"reward": lengths}}, "reward is a function: pass it as an argument"),
+        ({"rewards": lengths}, "train has no argument 'rewards'; did you mean 'reward'"),
+        ({"model": "x"}, "no argument 'model'; keys of the config are overrides"),
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the single preset"),
     ],
 )
@@ -244,7 +253,7 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
     def fails(completion, answer, info):
         return completion[-1]["content"] == answer
 
-    with pytest.raises(UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at .*:\d+\)"):
+    with pytest.raises(UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at fails, line \d+\)"):
         distflow.train(TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails)
     assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
     with pytest.raises(UserError, match="takes 'parser'"):

@@ -33,6 +33,7 @@ def test_a_reward_without_and_one_with_faults(
     [
         (("format", *DATA), "does not compare with the row's answer"),
         (("no_such.py", *DATA), "no_such.py"),
+        ((str(Path(__file__).parent), *DATA), "is a folder: name a file in it, e.g. "),
         (("math", "--data", "no_such.jsonl"), "no_such.jsonl"),
         (("math", *DATA, "--answer-key", "label"), "'label'"),
     ],

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,12 @@ def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, o
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_listened_on_is_named_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 70_000):
+            assert main(["serve", "no_such_model", "--port", str(port)]) == 2
+            assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err

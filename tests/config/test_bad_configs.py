@@ -56,6 +56,14 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "no key and no value": ("grpo", ["ppo"], "'ppo'", ("write key=value",)),
     "two equal signs": ("grpo", ["data.seed==3"], "'data.seed==3'", ("write data.seed=3",)),
     "spaces around it": ("grpo", ["data.seed = 3"], "'data.seed = 3'", ("write data.seed=3",)),
+    "spaces between words": ("grpo", ["data.seed", "=", "3"], "'data.seed = 3'", ("write data.seed=3",)),
+    "a space in front of it": ("grpo", ["data.seed", "=3"], "'data.seed = 3'", ("write data.seed=3",)),
+    "a group that is dropped": (
+        "grpo",
+        ["custom_reward_function=null"],
+        "custom_reward_function",
+        ("custom_reward_function.path=null",),
+    ),
     "a list by commas": (
         "grpo",
         ["data.train_files=a.jsonl,b.jsonl"],

@@ -359,11 +359,27 @@ KINDS = {
         f"[\n{OBJECT}]".encode(),
         "x.jsonl:1: not JSON (Expecting value: line 2 column 1 (char 2)); if the file is one JSON list, name it x.json",
     ),
+    "lines of one object": (
+        b'{\n  "prompt": "a"\n}\n',
+        "an object that spans several lines: write each row on one line",
+    ),
+    "an object of lists": (
+        b'{"data": [{"prompt": "a", "answer": 1}]}',
+        "its only row holds lists: save each list of rows",
+    ),
     "csv": (
         b"prompt,answer\na,1\n",
         "x.jsonl:1: not JSON (Expecting value: line 1 column 1 (char 0)); if the file is CSV, name it x.csv",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("$HOME/x.jsonl", "write the path, or ${oc.env:NAME}/..."), ("“x.jsonl”", "its name has typographic quotes")],
+)
+def test_a_name_that_another_program_would_have_changed_is_told(path, said):
+    assert said in message(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

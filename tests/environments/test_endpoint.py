@@ -11,7 +11,6 @@ import pytest
 
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_call_types import Answer, Call
-from distflow.errors import UserError
 from tests.environments.test_chat import ids
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
@@ -269,8 +268,3 @@ def test_errors_have_the_types_of_their_api(begin: Any) -> None:
             messages.create(model="x", max_tokens=5, messages=[ASKED])
         kinds = [failed.value.response.json()["error"]["type"] for failed in (unknown, broken)]
         assert kinds == [*known]
-
-
-def test_an_address_that_cannot_be_listened_on_is_named() -> None:
-    with pytest.raises(UserError, match="127.0.0.1:70000 cannot be listened on"):
-        Endpoint(port=70_000)

@@ -73,6 +73,21 @@ def playground(tmp_path: Path) -> Playground:
     return playground
 
 
+def test_a_workflow_that_reads_its_row_as_a_mapping_is_told_how_to_write_it(playground: Playground) -> None:
+    wrong = "from distflow import workflow\n\n@workflow\nasync def wrong(chat, row):\n    return row['prompt']\n"
+    (playground.folder / "wrong.py").write_text(wrong)
+    one_step = ("trainer.total_training_steps=1", f"{WORKFLOW}={playground.folder}/wrong.py:wrong")
+    with pytest.raises(UserError, match=r"write row\.prompt \(at wrong\.py:5\)(.|\n)*Correct the workflow"):
+        playground.run("grpo", *one_step)
+
+
+def test_tools_without_a_chat_template_are_refused_before_the_model_is_loaded(playground: Playground) -> None:
+    tools = (f"{WORKFLOW}=tools", f"{WORKFLOW}_kwargs={{tools: [calculator]}}")
+    (playground.folder / "model" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UserError, match="does not use tools"):
+        playground.run("grpo", *tools)
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playground, max_staleness: int) -> None:
     run = playground.run(

@@ -16,7 +16,7 @@ from distflow.rewards.reward_check import (
     CheckResult,
     Row,
     are_same,
-    call_once,
+    call_first,
     check_reward,
     right_responses,
     wrong_responses,
@@ -130,6 +130,8 @@ FIRST_CALLS = {
     "return solution_str.nothing": "AttributeError: 'str' object has no attribute 'nothing' (at own.py:4)",
     "import json; json.loads('{')": "(at own.py:4)",
     "import time; time.sleep(1000)": "no score within 0.5 s (reward.timeout_s)",
+    "return 1.0 if solution_str == ground_truth else None": "response ('I do not know.'; its score should be 0)",
+    "return 1.0 if solution_str == ground_truth else exit(1)": "a wrong response",
 }
 
 
@@ -142,7 +144,7 @@ def test_a_first_call_without_a_score_is_reported(tmp_path: Path, line: str) -> 
         parts, Patience(0.5 if "sleep" in line else 60.0, 1), custom=(f"{tmp_path}/own.py", "judged")
     )
     with pytest.raises(UserError) as caught:
-        call_once(settings, [Row("rows.jsonl:1", "algebra", "7", {})])
+        call_first(settings, [Row("rows.jsonl:1", "algebra", "7", {})])
     said = str(caught.value)
     assert FIRST_CALLS[line] in said and f"judged ({tmp_path}/own.py, line 3)" in said and "rows.jsonl:1" in said
     assert "data.answer_key" not in said
@@ -154,7 +156,7 @@ def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path: Path
         {"default": (RewardPart("custom"),)}, Patience(60.0, 1), custom=(f"{tmp_path}/own.py", "judged")
     )
     with pytest.raises(UserError, match=r"ground truth \(it is null: see data.answer_key\)"):
-        call_once(settings, [Row("rows.jsonl:1", "default", None, {})])
+        call_first(settings, [Row("rows.jsonl:1", "default", None, {})])
 
 
 def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp_path: Path) -> None:
@@ -166,8 +168,29 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp
     own = f"{tmp_path}/own.py:judged"
     parts = {"default": (RewardPart(own, options={"bonus": 0.5}),), "other": (RewardPart(own),)}
     rows = [("a", "default", "1"), ("b", "default", "2"), ("c", "other", "3")]
-    call_once(
+    call_first(
         RewardSettings(parts, Patience(60.0, 1)),
         [Row("rows.jsonl:1", domain, truth, {}, prompt=prompt) for prompt, domain, truth in rows],
     )
-    assert sorted((tmp_path / "own.py.log").read_text().splitlines()) == ["a 1 1 0.5", "c 3 3 0.0"]
+    assert sorted((tmp_path / "own.py.log").read_text().splitlines()) == [
+        "a 1 1 0.5",
+        "a I do not know. 1 0.5",
+        "c 3 3 0.0",
+        "c I do not know. 3 0.0",
+    ]
+
+
+def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def judged(solution_strs, ground_truths):\n    return [1.0]\n")
+    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+    with pytest.raises(UserError, match="a list of 1 for 2 responses"):
+        call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})])
+
+
+def test_a_wrapper_that_hands_on_all_arguments_is_told_which(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def judged(*args, **kwargs):\n    return inner(*args, **kwargs)\n\ndef inner(solution_str):\n    return 1.0\n"
+    )
+    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+    with pytest.raises(UserError, match="kwargs gets data_source, solution_str, ground_truth, extra_info"):
+        call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})])

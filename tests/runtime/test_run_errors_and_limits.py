@@ -3,7 +3,7 @@
 import pytest
 
 from distflow.rewards.reward_results import CallCounts, RewardCounts
-from distflow.runtime.run_errors_and_limits import ErrorShare, TooManyErrors, warn_of_errors
+from distflow.runtime.run_errors_and_limits import ErrorShare, TooManyErrors, repair_advice, warn_of_errors
 
 
 def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:
@@ -26,6 +26,19 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
         said[0].startswith("6 of 100 scores are reward errors (6%) at step 3; ")
         and "The first error was: it broke" in said[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "advice"),
+    [
+        ("custom: it returned None", "Correct the named function (custom_reward_function.path, "),
+        ("custom: no score within 3 s", "(data.answer_key); if it is slow, raise reward.timeout_s"),
+        ("workflow mine: KeyError: 'x' (at mine.py:3)", "Correct the workflow (rollout.workflow, "),
+    ],
+)
+def test_the_advice_is_for_what_failed(first: str, advice: str) -> None:
+    assert advice in repair_advice(first)
+    assert ("if it is slow" in repair_advice(first)) == ("within" in first)
 
 
 @pytest.mark.parametrize(

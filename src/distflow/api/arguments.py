@@ -81,6 +81,8 @@ def _text(value: Any, key: str) -> str:
         return "[" + ",".join(_text(item, key) for item in value) + "]"
     if callable(item := getattr(value, "item", None)):  # a number of numpy or torch
         return _text(item(), key)
+    if callable(value):
+        raise UserError(f"{key} is a function: pass it as an argument, e.g. distflow.train(..., reward=function)")
     raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config has numbers, strings, lists and dicts")
 
 
@@ -112,6 +114,8 @@ class PythonInputs:
         from distflow.rewards.reward_functions import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
+            if isinstance(self.reward, list | tuple) and all(map(callable, self.reward)):
+                raise UserError("reward is a list of functions: pass one function that returns the sum of their scores")
             raise UserError(
                 f"reward is {self.reward!r:.80}: pass a function. Named rewards are set by reward.functions, "
                 'e.g. overrides={"reward.functions": {"default": ["math"]}}, and one in a file by '

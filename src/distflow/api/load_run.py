@@ -115,12 +115,14 @@ class Run:
         """A row for each response, with `step`, `split`, `prompt`, `response`, `score` and its other fields.
 
         step: -1 for the last that has any, None for all. split: "train", "val"; None for both; "dropped" for responses
-        that no step trained on. Raises UserError for another split, and for a step that is no number.
+        that no step trained on. Raises UserError for another split, and for a step that the run has not done.
         """
         if split != DROPPED:
             _check_one_of("split", split)
         if step is not None and not isinstance(step, int):
             raise UserError(f"step={step!r}: pass the number of a step, or -1 for the last")
+        if step is not None and not -1 <= step <= self.num_steps:
+            raise UserError(f"step={step}: the run has {self.num_steps} steps: pass one of them, or -1 for the last")
         timeline = run_reader.read_timeline(self.folder, max_bytes=None)
         rows = Table()
         for name in run_reader.sample_splits(self.folder) if split is None else [split]:

@@ -10,6 +10,7 @@ from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch
+from distflow.import_target import innermost, shown_name
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
 Arguments = tuple[Sequence[object], Mapping[str, object]]
@@ -41,7 +42,7 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
     if inputs is None:
         return None
     fn, positional, keyword = inputs
-    name, mask = f"the estimator {getattr(fn, '__name__', fn)}", recorded.batch["response_mask"]
+    name, mask = f"the estimator {shown_name(innermost(fn))}", recorded.batch["response_mask"]
 
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
         return _tensors(fn(*positional, **keyword), mask)

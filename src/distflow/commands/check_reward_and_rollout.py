@@ -132,6 +132,8 @@ def _target(name: str, has_responses: bool) -> str:
             )
         return target_of(name, None)
     path, _, function = name.partition(":")
+    if Path(path).is_dir() and (files := sorted(Path(path).glob("*.py"))):
+        raise UserError(f"'{path}' is a folder: name a file in it, e.g. {files[0]}")
     return custom_target(path, function or "compute_score")
 
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -179,10 +180,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    """Before the model is loaded. Raises UserError if the address cannot be listened on."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{host}:{port} cannot be listened on: {why}; choose another --host or --port") from None
+
+
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until it is interrupted or terminated."""
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.model}")
+    listening = _listen(arguments.host, arguments.port)
     with importing():
         from distflow.launch.model_without_run import load_config_of, serve
 
@@ -196,5 +207,5 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     with TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
         config = load_config_of(arguments.model, arguments.overrides, Path(folder), say)
-        asyncio.run(serve(config, arguments.model, key, (arguments.host, arguments.port), report))
+        asyncio.run(serve(config, arguments.model, key, listening, report))
     return 0

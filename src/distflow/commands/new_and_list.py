@@ -35,10 +35,7 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 def run_new(arguments: argparse.Namespace) -> int:
     """Write a config, a reward function and problems that train as they are."""
     folder = empty_folder(arguments.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder '{folder}' cannot be made: {error.strerror}") from error
+    folder.mkdir(parents=True, exist_ok=True)
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 50)]
     Random(0).shuffle(sums)
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):

@@ -123,12 +123,14 @@ def read_rows(records: Iterator[Record], columns: Columns, bad: BadRows, source:
     seen: set[str] = set()
     missing = _required(columns)
     num_read = 0
+    only: Iterable[object] = ()
     for record in records:
         fault = record.bad or ("nested too deeply" if is_deep(dict(record.values)) else None)
         if fault is not None:
             bad.add(record.origin, fault)
             continue
         seen.update(record.values)
+        only = record.values.values()
         if columns.tag is not None and find(record.values, columns.tag) is not None:
             missing.pop("data.tag_key", None)
         try:
@@ -153,6 +155,8 @@ def read_rows(records: Iterator[Record], columns: Columns, bad: BadRows, source:
         key = "data.tag_key" if "data.tag_key" in missing else next(iter(missing))
         name = missing[key]
         message = _missing_column(key, name, columns, source, seen)
+        if num_read == 1 and all(isinstance(value, list) and value and isinstance(value[0], dict) for value in only):
+            message += "; its only row holds lists: save each list of rows as a file of its own"
         of_domain = key.replace("data.", "data." if key == "data.tag_key" else f"{columns.group}.", 1)
         raise UserError(message.replace(key, of_domain))
 

@@ -211,7 +211,10 @@ def _hub_records(name: str, key: str, streaming: bool) -> Iterator[Record]:
     except UserError:
         raise
     except Exception as error:  # of `datasets`, of readers, the network, or a data set's code
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        cause = error.__cause__ or error  # `datasets` says only that one occurred
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        if folder.is_dir():
+            reason += f"; name its files of data, e.g. {path}/*.jsonl"
         if unreached:
             reason = (
                 f"there is no file or folder '{path}' in {Path.cwd()}, and the hub cannot be reached ({unreached}): "
@@ -271,7 +274,8 @@ def json_record(line: bytes, origin: str) -> Record:
     except UnicodeDecodeError as error:
         return Record(origin, bad=f"not UTF-8 (byte {error.start + 1} of the line)")
     except ValueError as error:
-        return Record(origin, bad=f"not JSON ({error})")
+        lines = "; an object that spans several lines: write each row on one line, or all as one list in a .json file"
+        return Record(origin, bad=f"not JSON ({error}){lines if line.strip() == b'{' else ''}")
     except RecursionError:
         return Record(origin, bad="nested too deeply")
     if not isinstance(values, dict):

@@ -51,19 +51,15 @@ class Session:
 
 
 class Endpoint:
-    """Listens from its construction until `close`. Raises UserError if it cannot."""
+    """Listens from its construction until `close`, on a loopback socket of its own unless one is given."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, listening: socket.socket | None = None) -> None:
         check_installed()
         starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
         uvicorn = import_module("uvicorn")
-        try:
-            self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise UserError(f"{host}:{port} cannot be listened on: {why}") from None
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self._socket = listening or socket.create_server(("127.0.0.1", 0))
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._sessions: dict[str, Session] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         routes = []

@@ -33,6 +33,10 @@ class Row:
     extra_info: Mapping[str, object] = field(default_factory=dict)
     columns: Mapping[str, object] = field(default_factory=dict)
 
+    def __getitem__(self, name: str) -> object:
+        """Raises TypeError, which says how to write it."""
+        raise TypeError(f"a row is no mapping: write row.{name if name in vars(self) else f'columns[{name!r}]'}")
+
 
 class Rewarded(Protocol):
     """What the run's reward functions give for a reply. accuracy: 1 is correct, whatever the score."""

@@ -34,6 +34,7 @@ _REASONS = {
     "or if trainer.allocation has workers that only generate",
     "actor_rollout_ref.actor.weight_update_mode": "every worker that generates also trains, so weights stay in its "
     "process; trainer.allocation can add workers that only generate",
+    "custom_reward_function.path": "custom_reward_function.path=null drops it where a file sets it",
 }
 # Of loss terms that a pipeline may leave out: 0 is the same as leaving it out.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Any, cast
 
 import torch
@@ -128,14 +129,14 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     return Chat(load_policy(config, choose_device(config)), tokenizer, prompts, config, temperature)
 
 
-async def serve(config: Config, name: str, key: str, address: tuple[str, int], say: Callable[[str], None]) -> None:
-    """Until it is cancelled. name: of the model, for clients. address: host and port. say: is called with the URL.
+async def serve(config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]) -> None:
+    """Until it is cancelled. name: of the model, for clients. say: is called with the URL.
     Raises UserError."""
     get = _resources(config)
     stop_ids, context = tuple(get("stop_token_ids")), policy_context(config) or LONGEST
     async with get("rollout") as engine:
         policy = ServedPolicy(engine, get("tokenizer"), stop_ids, config, sampling_params(config), context)
-        with serve_policy(policy, name, key, address) as url:
+        with serve_policy(policy, name, key, listening) as url:
             say(url)
             await asyncio.Event().wait()
 

@@ -47,8 +47,14 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             check_domains(reward_functions(config), found.domains)
     names = validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
     _check_stop(config.trainer.stop_when, names)
-    if config.actor_rollout_ref.rollout.workflow is not None and any(map(_is_chat, data.looked_at[:1])):
+    workflow, is_chat = config.actor_rollout_ref.rollout.workflow, any(map(_is_chat, data.looked_at[:1]))
+    if workflow in ("tools", "harbor") or (workflow is not None and is_chat):
         yield f"chat template: {'; '.join(describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer)))}"
+        if not is_chat and workflow == "tools":
+            raise UserError(
+                "actor_rollout_ref.rollout.workflow=tools: the prompts are plain text, and the chat template tells the "
+                "model its tools: set data.prompt_format=chat"
+            )
     if data.broken:
         yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)

@@ -27,7 +27,8 @@ _LEFT: Final = re.compile(rf".+\.[a-z0-9_]{{8}}{re.escape(ASIDE)}|\.tmp[A-Za-z0-
 
 
 def empty_folder(path: str | Path, named: str = "") -> Path:
-    """A folder that is empty or not there yet. named: what names it, for messages. Raises UserError for any other."""
+    """A folder that is empty or not there yet, and can be written to. named: what names it, for messages. Raises
+    UserError for any other."""
     folder = Path(path).expanduser()
     try:
         is_occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
@@ -35,6 +36,10 @@ def empty_folder(path: str | Path, named: str = "") -> Path:
         raise UserError(f"{named}'{folder}' cannot be looked into: {error.strerror}: name another folder") from error
     if is_occupied:
         raise UserError(f"{named}'{folder}' exists and is not an empty folder: name another one")
+    try:
+        tempfile.TemporaryDirectory(dir=next(each for each in (folder, *folder.parents) if each.exists())).cleanup()
+    except OSError as error:
+        raise UserError(f"{named}'{folder}' cannot be made: {error.strerror}: name another folder") from error
     return folder
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from socket import socket
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,9 +70,9 @@ class ServedPolicy:
 
 
 @contextmanager
-def serve_policy(policy: ServedPolicy, name: str, key: str, address: tuple[str, int]) -> Iterator[str]:
-    """Yields the URL. Raises UserError if the address cannot be listened on."""
-    endpoint = Endpoint(*address)
+def serve_policy(policy: ServedPolicy, name: str, key: str, listening: socket) -> Iterator[str]:
+    """Yields the URL."""
+    endpoint = Endpoint(listening)
     try:
         endpoint.serve(key, policy.submit, name)
         yield endpoint.url

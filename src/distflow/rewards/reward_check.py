@@ -25,8 +25,8 @@ from distflow.rewards.pool.domain_pools import (
     functions_of,
     pool_settings,
 )
-from distflow.rewards.pool.pool import RewardPool
-from distflow.rewards.reward_functions import PROMPT, call_arguments, target_of
+from distflow.rewards.pool.pool import Pool, RewardPool
+from distflow.rewards.reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
 from distflow.rewards.reward_results import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why
 
@@ -57,6 +57,9 @@ HOSTILE: tuple[str, ...] = (
     "#### " * 10_000,
 )
 """Responses that are wrong for any prompt: huge, deeply nested, costly to compute, not text."""
+
+WRONG = "I do not know."
+"""The wrong response of the first calls."""
 
 
 class Response(NamedTuple):
@@ -253,27 +256,42 @@ def arguments_of(row: Row, response: str) -> dict[str, object]:
     return {PROMPT: row.prompt, **call_arguments(row.domain, response, row.ground_truth, row.extra_info)}
 
 
-def call_once(settings: RewardSettings, rows: Iterable[Row]) -> None:
-    """Call each of the user's functions once, on the first row of its domain, with the row's ground truth as the
-    response. Raises UserError where that gives no score within the function's deadline."""
+def call_first(settings: RewardSettings, rows: Iterable[Row]) -> None:
+    """Call each of the user's functions on the first row of its domain, with the row's ground truth as the response,
+    then with a wrong response (a batched function: with both). Raises UserError where that gives no score within the
+    function's deadline."""
     for domain, row in {row.domain: row for row in reversed([*rows])}.items():
         key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
         for part in filter(lambda part: is_own(part.name), functions_of(settings.functions, domain)):
-            response = reply_of(row.ground_truth) or str(row.ground_truth)
             with borrowed(pool_settings(settings)[key], part.name) as pool, ThreadPoolExecutor(1) as thread:
                 # On a thread, since the caller's may run an event loop, as a notebook's does.
-                result = thread.submit(asyncio.run, pool.call(part.name, arguments_of(row, response))).result()
-            if not isinstance(result, Score):
-                raise UserError(_no_score(target_of(part.name, settings.custom), row, response, result))
+                failure = thread.submit(asyncio.run, _first_failure(pool, part.name, row)).result()
+            if failure is not None:
+                raise UserError(_no_score(target_of(part.name, settings.custom), row, *failure))
+
+
+async def _first_failure(pool: Pool, name: str, row: Row) -> tuple[str, RewardResult] | None:
+    """The response for which the function gives no score, and what it gives."""
+    right = reply_of(row.ground_truth) or str(row.ground_truth)
+    for responses in [right], [right, WRONG] if name in pool.takes_batches else [WRONG]:
+        results = await pool.score_group(name, [arguments_of(row, response) for response in responses])
+        if failed := [result for result in results if not isinstance(result, Score)]:
+            return responses[-1], failed[0]
+    return None
 
 
 def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str:
     path, name = split_name(target)
     place = f"{path}, line {line}" if (line := line_of(path, name)) else path
     what = f"{result} (reward.timeout_s): it hangs, or is slow" if isinstance(result, Timeout) else str(result)
+    if "unexpected keyword argument" in what:
+        what += f"; a function with **kwargs gets {', '.join(PARAMETERS)}, and so must take them"
+    tried = f"a wrong response ({response!r}; its score should be 0)"
+    if response != WRONG:
+        is_null = "(it is null: see data.answer_key) " * (row.ground_truth is None)
+        tried = f"the row's ground truth {is_null}as the response ({response!r:.80})"
     return (
-        f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) with the row's ground "
-        f"truth {'(it is null: see data.answer_key) ' * (row.ground_truth is None)}as the response ({response!r:.80}): "
+        f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) with {tried}: "
         f"{what}. Correct it, and test it with `distflow reward check`; "
         "trust.check_rewards=false skips this call"
     )

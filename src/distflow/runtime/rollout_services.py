@@ -19,7 +19,7 @@ from typing import TypeVar
 from distflow.data.prompts import PromptRow
 from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
 from distflow.rewards.pool.domain_pools import RewardSettings
-from distflow.rewards.reward_check import Row, call_once
+from distflow.rewards.reward_check import Row, call_first
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.self_check import Solution, find_solution, run_self_check, self_check_scores, try_solutions
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
@@ -267,11 +267,11 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
 
 
 def call_rewards_once(spec: Spec) -> None:
-    """Call the user's reward functions once, before anything is loaded. Raises UserError if one gives no score. Not
-    where workers have variables of their own, which the functions may read."""
+    """Call the user's reward functions on a right and a wrong response, before anything is loaded. Raises UserError if
+    one gives no score. Not where workers have variables of their own, which the functions may read."""
     trainer = spec.config.trainer
     if spec.options.run_self_check and not trainer.worker_env and not trainer.worker_roles:
-        call_once(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
+        call_first(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
 
 
 def _checked_row(row: PromptRow, response: str | None = None) -> Row:

@@ -15,16 +15,22 @@ from distflow.import_target import innermost, is_ours, shown_name
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.reward_results import RewardCounts
 
-REPAIR_ADVICE = (
-    "Correct the named function (custom_reward_function.path, reward.functions, rollout.workflow and its kwargs, dag), "
-    "or its ground truths (data.answer_key); if it is slow, raise reward.timeout_s"
-)
-
 WARN_ABOVE = 0.05
 _SHOWN_CHARACTERS = 500
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def repair_advice(first: str) -> str:
+    """What to do about failures of the user's functions. first: the message of the first."""
+    what = "Correct the workflow (rollout.workflow, rollout.workflow_kwargs)"
+    if "workflow " not in first:
+        what = (
+            "Correct the named function (custom_reward_function.path, reward.functions, dag), or its ground truths "
+            "(data.answer_key)"
+        )
+    return f"{what}; if it is slow, raise reward.timeout_s" if "within" in first else what
 
 
 class NodeError(RuntimeError):
@@ -92,8 +98,8 @@ class ErrorShare:
         if calls.share > self.max_share:
             raise TooManyErrors(
                 f"{described(calls)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
-                f"the remaining samples are not representative. {_first(calls)}\n{REPAIR_ADVICE}; "
-                "reward.max_error_rate=1 never stops"
+                f"the remaining samples are not representative. {_first(calls)}\n"
+                f"{repair_advice(calls.first)}; reward.max_error_rate=1 never stops"
             )
         if calls.share <= WARN_ABOVE:
             self._warned_share = 0.0
@@ -101,7 +107,7 @@ class ErrorShare:
             self._warned_share = calls.share
             self.warn(
                 f"{described(calls)} at step {step}; such responses are excluded from training. {_first(calls)}\n"
-                f"{REPAIR_ADVICE}. Above reward.max_error_rate={self.max_share:g} the run stops"
+                f"{repair_advice(calls.first)}. Above reward.max_error_rate={self.max_share:g} the run stops"
             )
         if not calls.asked:
             return {}
@@ -111,7 +117,7 @@ class ErrorShare:
 def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
     """After a validation, in which such responses count as wrong."""
     if calls.share > WARN_ABOVE:
-        warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{REPAIR_ADVICE}")
+        warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{repair_advice(calls.first)}")
 
 
 def described(calls: RewardCounts) -> str:
@@ -182,4 +188,4 @@ class FailuresInARow:
             f"the last {len(self._failures)} prompt groups all failed, so the run cannot progress; the first error: "
             f"{first.message}"
         )
-        raise UserNoProgress(f"{message}\n{REPAIR_ADVICE}") if first.users else NoProgress(message)
+        raise UserNoProgress(f"{message}\n{repair_advice(first.message)}") if first.users else NoProgress(message)

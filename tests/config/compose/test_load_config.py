@@ -383,6 +383,9 @@ def test_defaults_that_override_the_keys_of_their_file_are_named(write):
     write("trainer: {total_training_steps: 3}\n", "base.yaml")
     loaded = load_config(write(f"defaults: [grpo, _self_, base]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
     assert loaded.config.trainer.total_training_steps == 3
-    assert "run.yaml: base overrides its own keys, as _self_ is not the last of its defaults" in loaded.notes
+    assert (
+        "run.yaml: base, which follows _self_ in its defaults, overrides trainer.total_training_steps (7 → 3); to "
+        "override it, write defaults: [base, _self_]"
+    ) in loaded.notes
     last = load_config(write(f"defaults: [grpo, base, _self_]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
     assert last.config.trainer.total_training_steps == 7 and not any("_self_" in note for note in last.notes)

@@ -70,6 +70,11 @@ def test_another_config_is_refused_with_all_ways_out_before_the_model_is_loaded(
         f"--resume never (existing files are moved to {ground.folder}/run/earlier)",
     ):
         assert way in str(refused.value)
+    with pytest.raises(UserError) as other:
+        launch(ground, f"{STEPS}=1", "dag.pipeline=rlvr", "reward.functions={default: [custom, format]}")
+    said = str(other.value)
+    assert "dag.pipeline: 'grpo' then, 'rlvr' now" in said and "{default: ['custom', 'format']} now" in said, said
+    assert "--allow-change" not in said
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
     parser, parsed = OverridesParser.create(), []
-    for line in lines:
+    for line in _without_loose_signs(lines, result):
         try:
             override = _parse(parser, line)
         except HydraException as error:
@@ -169,6 +169,19 @@ def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]
         else:
             parsed.append(override)
     return parsed
+
+
+def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]:
+    """The lines but for `key = value`, which a shell hands over as three: a problem for each."""
+    kept = list[str]()
+    words = iter(lines)
+    for word in words:
+        if word.startswith("=") and kept:
+            key, value = kept.pop(), word[1:] or next(words, "VALUE")
+            _refuse(result, f"{key} = {value}", "has spaces around =", f"write {key}={value}")
+        else:
+            kept.append(word)
+    return kept
 
 
 def _parse(parser: OverridesParser, line: str) -> Override:

@@ -3,7 +3,7 @@
 A value that cannot be read is replaced by the default and reported with all other problems at once.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -107,8 +107,11 @@ def load_config(
         loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
         notes = [f"{display(source)} has no defaults: it builds on {unnamed}"] if unnamed else []
         if behind := overriding_defaults(source):
-            why = "as _self_ is not the last of its defaults"
-            notes.append(f"{display(source)}: {joined(behind)} overrides its own keys, {why}")
+            which = ", ".join(_overridden(composed.settings, display(source))) or "no key of the file"
+            notes.append(
+                f"{display(source)}: {joined(behind)}, which follows _self_ in its defaults, overrides {which}; to "
+                f"override it, write defaults: [{', '.join(behind)}, _self_]"
+            )
         notes += [*accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
@@ -121,6 +124,17 @@ def load_config(
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
         raise ConfigError([Problem(place, "its keys, or those of an override, are nested too deeply")]) from error
+
+
+def _overridden(settings: Sequence[Setting], file: str) -> Iterator[str]:
+    """The keys of the file that its defaults set to another value, with both values."""
+    given = dict[str, Setting]()
+    for setting in settings:
+        own = given.get(setting.key)
+        if setting.where.startswith(f"{file}:"):
+            given[setting.key] = setting
+        elif own is not None and setting.where != COMMAND_LINE and not own.is_group and own.value != setting.value:
+            yield f"{setting.key} ({own.value} → {setting.value})"
 
 
 def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -116,13 +117,15 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
     advice = "check that line and the one above: keys of one group start in the same column"
+    named = Path(mark.name) if mark and Path(mark.name).is_file() else path
+    if mark and "${" in next(islice(named.read_text("utf-8").splitlines(), mark.line, None), ""):
+        advice = 'quote it: "${trainer.seed}"; a variable of the environment is "${oc.env:NAME}"'
     if "\\t" in str(error.problem):
         advice = "indent with spaces: YAML does not allow tabs"
     if isinstance(error, yaml.composer.ComposerError):
         advice = "check its aliases (*name): each counts with everything that it repeats"
     if isinstance(error, yaml.constructor.ConstructorError):
         advice = "write the value itself: tags (!...) are not supported"
-    named = Path(mark.name) if mark and Path(mark.name).is_file() else path
     return Problem(((display(named), where),), f"is not valid YAML: {error.problem}", advice)
 
 

@@ -206,7 +206,8 @@ def _judge(
         return Problem(places, "has dots, which YAML reads as a single name", advice)
     if key in _groups() and not setting.is_group:
         below = next(name for name in keys if name.startswith(f"{key}."))
-        return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {below}")
+        written = f"{below}=null" if setting.value is None else below
+        return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {written}")
     return None
 
 

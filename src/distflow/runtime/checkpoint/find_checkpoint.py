@@ -143,7 +143,10 @@ def policy_checkpoint(source: Path) -> Checkpoint:
         raise UserError(f"{source} is neither a run's folder nor a checkpoint: {_WANTED}")
     store = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     if (folder / MARK).exists() and not checkpoints_in(store):
-        raise UserError(f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again")
+        raise UserError(
+            f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again. "
+            "For an evaluation, name the model or run that it evaluated"
+        )
     return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else "latest")
 
 

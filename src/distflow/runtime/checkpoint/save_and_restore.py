@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
-from distflow.config.keys.schema import diff
+from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError
@@ -77,9 +77,13 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
     changed = [c for c in changed_keys(before, spec.config) if c[0] not in allowed]
     if not changed:
         return
-    shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
-    flags = " ".join(f"--allow-change {key}" for key, *_ in changed)
-    ways = {"to resume as before": "set them back", "to resume with the change": flags, **ways_to_start(spec)}
+    infos, ways = schema_keys(), {"to resume as before": "set them back"}
+    shown = "\n".join(
+        f"  {key}: {show_value(infos[key], then)} then, {show_value(infos[key], now)} now" for key, then, now in changed
+    )
+    if "dag.pipeline" not in (key for key, *_ in changed):
+        ways["to resume with the change"] = " ".join(f"--allow-change {key}" for key, *_ in changed)
+    ways |= ways_to_start(spec)
     raise UserError(f"{checkpoint.path} was saved with another config:\n{shown}\n{as_list(ways)}")
 
 
