@@ -30,6 +30,12 @@ def advantages_alone(token_level_rewards, response_mask):
 def of_samples(token_level_rewards, response_mask):
     return token_level_rewards.sum(-1), token_level_rewards.sum(-1)
 
+def no_such_name(log_probs, advantages, loss_mask):
+    return -(logprobs * advantages), {}
+
+def no_such_method(token_level_rewards, response_mask):
+    return token_level_rewards.summed(), token_level_rewards
+
 def fails(token_level_rewards, response_mask):
     raise KeyError("only in a run")
 """
@@ -42,6 +48,8 @@ LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimato
         (LOSS, "detached", "no gradient with respect to log_probs"),
         (LOSS, "one_number", "must return .loss per token, statistics by name., but returned one number"),
         (LOSS, "alone", "a tensor of shape .* alone"),
+        (LOSS, "no_such_name", r"NameError: .*'logprobs' is not defined.* \(at own.py:25\)"),
+        (ESTIMATOR, "no_such_method", r"AttributeError: .*'summed' \(at own.py:28\)"),
         (ESTIMATOR, "advantages_alone", "1 values for the fields advantages, returns"),
         (ESTIMATOR, "of_samples", "column 'advantages' is per response token"),
     ],

@@ -1,7 +1,8 @@
 """A user's loss and estimator are called once before a model is loaded, on a batch that is made up: a result of the
-wrong form, or a loss without a gradient, is found in milliseconds and not after the first rollout.
+wrong form, a loss without a gradient, or a name that does not exist, is found in milliseconds and not after the first
+rollout.
 
-What a function raises by itself is left to the run: the batch has numbers of no meaning.
+What else a function raises by itself is left to the run: the batch has numbers of no meaning.
 """
 
 import inspect
@@ -24,6 +25,8 @@ from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.run_errors_and_limits import NodeError, users_place
 from distflow.training.engine import OneRank
 
+MISTAKES = (NameError, AttributeError, ImportError)
+"""What a function raises on any batch."""
 LENGTHS = (3, 5, 4, 2)
 """Of responses: two to each of two prompts."""
 
@@ -50,6 +53,10 @@ def _try_loss(objective: PolicyObjective) -> None:
         objective(outputs, batch, objective.counts(batch))
     except UserError as error:
         raise UserError(f"actor_rollout_ref.actor.policy_loss: {error}") from error
+    except MISTAKES as error:
+        name = objective.policy_loss.name
+        what = f"policy loss '{name}' raised {type(error).__name__}: {error} (at {users_place(error) or name})"
+        raise UserError(f"actor_rollout_ref.actor.policy_loss: {what}") from error
     except Exception:  # the user's own, see above
         return
 
@@ -69,7 +76,8 @@ def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
         try:
             step(batch, NodeContext(config, 0, None))
         except NodeError as error:
-            if error.__cause__ is not None and users_place(error.__cause__) is None:
+            cause = error.__cause__
+            if isinstance(cause, MISTAKES) or (cause is not None and users_place(cause) is None):
                 raise UserError(f"algorithm.adv_estimator: {error}") from error
         except UserError:  # of numbers that mean nothing
             return
