@@ -30,8 +30,7 @@ class Moments:
     squares: float = 0.0
 
     def with_values(self, values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> "Moments":
-        """These moments, combined with the values under the mask of all ranks (Chan et al. 1979); the same on every
-        rank."""
+        """These moments combined with the masked values of all ranks (Chan et al. 1979); the same on every rank."""
         inside = under_mask(values.double(), mask)
         count = float(global_sum((mask > 0).sum().double(), reduce))
         if count == 0:
@@ -83,9 +82,8 @@ class Normalization:
         """The values under the mask normalised, float64 `(bs, length)`, 0 elsewhere and for invalid samples.
 
         values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under the mask counts
-        separately; if all values of a batch or group are equal, their differences to the mean are exactly 0. moments:
-        of all values so far, including these, for "running". Raises ValueError if `group_size` is set without
-        `episode_index`.
+        separately; equal values of a batch or group differ from their mean by exactly 0. moments: of all values so far,
+        including these, for "running". Raises ValueError if `group_size` is set without `episode_index`.
         """
         if self.group_size is not None:
             if episode_index is None:
@@ -122,8 +120,7 @@ class Normalization:
 
 
 class _Pool:
-    """The values normalised together: those of a group, or of the batch of all ranks. Every method returns `(bs,
-    1)`."""
+    """The values normalised together: those of a group, or of the batch of all ranks. Methods return `(bs, 1)`."""
 
     def __init__(self, level: Level, groups: Groups, counted: Tensor, reduce: Reduce | None) -> None:
         self.level, self.groups, self.counted, self.reduce = level, groups, counted, reduce

@@ -8,8 +8,7 @@
 - Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `off_policy_mask_threshold` of TRL's GRPOTrainer).
 - Proximal log-probs without a forward pass, for decoupled PPO on stale rollouts: the log-prob is assumed to move evenly
   from version to version (AReaL's `prox_logp_method=loglinear`, its `docs/algorithms/prox_approx.md`). AReaL 1.0 is one
-  version off: it takes the engine's version for the current policy's, but the engine still has the one before the
-  update.
+  version off: it takes the engine's version, still that before the update, for the current policy's.
 """
 
 import math

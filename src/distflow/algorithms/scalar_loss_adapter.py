@@ -56,8 +56,7 @@ class ScalarLossAdapter:
     def __call__(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, float]]:
-        """(share of the policy loss, sums over tokens of its statistics). Raises ValueError if the loss returns
-        anything else."""
+        """(share of the policy loss, sums over tokens of its statistics). Raises ValueError for other results."""
         mask, old = fields["loss_mask"], fields.get("old_log_probs")
         num_tokens = float((mask > 0).sum())
         if num_tokens == 0:

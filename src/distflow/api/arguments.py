@@ -199,7 +199,7 @@ class PythonInputs:
 
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
         """(key, file, name, what is pickled) of each function except the reward: those passed, and the estimator and
-        loss that the calling script registered."""
+        loss that the script registered."""
         from distflow.launch.user_code_trust import entry_to_send
         from distflow.rewards.reward_functions import name_of
 

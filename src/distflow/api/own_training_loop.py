@@ -286,8 +286,7 @@ class Rollouts:
 
     @property
     def actor(self) -> "TrainEngine":
-        """The policy's train engine; over Ray only its `forward` and `train_step`, whose batches stay with the
-        workers."""
+        """The policy's train engine; over Ray only `forward` and `train_step`, whose batches stay with the workers."""
         return cast("TrainEngine", _CheckedEngine(self, "actor", self._engine("actor")))
 
     @property

@@ -67,8 +67,7 @@ def _write(inputs: PythonInputs, config: Config) -> None:
 
 
 def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overrides) -> tuple[str, list[str]]:
-    """The preset, and the rest as `key=value` lines. Raises UserError for a dict that builds on no preset, or on
-    several."""
+    """The preset, and the rest as lines. Raises UserError for a dict that builds on no preset, or on several."""
     if not isinstance(config, Mapping):
         return str(config), to_lines(overrides)
     values = dict(config)

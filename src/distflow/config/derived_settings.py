@@ -35,8 +35,7 @@ POLICY_LOSS, ADV_ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.a
 
 
 def named_algorithms(config: Config) -> list[tuple[str, str]]:
-    """(key, name) of the policy loss, the estimator, and those that domains override; empty unless the pipeline is
-    RL."""
+    """(key, name) of policy loss and estimator, and of those that domains override; empty unless the pipeline is RL."""
     if not is_rl(config):
         return []
     run, named = config.algorithm.adv_estimator, [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
@@ -91,8 +90,8 @@ def pipeline_name(config: Config) -> str:
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the pipeline generates. A custom one is taken to unless `dag.generates` is false; binding verifies
-    this."""
+    """Whether the pipeline generates. A custom one counts as such unless `dag.generates` is false; binding verifies
+    it."""
     pipeline = find_pipeline(config)
     return config.dag.generates is not False if pipeline is None else pipeline.generates
 

@@ -60,8 +60,7 @@ def same_batch(batch: _T) -> _T:
 
 
 def all_arrived(*, reduce: Any) -> None:
-    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: runs over those
-    ranks."""
+    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: over them."""
     reduce.sum(0.0)
 
 

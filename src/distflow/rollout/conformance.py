@@ -39,8 +39,7 @@ class NotTested(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. outcome: "held", "failed", "not supported" or "not tested". text: figures, or the
-    reason."""
+    """One check's result. outcome: "held", "failed", "not supported" or "not tested". text: figures, or the reason."""
 
     name: str
     outcome: str
@@ -167,8 +166,7 @@ class Bench:
         return Version(self.engine.version.restart, self.engine.version.step + 1)
 
     async def load(self, model: Any) -> str:
-        """Make the engine serve the model. Raises Fails if the hashes of the receipt or the engine are of other
-        weights."""
+        """Make the engine serve the model. Raises Fails if the receipt or the engine has hashes of other weights."""
         version, weights = self.next_version(), self.as_sent(model)
         self.served[version.step] = model
         receipt, truth = await self.engine.load_weights(version, weights), stripe_hashes(weights)
@@ -262,8 +260,7 @@ def _long_character(bench: Bench, ids: list[int]) -> dict[str, Any]:
 
 
 async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any]]) -> str:
-    """A response ends with the token that completes its stop. choose: picks the stop from a response generated
-    without."""
+    """A response ends with the token that completes its stop. choose: picks it from a response without one."""
     for row in range(64):
         prompt = bench.prompt(5, row)
         (free,) = await bench.ask(prompt, greedy=True)
@@ -367,8 +364,8 @@ async def half_updates(bench: Bench) -> str:
 
 
 async def in_flight(bench: Bench) -> str:
-    """After a weight update within a response, each token comes from its version's weights, with old or with new keys
-    and values."""
+    """After a weight update within a response, tokens come from their version's weights, with old or new keys and
+    values."""
     for attempt in range(8):
         tasks, met, gaps = await bench.ask_long(2 ** (attempt + 3)), set[str](), [0.0]
         await bench.load(bench.changed())

@@ -191,8 +191,7 @@ class RolloutEngine(Protocol):
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts.
 
-        None: only the version changes. The weights, and everything computed with them, then count as those of
-        `version`.
+        None: only the version changes. Weights and everything computed with them then count as of `version`.
         """
         ...
 

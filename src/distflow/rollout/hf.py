@@ -154,8 +154,7 @@ def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
 
 @dataclass
 class _Draw(transformers.LogitsProcessor):
-    """Chooses one token per row by its uniform number, and masks all others. log_probs: of each step, a number per
-    row."""
+    """Chooses one token per row by its uniform number, and masks the rest. log_probs: of each step, one per row."""
 
     keys: list[int]
     num_drawn: int

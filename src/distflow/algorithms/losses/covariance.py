@@ -46,8 +46,7 @@ def num_selected(share: float, loss_mask: Tensor, reduce: Reduce | None = None) 
 
 
 def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
-    """A random number in 0..1 for each token, float64 `(bs, response_length)`, determined by its sample's uid and its
-    position."""
+    """A random number in 0..1 for each token, float64 `(bs, response_length)`, from its sample's uid and position."""
     length = loss_mask.shape[-1]
     keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") for name in uid]
     rows = [np.random.Philox(key=key).random_raw(length) for key in keys]
@@ -103,8 +102,7 @@ def select_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """1 on a share `clip_cov_ratio` of the step's tokens (at least one), drawn from those with a covariance within
-    bounds.
+    """1 on a share `clip_cov_ratio` of the step's tokens (at least one), drawn where the covariance is within bounds.
 
     `(bs, response_length)`, float32; fewer if fewer are within bounds. uid: identifies the samples for the draws.
     """

@@ -34,8 +34,7 @@ class RejectionSampling:
 
     @staticmethod
     def of(options: Mapping[str, object]) -> "RejectionSampling":
-        """The rule of the option `rejection_sampling`. Raises ValueError for an unknown name, or invalid bounds or
-        choices."""
+        """The rule of the option `rejection_sampling`. Raises ValueError for invalid names, bounds or choices."""
         if not isinstance(options, Mapping):
             raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {options!r}")
         known = {f.name: get_args(f.type) if get_origin(f.type) is Literal else () for f in fields(RejectionSampling)}

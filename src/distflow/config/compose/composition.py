@@ -91,8 +91,7 @@ def compose_values(
     is_known: Callable[[str], bool],
     base: str | None = None,
 ) -> Composition:
-    """Compose defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a
-    broken file.
+    """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
     defaults: without lists and open mappings, which settings replace as a whole. is_known: whether a key exists;
     overrides of unknown keys are recorded as settings but not applied. base: a preset that the file builds on without
@@ -226,8 +225,7 @@ def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
 
 
 def check_interpolations(values: dict[str, object]) -> None:
-    """Raises ValueError if strings expand too far through ${...}: forty lines with two references each give 2^40
-    strings."""
+    """Raises ValueError if strings expand too far through ${...}: forty lines with two references each give 2^40."""
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
@@ -256,8 +254,7 @@ def _at(value: object, path: tuple[str, ...]) -> object:
 
 
 def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
-    """The places that a string may refer to; for `${a.${b}}` all of `a`. Leading dots are relative to the string's
-    group."""
+    """The places that a string may refer to; for `${a.${b}}` all of `a`. Leading dots: from the string's group."""
     for inner in text.split("${")[1:]:
         for name in re.split("[:,]", inner.partition("}")[0]):
             dots = len(name.lstrip()) - len(name.lstrip(" ."))

@@ -132,8 +132,7 @@ def known_policy(config: Config) -> Iterator[Finding]:
 
 
 def agents_and_policies(config: Config) -> Iterator[Finding]:
-    """Each agent has an existing policy, each policy has an agent, and no key is set that several policies do not
-    support."""
+    """Each agent has an existing policy, each policy an agent, and no set key excludes several policies."""
     agents, key, policies = config.actor_rollout_ref.rollout.agents, f"{ROLLOUT}.agents", config.dag.policies
     known, owners = policies_of(config), policies_of_agents(config)
     for name, agent in agents.items():

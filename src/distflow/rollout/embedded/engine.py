@@ -237,8 +237,7 @@ class EmbeddedEngine:
         return any(lane.scheduler.has_work for lane in self._lanes)
 
     def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
-        """Free the slots of finished sequences, and complete requests without further sequences, in order of
-        submission."""
+        """Free the slots of finished sequences, and return requests without further ones, in order of submission."""
         self._leave(lane, finished)
         for number in sorted({sequence.request for sequence in finished}):
             if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences):

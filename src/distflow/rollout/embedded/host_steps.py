@@ -37,8 +37,7 @@ from distflow.rollout.embedded.scheduler import (
 
 PREFIX_BLOCK = 16
 PREFIX_CACHE_BYTES = 2**29
-"""Size of a lane's prefix cache. It is the same on every machine, since cache hits affect the last bits of a
-response."""
+"""Size of a lane's prefix cache. It does not depend on the machine, since cache hits affect a response's last bits."""
 
 LARGEST = 32
 _TRIED_LAYERS = 64

@@ -218,8 +218,7 @@ class PromptCache:
 
 
 def _moved(memory: Tensor, region: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
-    """New memory with a region copied into it. region: the part to keep, of slots, kv heads and extent. shape: slots
-    and extent of the new memory."""
+    """A copy with another shape (slots and extent). region: the part to keep, of slots, kv heads and extent."""
     new = memory.new_zeros(memory.shape[0], shape[0], memory.shape[2], shape[1], memory.shape[4])
     new[:, *region] = memory[:, *region]
     return new

@@ -179,8 +179,7 @@ class Scheduler:
         return Work([], list(self.running), 0)
 
     def can_prefill(self) -> bool:
-        """Whether enough slots are free to be worth a forward: a fraction of all, or enough for all waiting
-        sequences."""
+        """Whether enough slots are free to be worth a forward: a fraction of all, or one per waiting sequence."""
         if not self.waiting:
             return False
         free = self._num_free()

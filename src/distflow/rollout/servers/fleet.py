@@ -131,8 +131,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Requests.
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `HttpEngine.generate`. Raises ServerFailed if several servers failed at the request, or none is
-        available."""
+        """See `HttpEngine.generate`. Raises ServerFailed if several servers failed at it, or none is available."""
         refused, why = set[_Server](), ""
         with self._activity.busy():
             for _ in range(MOST_SERVERS + len(self._servers) - 1):

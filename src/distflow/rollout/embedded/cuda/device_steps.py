@@ -60,8 +60,7 @@ class CudaGraphs:
         return result
 
     def drop_if_moved(self) -> None:
-        """Drop all recordings if addresses of weights have changed (after the trainer moved them to the host and
-        back)."""
+        """Drop all recordings if weights have new addresses (after the trainer moved them to the host and back)."""
         if self.enabled and (addresses := self._weights()) != self._addresses:
             self._addresses = addresses
             self.clear()
