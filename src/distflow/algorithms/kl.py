@@ -47,7 +47,7 @@ def check_kl_type(kind: str) -> str:
 
 
 def check_token_kl_type(kind: str) -> str:
-    """As `check_kl_type`, for places that hold the log-probs of the sampled tokens only; raises for `full`."""
+    """As `check_kl_type`, if only log-probs of sampled tokens are available; raises for `full`."""
     name = check_kl_type(kind)
     if name == "full":
         raise ValueError("KL type 'full' needs whole distributions, which are not stored; use 'low_var_kl'")
@@ -69,7 +69,7 @@ def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
 
 
 def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Σ p (log p − log q) over the last dimension; a token with p = 0 adds 0, also where its log-prob is −inf."""
+    """Σ p (log p − log q) over the last dimension; a token with p = 0 adds 0, even if its log-prob is −inf."""
     possible = log_p > -math.inf
     zero = torch.zeros_like(log_p)
     log_p = torch.where(possible, log_p, zero)
@@ -79,7 +79,7 @@ def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 @dataclass
 class KLController:
-    """The coefficient of a KL penalty over the steps of a run: constant, or with a target adaptive:
+    """The coefficient of a KL penalty over the steps of a run: constant, or adaptive if there is a target:
 
     value ·= 1 + clip(kl / target_kl − 1, ±0.2) · n / horizon, never below 0 (Ziegler et al. 2019, arXiv:1909.08593).
     horizon counts samples, as `n_steps` does.
@@ -111,9 +111,9 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, float]:
     """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
 
-    The mean feeds the controller: of the global batch's valid samples, over their tokens, or with `sequence` over the
-    means of the sequences, where, as in verl, a sequence without a token counts as 0. valid: `(bs,)`. Rewards on tokens
-    that are not the policy's are 0. Raises ValueError for an unknown `kl_penalty`, or `full`.
+    The mean, over the valid samples of the global batch, feeds the controller: over tokens, or with `sequence` over the
+    sequences' means, where a sequence without tokens counts as 0, as in verl. valid: `(bs,)`. Rewards are 0 on tokens
+    that are not the policy's. Raises ValueError for an unknown `kl_penalty`, or `full`.
     """
     kind = check_token_kl_type(kl_penalty)
     kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)

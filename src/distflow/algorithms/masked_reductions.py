@@ -1,5 +1,5 @@
-"""Log-ratios, sums, means and whitening under a mask, over one rank or all; values outside the mask are never read.
-Aggregation of per-token losses to one number.
+"""Log-ratios, sums, means and whitening under a mask, over one rank or all, and aggregation of per-token losses. Values
+outside the mask are never read.
 
 A mini-batch is one optimizer step. Its counts are first summed over all micro-batches and ranks; each part then weights
 its own tokens by these counts, so that losses and gradients add up exactly to those of the whole.
@@ -49,22 +49,22 @@ def raw_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Te
 
 
 def as_stat(flags: Tensor, like: Tensor) -> Tensor:
-    """A condition per token as numbers, for averaging."""
+    """A per-token condition as numbers, for averaging."""
     return flags.to(like.dtype)
 
 
 def global_sum(value: Tensor, reduce: Reduce | None) -> Tensor:
-    """The sum over all ranks; `value` itself where there is one."""
+    """The sum over all ranks; `value` itself on a single rank."""
     return value if reduce is None else reduce.sum(value)
 
 
 def masked_mean(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Mean over the tokens under the mask, in float64, a scalar; 0 where there is none."""
+    """Mean over the tokens under the mask, a float64 scalar; 0 without tokens."""
     return _moments(values, mask, reduce)[0]
 
 
 def masked_var(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Unbiased variance over the tokens under the mask, in float64, a scalar; 0 with fewer than two tokens."""
+    """Unbiased variance over the tokens under the mask, a float64 scalar; 0 with fewer than two tokens."""
     return _moments(values, mask, reduce)[1]
 
 
@@ -80,7 +80,7 @@ def masked_whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None) ->
 
 
 def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
-    # Two passes: the sum of squares about the mean keeps its digits where E[x²] − E[x]² would cancel them.
+    # Two passes: the sum of squares about the mean keeps the digits that E[x²] − E[x]² would cancel.
     inside = under_mask(values.double(), mask)
     total, count = global_sum(torch.stack([inside.sum(), (mask > 0).sum().double()]), reduce).unbind()
     mean = total / count.clamp(min=1)
@@ -108,9 +108,9 @@ def token_weights(
 ) -> Tensor:
     """Each token's weight, float64 `(bs, response_length)`: the loss is Σ weight · per-token loss.
 
-    counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in tokens; without it
-    the length of this mask, which differs between micro-batches. Rows without a token are left out of sequence means,
-    unless `every_row` counts them; an empty mini-batch weighs nothing. Raises ValueError for an unknown mode.
+    counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in tokens; by default
+    the length of this mask, which differs between micro-batches. Rows without tokens are excluded from sequence means,
+    unless `every_row`; an empty mini-batch has weight 0. Raises ValueError for an unknown mode.
     """
     check_loss_agg_mode(mode)
     mask = (loss_mask > 0).double()
@@ -131,7 +131,7 @@ def weighted_sum(loss_mat: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class BoundCounts:
-    """The mini-batch that `agg_loss` aggregates over, and whether it was asked to."""
+    """The mini-batch that `agg_loss` aggregates over, and whether it was called."""
 
     counts: Mapping[str, float]
     scale: float | None
@@ -143,7 +143,7 @@ _bound: ContextVar[BoundCounts | None] = ContextVar("distflow_loss_counts", defa
 
 @contextmanager
 def bind_counts(counts: Mapping[str, float], scale: float | None) -> Iterator[BoundCounts]:
-    """While this is open, `agg_loss` returns the share of a mini-batch with these counts."""
+    """Within this context, `agg_loss` returns the share of a mini-batch with these counts."""
     bound = BoundCounts(counts, scale)
     token = _bound.set(bound)
     try:
@@ -157,8 +157,8 @@ def agg_loss(
 ) -> Tensor:
     """Aggregate per-token losses `(bs, response_length)` into a scalar.
 
-    Inside a policy loss it is this micro-batch's share of the mini-batch; anywhere else `loss_mat` is the whole batch.
-    A batch without a token gives 0 with zero gradient. Raises ValueError for an unknown mode.
+    Inside a policy loss the result is this micro-batch's share of the mini-batch; elsewhere `loss_mat` is the whole
+    batch. A batch without tokens gives 0 with zero gradient. Raises ValueError for an unknown mode.
     """
     bound = _bound.get() or BoundCounts(loss_counts(loss_mask), None)
     bound.used = True

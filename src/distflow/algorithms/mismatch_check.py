@@ -1,4 +1,4 @@
-"""Check: the rollout engine and the trainer have the same policy: they give a token the same log-prob."""
+"""The check that rollout engine and trainer have the same policy, i.e. give a token the same log-prob."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ SHIFT_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class Tolerance:
-    """mean: above this mean |Δ log-prob| the user is warned. hold: above this the run is stopped.
+    """mean: mean |Δ log-prob| above which the user is warned. hold: the one above which the run stops.
 
     Measured on a healthy model of 135 M parameters: 1e-5 nats in float32; 0.02 (greedy) to 0.05 (sampled) in bfloat16,
     where the engine has rounded weights and the trainer computes in bfloat16 on float32 ones.
@@ -36,10 +36,10 @@ def causes(versions: Tensor, is_policy: Tensor, step: int, keeps_kv: bool = True
     """Reasons for different log-probs of engine and trainer at `step`, as masks `(bs, response_length)` that partition
     the tokens under `is_policy`.
 
-    `older_kv`: keys and values of the tokens before it are of other weights (keeps_kv: the engine keeps them after a
-    weight sync). `older_version`: older weights. `same_version`: the trainer's weights of this step, so that only
-    numerics differ. is_policy: 1 on tokens of the policy; tokens between two runs of them were prefilled again by the
-    engine, with all before them.
+    `older_kv`: keys and values of earlier tokens come from other weights (keeps_kv: the engine keeps them after a
+    weight sync). `older_version`: older weights. `same_version`: the trainer's weights of this step; only numerics
+    differ. is_policy: 1 on tokens of the policy; after tokens between two runs of them, the engine has prefilled again
+    from the start.
     """
     inside = is_policy > 0
     begins = inside & ~torch.nn.functional.pad(inside[:, :-1], (1, 0))
@@ -71,9 +71,9 @@ def check_mismatch(
     """(metrics of the global batch, a warning or None). Raises TrustError if the two cannot be one policy.
 
     The limits apply to tokens of the trainer's own version: others also differ by staleness. stops: a warning stops the
-    run as well. weighs: correction weights are on from the next step. keeps_kv: see `causes`. The trainer's own are
-    `trainer_log_probs` where the batch has them (NaN in samples that were not scored), else `prox_log_probs`
-    (`old_log_probs` are the engine's then).
+    run too. weighs: correction weights are on from the next step. keeps_kv: see `causes`. The trainer's log-probs are
+    `trainer_log_probs` if the batch has them (NaN in samples that were not scored), else `prox_log_probs` (then
+    `old_log_probs` are the engine's).
     """
     own = next((name for name in ("trainer_log_probs", "prox_log_probs", "old_log_probs") if name in batch), None)
     if "rollout_log_probs" not in batch or own is None:
@@ -129,7 +129,7 @@ def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:
 
 
 def _is_shifted(rollout: Tensor, trainer: Tensor, counted: Tensor) -> bool:
-    """Whether each token's log-prob fits the neighbour's far better than its own."""
+    """Whether log-probs match those of neighbouring tokens far better than those of the same tokens."""
     pairs = counted[:, 1:] & counted[:, :-1]
     if int(pairs.sum()) < 2:
         return False

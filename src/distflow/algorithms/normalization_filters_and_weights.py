@@ -1,7 +1,7 @@
-"""Normalises rewards and advantages over the batch, their group or all values so far: `reward_norm` and `adv_norm`.
+"""Normalises rewards and advantages over the batch, the group or all values so far: `reward_norm` and `adv_norm`.
 
 Keys and formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks. The level "running"
-is ROLL's: `Moments` has mean and variance of all rewards so far, over steps and ranks, in float64.
+is ROLL's: `Moments` holds mean and variance of all rewards so far, over steps and ranks, in float64.
 
 Group filter (DAPO, arXiv:2503.14476), and sample masks and weights by length and difficulty.
 
@@ -30,7 +30,7 @@ class Moments:
     squares: float = 0.0
 
     def with_values(self, values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> "Moments":
-        """These and the values under the mask of all ranks (Chan et al. 1979); the same on every rank."""
+        """These moments combined with the masked values of all ranks (Chan et al. 1979); the same on every rank."""
         inside = under_mask(values.double(), mask)
         count = float(global_sum((mask > 0).sum().double(), reduce))
         if count == 0:
@@ -43,7 +43,7 @@ class Moments:
         )
 
     def std(self, unbiased: bool = True) -> float:
-        """1 where there are too few values for one."""
+        """The standard deviation; 1 if there are too few values."""
         freedom = self.count - 1 if unbiased else self.count
         return math.sqrt(self.squares / freedom) if freedom > 0 else 1.0
 
@@ -53,13 +53,13 @@ Level = Literal["batch", "group", "running"]
 
 @dataclass(frozen=True)
 class Normalization:
-    """(x − mean) / (std + eps), each over the global batch or the group; a level of None leaves it out.
+    """(x − mean) / (std + eps), each over the global batch or the group; level None omits it.
 
-    mean_leave1out: a value is not in the mean that is subtracted from it. std_unbiased: over n − 1 values, and 1 where
-    there is one only. The standard deviation is of the differences to this mean, even if the mean is of another level,
-    leaves the value out, or is missing (0). group_size: a group is cut into runs of so many episodes.
+    mean_leave1out: the mean that is subtracted from a value excludes that value. std_unbiased: over n − 1 values, and 1
+    for a single value. The standard deviation is that of the differences to this mean, even if the mean has another
+    level, excludes the value, or is off (0). group_size: groups are cut into runs of this many episodes.
 
-    "running" is over all values so far, those at hand among them: their mean, and the standard deviation about it.
+    "running" covers all values so far, including the current ones: their mean, and the standard deviation about it.
     """
 
     mean_level: Level | None = None
@@ -81,9 +81,9 @@ class Normalization:
     ) -> Tensor:
         """The values under the mask normalised, float64 `(bs, length)`, 0 elsewhere and for invalid samples.
 
-        values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under the mask counts by
-        itself; where all of a batch or group are equal its differences to their mean are exactly 0. moments: of all
-        values so far with these, for "running". Raises ValueError where `group_size` is set without `episode_index`.
+        values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under the mask counts
+        separately; equal values of a batch or group differ from their mean by exactly 0. moments: of all values so far,
+        including these, for "running". Raises ValueError if `group_size` is set without `episode_index`.
         """
         if self.group_size is not None:
             if episode_index is None:
@@ -114,13 +114,13 @@ class Normalization:
         mean = total / count.clamp(min=1)
         if self.mean_leave1out:
             mean = torch.where(count > 1, (total - values) / (count - 1).clamp(min=1), 0.0)
-            mean = torch.where(pool.is_one_sample, values, mean)  # there is no other: AReaL takes its own value
+            mean = torch.where(pool.is_one_sample, values, mean)  # no other sample: AReaL takes the value itself
         equal = (count > 1) & (pool.max(values) == -pool.max(-values))
         return under_mask(torch.where(equal, 0.0, values - mean), pool.counted)
 
 
 class _Pool:
-    """The values that count together: those of a group, or of the batch of all ranks. Every method gives `(bs, 1)`."""
+    """The values normalised together: those of a group, or of the batch of all ranks. Methods return `(bs, 1)`."""
 
     def __init__(self, level: Level, groups: Groups, counted: Tensor, reduce: Reduce | None) -> None:
         self.level, self.groups, self.counted, self.reduce = level, groups, counted, reduce
@@ -128,7 +128,7 @@ class _Pool:
 
     @property
     def is_one_sample(self) -> Tensor:
-        """A group with one valid sample, however many tokens it has."""
+        """Whether a group has one valid sample, with any number of tokens."""
         return (self.groups.size[:, None] == 1) & (self.level == "group")
 
     def sum(self, values: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _Pool:
         return global_sum(rows.sum(), self.reduce).expand(len(rows), 1)
 
     def max(self, values: Tensor) -> Tensor:
-        """−inf where no value counts."""
+        """The maximum; −inf if no value counts."""
         inside = torch.where(self.counted, values, -torch.inf)
         rows = torch.cat([inside.new_full((len(inside), 1), -torch.inf), inside], dim=1).amax(dim=1)
         if self.level == "group":
@@ -154,11 +154,10 @@ Band = tuple[float, float]
 
 
 def drop_reason(metric: Tensor, valid: Tensor | None = None, mean_range: Band | None = None) -> str | None:
-    """Why a group teaches nothing, or None if it does.
+    """Why a group has no learning signal, or None if it has one.
 
-    metric: `(n,)`, one value a sample. A group with fewer than two valid samples is `too_few_scores`; one whose valid
-    samples all have the same metric is `all_equal`; one whose mean is not within the range `mean_too_low` or
-    `mean_too_high`.
+    metric: `(n,)`, one value per sample. Reasons: `too_few_scores` (fewer than two valid samples), `all_equal` (all
+    valid samples have the same metric), and `mean_too_low` or `mean_too_high` (the mean is outside the range).
     """
     valid_metric = metric if valid is None else metric[valid.bool()]
     if valid_metric.numel() < 2:
@@ -182,13 +181,13 @@ def is_within(share: Tensor, band: Band) -> Tensor:
 
 
 def difficulty_weights(share: Tensor, band: Band) -> Tensor:
-    """From the band's first value if all samples are right to its second if none is. `(bs,)`."""
+    """Weights from the band's first value if all samples are right to its second if none is, `(bs,)`."""
     return band[0] + (band[1] - band[0]) * (1.0 - share)
 
 
 def length_weights(lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | None = None) -> Tensor:
-    """From the band's first value for the batch's shortest valid response to its second for the longest; the first if
-    all lengths are equal. lengths, valid: `(bs,)`."""
+    """Weights from the band's first value for the batch's shortest valid response to its second for the longest; the
+    first if all lengths are equal. lengths, valid: `(bs,)`."""
     lengths, counted = lengths.double(), valid.bool()
     lowest = torch.tensor([-torch.inf], dtype=torch.float64)
     ends = torch.stack([torch.cat([lowest, sign * lengths[counted]]).amax() for sign in (-1.0, 1.0)])
@@ -199,7 +198,7 @@ def length_weights(lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | 
 
 
 def with_mean_one(weights: Tensor, valid: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Divide by the mean over the batch's valid samples; 0 for the others. Both `(bs,)`."""
+    """Weights divided by their mean over the batch's valid samples; 0 for the others. All `(bs,)`."""
     inside = under_mask(weights.double(), valid)
     total, count = global_sum(torch.stack([inside.sum(), valid.double().sum()]), reduce).unbind()
     return inside * (count / total) if total > 0 else inside

@@ -46,7 +46,7 @@ def compute_value_loss(
     """max(ℓ(v − R), ℓ(clip(v, v_old ± cliprange_value) − R)) per token, all `(bs, response_length)`.
 
     predictions: v, with gradient. values: v_old. `cliprange_value` None turns the clip off. ℓ(x) is x² / 2; with
-    `huber` it is so for |x| ≤ huber_delta and huber_delta · (|x| − huber_delta / 2) beyond (Huber 1964), as in AReaL.
+    `huber` it is huber_delta · (|x| − huber_delta / 2) for |x| > huber_delta (Huber 1964), as in AReaL.
     """
     predictions, values, returns = (under_mask(x, loss_mask) for x in (predictions, values, returns))
     plain = _loss(predictions - returns, value_loss, huber_delta)
@@ -67,12 +67,12 @@ def _loss(error: Tensor, value_loss: ValueLoss, huber_delta: float) -> Tensor:
 Counts = dict[str, float]
 Sums = dict[str, Tensor | float]
 
-# Sums with this prefix are over tokens and become means; the others are shares of the mini-batch and just add up.
+# Sums with this prefix are over tokens and become means; the others are shares of the mini-batch and add up.
 _PER_TOKEN = "token/"
 
 
 class _Objective:
-    """The part of the train engines' `LossFn` that is the same for all."""
+    """The common part of the train engines' `LossFn`."""
 
     def counts(self, batch: Batch) -> Counts:
         """Tokens and sequences under `loss_mask`, and rows."""
@@ -92,19 +92,17 @@ class PolicyObjective(_Objective):
     """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
 
     Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, `log_ratio_abs`
-    (mean |log ratio| to the policy of the clip, if the batch has its log-probs: 0 before the first update), and for
-    each term that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: exactly 0 means a dead
+    (mean |log ratio| to the clip's reference policy, if the batch has its log-probs: 0 before the first update), and
+    for each enabled term `loss_term/NAME`, the weighted sum of its absolute per-token values: exactly 0 means a dead
     term.
 
-    options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout correction
-    weights, None for none. weights_optional: a batch without the column is not corrected. interpolates:
-    `prox_log_probs` are no column, but computed from `old_log_probs` and `prox_alpha` (see
-    `algorithms/rollout_correction.py`). derives_old: a batch without `old_log_probs` takes the current ones, detached,
-    in their place. correction: weights the loss by proximal (or current) log-probs over `rollout_log_probs`.
-    off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a loss with verl's
-    signature sees as its `config`.
-    Raises ValueError for an unknown loss, option, mode or KL type, an invalid option, or a missing `loss_scale_factor`
-    that the mode needs.
+    options: of the loss. kl_loss_type: None omits the KL term. weights_field: the column of rollout correction weights,
+    or None. weights_optional: a batch without the column is not corrected. interpolates: `prox_log_probs` is not a
+    column but computed from `old_log_probs` and `prox_alpha` (see `algorithms/rollout_correction.py`). derives_old: a
+    batch without `old_log_probs` uses the current ones, detached. correction: weights the loss by proximal (or current)
+    log-probs over `rollout_log_probs`. off_policy_mask_threshold: of `off_policy_sequence_mask`, or None. actor: the
+    numbers that a loss with verl's signature receives as its `config`. Raises ValueError for an unknown loss, option,
+    mode or KL type, an invalid option, or a missing `loss_scale_factor` that the mode needs.
     """
 
     outputs: tuple[str, ...] = field(default=("log_probs", "entropy"), init=False)
@@ -167,7 +165,7 @@ class PolicyObjective(_Objective):
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """The columns that it takes where a mini-batch has them."""
+        """The columns that it uses if a mini-batch has them."""
         weights = (self.weights_field,) if self.weights_field and self.weights_optional else ()
         old = ("old_log_probs",) if self.derives_old else ()
         return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old)))
@@ -175,7 +173,7 @@ class PolicyObjective(_Objective):
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
 
-        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, where the micro-batch is.
+        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, on the micro-batch's device.
         """
         log_probs, mask = outputs["log_probs"], micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
@@ -276,7 +274,7 @@ class PolicyObjective(_Objective):
                 )
 
     def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """The columns that the loss takes, including those computed from the current log-probs."""
+        """The columns that the loss uses, including those computed from the current log-probs."""
         columns = {"loss_mask": mask}
         if self.interpolates:
             inputs = (log_probs, micro["old_log_probs"], micro["prox_alpha"])
@@ -291,7 +289,7 @@ class PolicyObjective(_Objective):
 class ValueObjective(_Objective):
     """The critic's clipped value loss. Metrics: `loss`, `vf_loss`, `vf_clipfrac`, `vpred_mean`.
 
-    Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`.
+    Raises ValueError for an unknown mode, or one that needs a missing `loss_scale_factor`.
     """
 
     outputs: tuple[str, ...] = field(default=("values",), init=False)
@@ -338,9 +336,9 @@ class SFTObjective(_Objective):
 
 
 class PairObjective(_Objective):
-    """Bradley-Terry loss of a reward model: mean over pairs of −log σ(chosen − rejected). A score is that of a whole
-    text, at its last token; a pair's rows follow each other. Metrics: `loss`, `accuracy` (the share of pairs whose
-    chosen text scores higher), `margin` (the mean of chosen − rejected)."""
+    """Bradley-Terry loss of a reward model: mean over pairs of −log σ(chosen − rejected). A text's score is the one at
+    its last token; the rows of a pair are adjacent. Metrics: `loss`, `accuracy` (the share of pairs whose chosen text
+    scores higher), `margin` (the mean of chosen − rejected)."""
 
     outputs: tuple[str, ...] = ("text_scores",)
     reads = ("loss_mask",)

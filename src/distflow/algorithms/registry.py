@@ -34,8 +34,8 @@ AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled
 
 @dataclass(frozen=True)
 class AdvEstimator:
-    """An estimator. `fn` is a node function: a pipeline can run it as it is. scope: a function that declares none may
-    compare all samples that it gets.
+    """An estimator. `fn` is a node function that a pipeline can run. scope: a function without a declared one may
+    compare all samples that it receives.
 
     describe: called with the values of all its options by keyword, returns the formula that it computes. formula: see
     `register_adv_est`.
@@ -60,9 +60,9 @@ class AdvEstimator:
 class PolicyLoss:
     """A registered loss, described by the names of its parameters.
 
-    reads, optional: required and optional batch columns; `log_probs` comes from the engine.
-    options: its options and their defaults. returns_scalar: it has verl's and siiRL's signature and returns a scalar.
-    check, selects, every_row, formula: see `register_policy_loss`.
+    reads, optional: required and optional batch columns; `log_probs` comes from the engine. options: its options and
+    their defaults. returns_scalar: whether it has verl's and siiRL's signature, returning a scalar. check, selects,
+    every_row, formula: see `register_policy_loss`.
     """
 
     name: str
@@ -78,7 +78,7 @@ class PolicyLoss:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether correction weights reach it: one with verl's signature must have a parameter for them."""
+        """Whether correction weights reach it: a loss with verl's signature must have a parameter for them."""
         parameters = inspect.signature(self.fn).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return not self.returns_scalar or takes_all or "rollout_is_weights" in parameters
@@ -89,8 +89,8 @@ class PolicyLoss:
         return {} if self.selects is None else _options(self.selects)
 
     def call_options(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """The options of the call itself. Raises ValueError for one that is unknown, missing, of another type than its
-        parameter, or invalid."""
+        """The options of the call itself. Raises ValueError for an option that is unknown, missing, of the wrong type,
+        or invalid."""
         check_options(f"policy loss '{self.name}'", settings, [*self.options, *self.selection_options])
         settings = self._converted(settings)
         own = {name: value for name, value in settings.items() if name in self.options}
@@ -107,7 +107,7 @@ class PolicyLoss:
         return own
 
     def for_selection(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """Those of the options that `selects` takes. Raises ValueError for one of another type."""
+        """The options that `selects` takes. Raises ValueError for one of the wrong type."""
         return {name: value for name, value in self._converted(settings).items() if name in self.selection_options}
 
     def _converted(self, settings: Mapping[str, object]) -> dict[str, object]:
@@ -124,7 +124,7 @@ Registered = TypeVar("Registered", AdvEstimator, PolicyLoss)
 
 
 class Registry(dict[str, Registered]):
-    """Registered so far by name: the user's, and the built-in ones of `table` that were looked up."""
+    """Entries by name: the user's, and the built-in ones of `table` that were looked up."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class Registry(dict[str, Registered]):
         decorator: str,
         make: Callable[[str, Callable[..., object]], Registered],
     ) -> None:
-        """make: the entry of a plain function."""
+        """make: builds the entry of a plain function."""
         super().__init__()
         self._what, self._table, self._decorator = what, table, decorator
         self._make: Callable[[str, Callable[..., object]], Registered] = make
 
     def known(self, name: str) -> Registered | None:
-        """Imports the module of a built-in, so that it is registered before yours of that name. The function that
-        "file.py:function" or "module:function" names is registered by that name. Raises ValueError if it cannot be.
+        """The entry of that name. Imports the module of a built-in, so that it is registered before a custom one.
+        Registers the function that "file.py:function" or "module:function" names. Raises ValueError if that fails.
         """
         if name in self._table:
             load_module(split_name(self._table[name].target)[0])
@@ -149,8 +149,8 @@ class Registry(dict[str, Registered]):
         return self.get(name)
 
     def read(self, name: str, found: object) -> Registered:
-        """The entry under that name of a function, as its decorator made it where it has one, or of an unpickled entry.
-        Raises ValueError if it cannot be called."""
+        """The entry under that name of a function (from its decorator if it has one) or of an unpickled entry. Raises
+        ValueError if it cannot be called."""
         entry = next((entry for entry in self.values() if entry.fn is found), None)
         if entry is None and not isinstance(found, AdvEstimator | PolicyLoss):
             if not callable(found) or isinstance(found, type):
@@ -159,7 +159,7 @@ class Registry(dict[str, Registered]):
         return replace(cast(Registered, entry or found), name=own_name(name))
 
     def find(self, name: str) -> Registered:
-        """Raises ValueError with the nearest name."""
+        """The entry of that name. Raises ValueError with the nearest name."""
         if (found := self.known(name)) is None:
             raise ValueError(
                 f"{self._what} '{name}' is unknown; use file.py:function, or register it with {self._decorator} in "
@@ -168,14 +168,14 @@ class Registry(dict[str, Registered]):
         return found
 
     def add(self, name: str, entry: Registered) -> None:
-        """Warns if it replaces another."""
+        """Register an entry; warn if it replaces another."""
         if (old := self.known(name)) is not None:
             warnings.warn(f"{self._what} '{name}' of {old.fn.__module__} is replaced", stacklevel=3)
         self[name] = entry
         names.REGISTERED.update({name} - self._table.keys())
 
     def own(self, name: str) -> Registered | None:
-        """The user's of that name, if one is registered."""
+        """The user's entry of that name, if registered."""
         entry = self.get(name)
         is_own = entry is not None and not is_ours(entry.fn)
         return entry if is_own else None
@@ -189,12 +189,12 @@ def register_adv_est(
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
-    Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. token_level_rewards,
+    Parameters are fields of the batch, keyword-only ones are options; `**kwargs` is accepted. token_level_rewards,
     response_mask and both results are `(bs, response_length)`; group_index and valid are `(bs,)`. scope: which samples
-    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. formula: for the audit, the same
-    written a second time: `(samples, options) -> [(advantages, returns) of each sample]`, lists of a number a token,
-    from samples with one value or tensor a column; without it the audit does not compute advantages again. Registering
-    a name again replaces the function, with a warning.
+    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. formula: an independent
+    implementation for the audit: `(samples, options) -> [(advantages, returns) of each sample]`, lists with one number
+    per token, from samples with one value or tensor per column; without it the audit does not recompute advantages.
+    Registering a name again replaces the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
@@ -220,14 +220,13 @@ def register_policy_loss(
     - verl's and siiRL's: `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
       rollout_is_weights) -> (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, scalars.
 
-    check: called before the start with those options that it names; raises ValueError for an invalid one.
-    selects: a node function that marks tokens of the whole step before its first update, as the column
-    `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a
-    token. formula: for the audit, the same written a second time: `(tokens, options) -> loss of each token` under the
-    loss mask, float64, with gradient (see `audit/policy_losses.py: Tokens`); without it the audit does not compute the
-    loss again.
+    check: called before the start with the options that it names; raises ValueError for an invalid one. selects: a node
+    function that marks tokens of the whole step before its first update, as the column `selected_tokens` (see
+    `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a token. formula: an
+    independent implementation for the audit: `(tokens, options) -> loss of each token` under the loss mask, float64,
+    with gradient (see `audit/policy_losses.py: Tokens`); without it the audit does not recompute the loss.
 
-    Registering a name again replaces the function, with a warning. Raises ValueError if the parameters fit neither.
+    Registering a name again replaces the function, with a warning. Raises ValueError if the signature fits neither.
     """
 
     def register(fn: Fn) -> Fn:
@@ -239,19 +238,19 @@ def register_policy_loss(
 
 
 def is_decoupled(name: str) -> bool:
-    """Whether the loss of that name reads the log-probs of a proximal policy; False for unknown names."""
+    """Whether the loss reads the log-probs of a proximal policy; False for unknown names."""
     loss = POLICY_LOSSES.known(name)
     return loss is not None and "prox_log_probs" in loss.reads
 
 
 def takes_weights(name: str) -> bool:
-    """Whether correction weights reach the loss of that name; False for unknown names."""
+    """Whether correction weights reach the loss; False for unknown names."""
     loss = POLICY_LOSSES.known(name)
     return loss is not None and loss.takes_weights
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
-    """One line that says what the estimator computes with these options (defaults where they are not given)."""
+    """One line that describes what the estimator computes with these options (by default, the defaults)."""
     estimator = find_adv_est(name)
     known = estimator.options
     values = known | {key: value for key, value in (options or {}).items() if key in known}

@@ -2,12 +2,13 @@
 
 - Importance weights per token, truncated ("Your efficient RL framework secretly brings you off-policy RL training",
   Yao et al. 2025) or masked outside a band (IcePop, Ling team, arXiv:2510.18855).
-- Rejection masks: tokens or sequences with too large a difference are left out of the loss, as in verl's `rollout_rs`.
-  The masks of other systems by token, sequence and geometric mean are `token_k1`, `seq_sum_k1` and `seq_mean_k1`.
+- Rejection masks: tokens or sequences with too large a difference are excluded from the loss, as in verl's
+  `rollout_rs`. The masks of other systems by token, sequence and geometric mean are `token_k1`, `seq_sum_k1` and
+  `seq_mean_k1`.
 - Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `off_policy_mask_threshold` of TRL's GRPOTrainer).
 - Proximal log-probs without a forward pass, for decoupled PPO on stale rollouts: the log-prob is assumed to move evenly
   from version to version (AReaL's `prox_logp_method=loglinear`, its `docs/algorithms/prox_approx.md`). AReaL 1.0 is one
-  version off: it takes the engine's version for the current policy's, but that is still the one before the update.
+  version off: it takes the engine's version, still that before the update, for the current policy's.
 """
 
 import math
@@ -77,11 +78,11 @@ def compute_rollout_weights(
 ) -> tuple[Tensor, dict[str, float]]:
     """(weights float32 `(bs, response_length)`, statistics): π_trainer / π_rollout of the tokens under the mask.
 
-    batch_normalize: divides the weights, after the threshold, by their mean over the global batch, of tokens or of
-    sequences as `rollout_is` counts (verl's `rollout_is_batch_normalize`); a mean of 0 changes nothing. Weights carry
-    no gradient and are 0 outside the mask. Statistics are over the global batch: mean and maximum before the
-    correction, the share of weights that it changed, the effective sample size after it (0 if nothing is left), and
-    the mean of the normalisation (`rollout_is_batch_norm_factor`).
+    batch_normalize: divide the weights, after the threshold, by their mean over the global batch, per token or per
+    sequence according to `rollout_is` (verl's `rollout_is_batch_normalize`); a mean of 0 changes nothing. Weights have
+    no gradient and are 0 outside the mask. Statistics cover the global batch: mean and maximum before the correction,
+    the share of weights that it changed, the effective sample size after it (0 if nothing is left), and the mean of the
+    normalisation (`rollout_is_batch_norm_factor`).
     """
     raw, weights = correction.weights(old_log_probs, rollout_log_probs, loss_mask)
     level = correction.rollout_is
@@ -110,7 +111,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor, reduce: Reduce | None =
 def mismatch_statistics(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, reduce: Reduce | None = None
 ) -> dict[str, float]:
-    """How far the rollout policy is from the trainer's, over the tokens of the global batch.
+    """The difference between the rollout policy and the trainer's, over the tokens of the global batch.
 
     `mean_abs` and `max_abs` of the log-probs' difference, `k3` (estimate of KL(rollout ‖ trainer)), and `ess` of the
     uncorrected token weights. log-probs, mask: `(bs, response_length)`.
@@ -126,7 +127,7 @@ def mismatch_statistics(
 
 
 def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """(weights, which of them count): one a token, or one a sequence: a long sequence is a single draw."""
+    """(weights, which of them count): one per token, or per sequence, since a long sequence is a single draw."""
     if level == "token":
         return weights, mask
     per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1).clamp(min=1)
@@ -152,7 +153,7 @@ def compute_rejection_mask(
     rollout_rs: the divergences: `token_`, `seq_sum_` and `seq_mean_` of k1, k2, k3, and `seq_max_` of k2, k3; a token
     must pass all. With d = log π_trainer − log π_rollout within ±20: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d. bounds:
     (lower, upper) of each, inclusive: for k1 as ratios π_rollout / π_trainer, with 1 / upper as the default lower
-    bound; for k2 and k3 only the upper one. Statistics: for each its mean and the share of tokens that it rejects
+    bound; for k2 and k3 only the upper one. Statistics: the mean of each and the share of tokens that it rejects
     (`NAME_mean`, `NAME_masked`), and the shares of tokens and of sequences (whole or in part) that are rejected.
     """
     difference = raw_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask)
@@ -175,7 +176,7 @@ def compute_rejection_mask(
 
 
 def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
-    """The divergence of each token, or its sequence's on each of its tokens; `(bs, response_length)`."""
+    """The divergence of each token, or that of its sequence; `(bs, response_length)`."""
     level, _, estimator = name.rpartition("_")
     divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1.0 - log_ratio}[estimator]
     divergence = under_mask(divergence, inside)
@@ -212,8 +213,8 @@ register_field(
 def proximal_position(versions: Tensor, step: int) -> Tensor:
     """α = (v_prox − v) / (v_θ − v) of each token, in [0, 1), float32 of the same shape.
 
-    versions: v, the weight version of the token. step: v_prox, the trainer's version before the update;
-    after it v_θ = step + 1. 0 for tokens that are not the policy's, and for those of the proximal policy itself.
+    versions: v, the weight version of the token. step: v_prox, the trainer's version before the update; after it v_θ =
+    step + 1. α is 0 for tokens that are not the policy's, and for those of the proximal policy itself.
     """
     behind = torch.where(versions >= 0, step - versions, torch.zeros_like(versions)).clamp(min=0).float()
     return behind / (behind + 1.0)

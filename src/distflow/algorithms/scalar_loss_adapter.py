@@ -15,7 +15,7 @@ SCALAR_LOSS_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
 class FrozenView(Mapping[str, object]):
-    """The actor's numbers as a loss sees them: `view.clip_ratio`, `view["clip_ratio"]`, `view.get(...)`; read only."""
+    """A read-only view of the actor's numbers for a loss: `view.clip_ratio`, `view["clip_ratio"]`, `view.get(...)`."""
 
     _values: dict[str, object]
 
@@ -42,8 +42,8 @@ class FrozenView(Mapping[str, object]):
 
 
 class ScalarLossAdapter:
-    """Adapts one such loss. Losses aggregated with distflow's `agg_loss` are exact; a scalar computed in another way
-    is weighted by the micro-batch's share of the tokens. uses_agg_loss: None until its first call."""
+    """Adapts one loss. Losses aggregated with distflow's `agg_loss` are exact; a scalar computed in another way is
+    weighted by the micro-batch's share of the tokens. uses_agg_loss: None until its first call."""
 
     def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]) -> None:
         self.loss, self.loss_agg_mode, self.scale = loss, loss_agg_mode, scale
@@ -56,11 +56,11 @@ class ScalarLossAdapter:
     def __call__(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, float]]:
-        """(share of the policy loss, sums over tokens of its statistics). Raises ValueError if it returns others."""
+        """(share of the policy loss, sums over tokens of its statistics). Raises ValueError for other results."""
         mask, old = fields["loss_mask"], fields.get("old_log_probs")
         num_tokens = float((mask > 0).sum())
         if num_tokens == 0:
-            # Its own means would divide by zero.
+            # The loss's own means would divide by zero.
             zero = under_mask(log_probs, torch.zeros_like(log_probs)).sum()
             return zero, dict.fromkeys(SCALAR_LOSS_RETURNS[1:], 0.0)
         current = under_mask(log_probs, mask)

@@ -1,4 +1,4 @@
-"""Arguments of the Python API as config: keys become `key=value` lines, rows and a reward function become files of the
+"""Arguments of the Python API as config: keys become `key=value` lines; rows and a reward function become files in the
 run's folder, where a resumed run, its evaluation and its reward processes find them."""
 
 import re
@@ -20,7 +20,7 @@ Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 Rows: TypeAlias = str | Path | GivenRows
 Reward: TypeAlias = Callable[..., object]
 
-# What the config names while it is checked, before anything is written.
+# The config's placeholders while it is checked, before anything is written.
 _ROWS_TO_COME = "builtin:arithmetic-rl"
 _REWARD_TO_COME = "distflow.rewards.math.reward"
 _FUNCTIONS = {
@@ -29,14 +29,14 @@ _FUNCTIONS = {
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
     "workflow": ("actor_rollout_ref.rollout.workflow", "distflow.environments.single_and_multi_turn:single_turn"),
 }
-"""The keys of functions by the names of arguments, and what each names until then."""
+"""The key of each function argument, and its placeholder until the file is written."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
 
 
 def to_lines(overrides: Overrides) -> list[str]:
     """One line for each key of a mapping, nested or with dotted keys; lines are returned unchanged.
 
-    Raises UserError for what is neither, and for a value that no config can hold.
+    Raises UserError for any other type, and for a value that a config cannot hold.
     """
     if isinstance(overrides, str):
         return [overrides]
@@ -79,7 +79,7 @@ def _text(value: Any, key: str) -> str:
         return "{" + ",".join(f"{name}:{_text(item, key)}" for name, item in escaped.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_text(item, key) for item in value) + "]"
-    if callable(item := getattr(value, "item", None)):  # a number of numpy or torch
+    if callable(item := getattr(value, "item", None)):  # a scalar of numpy or torch
         return _text(item(), key)
     if callable(value):
         raise UserError(f"{key} is a function: pass it as an argument, e.g. distflow.train(..., reward=function)")
@@ -88,10 +88,10 @@ def _text(value: Any, key: str) -> str:
 
 @dataclass(frozen=True)
 class PythonInputs:
-    """Rows and functions given from Python, each None if it was not. A text in place of rows is the key's value.
+    """Rows and functions passed from Python; None if not passed. A str in place of rows is the key's value.
 
-    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one; workflow: of
-    episodes, a function or a class. Raises UserError if one is not a function, or needs unknown parameters.
+    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one; workflow: a
+    function or a class that runs episodes. Raises UserError if one is not a function, or needs unknown parameters.
     """
 
     data: Rows | None = None
@@ -125,7 +125,7 @@ class PythonInputs:
             raise UserError(f"reward: {name_of(self.reward)} {fault}")
 
     def lines(self, others: Sequence[str]) -> list[str]:
-        """The keys that are set for the check of the config. Raises UserError where `others` set the same."""
+        """The keys to set for the config check. Raises UserError if `others` set the same ones."""
         lines = []
         for name, key in (("data", "data.train_files"), ("val_data", "data.val_files")):
             rows = getattr(self, name)
@@ -142,7 +142,7 @@ class PythonInputs:
         return lines
 
     def in_python(self, problem: Problem) -> Problem:
-        """The problem with arguments in place of a command line, and of files that are not written yet."""
+        """The problem in terms of Python arguments, not of a command line and files that are not written yet."""
         places, arguments = [], {key: name for name, (key, _) in _FUNCTIONS.items()}
         arguments["custom_reward_function.path"] = "reward"
         for what, where in problem.places:
@@ -152,7 +152,8 @@ class PythonInputs:
         return replace(problem, places=tuple(places))
 
     def with_files(self, loaded: Loaded) -> Loaded:
-        """The checked config with the files to come. Raises UserError for a function that nothing would call."""
+        """The checked config with the paths of the files to write. Raises UserError for a function that nothing would
+        call."""
         from distflow.rewards.reward_functions import name_of
 
         config, keys = loaded.config, list[str]()
@@ -177,7 +178,7 @@ class PythonInputs:
         return replace(loaded, config=config, origins=origins)
 
     def file_lines(self, config: Config) -> list[str]:
-        """The lines that name the files in a checked config, for a process of its own."""
+        """The lines that name the files in a checked config, for another process."""
         keys = [f"data.{key}_files" for key, _, _ in self._files(config)] + [key for key, *_ in self._functions(config)]
         if self.reward is not None:
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
@@ -185,7 +186,7 @@ class PythonInputs:
         return to_lines({key: values[key] for key in keys})
 
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
-        """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
+        """Write the files. Raises UserError for data that cannot be written, and if a resumed run had other rows."""
         from distflow.rewards.reward_functions import fingerprint_function, write_function
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
@@ -201,8 +202,8 @@ class PythonInputs:
             write_function(function, fingerprint_function(function), file, key, entry)
 
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
-        """(key, file, name, what is pickled) of each function but the reward: those passed, and the estimator and loss
-        that the calling script registered."""
+        """(key, file, name, what is pickled) of each function except the reward: those passed, and the estimator and
+        loss that the script registered."""
         from distflow.launch.user_code_trust import entry_to_send
         from distflow.rewards.reward_functions import name_of
 
@@ -216,7 +217,7 @@ class PythonInputs:
                 yield key, _folder(config) / f"{argument}.pkl", name, entry
 
     def _files(self, config: Config) -> Iterator[tuple[str, Path, GivenRows]]:
-        """("train" or "val", file, rows) of what is written."""
+        """("train" or "val", file, rows) of each file to write."""
         for key, rows in (("train", self.data), ("val", self.val_data)):
             if rows is not None and not isinstance(rows, str | Path):
                 yield key, _folder(config) / f"{key}.jsonl", rows

@@ -1,5 +1,5 @@
-"""`distflow.load_run`: a run's folder as tables, while the run writes it and afterwards, and as HTML in a notebook.
-Only reads files, and runs nothing."""
+"""`distflow.load_run`: a run's folder as tables, during the run and afterwards, and as HTML in a notebook. It only
+reads files."""
 
 import html
 import math
@@ -29,11 +29,11 @@ class Table(list[dict[str, object]]):
 
     @property
     def columns(self) -> list[str]:
-        """Of all rows, in the order in which they first come."""
+        """The columns of all rows, in the order of their first occurrence."""
         return list(dict.fromkeys(name for row in self for name in row))
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A `DataFrame`; what a row does not have is NaN or None."""
+        """A `DataFrame`; missing values are NaN or None."""
         import pandas
 
         return pandas.DataFrame(list(self), columns=self.columns)
@@ -48,7 +48,7 @@ class Table(list[dict[str, object]]):
 
 
 def _cells(row: Mapping[str, object] | None, columns: list[str]) -> str:
-    """None stands for the rows that are left out."""
+    """The cells of a row; None is the ellipsis for omitted rows."""
     if row is None:
         return f'<td colspan="{len(columns)}">⋮</td>'
     return "".join(f"<td>{_value(row[name]) if name in row else ''}</td>" for name in columns)
@@ -75,10 +75,10 @@ def _curve(values: Sequence[float]) -> str:
 
 
 class Run:
-    """A run by its folder. Everything is read on access, so that a run under way shows its current state."""
+    """A run, by its folder. Everything is read on access, so a run in progress shows its current state."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises UserError if the folder is no run's."""
+        """Raises UserError if the folder is not a run's."""
         self.folder = Path(folder).expanduser().resolve()
         if not (self.folder / "events.jsonl").is_file():
             where = "has no file events.jsonl" if self.folder.is_dir() else "is not there"
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ "finished", "stopped" (by a signal, and saved), "failed", or "no end yet": it runs, or was killed."""
+        """ "finished", "stopped" (by a signal, and saved), "failed", or "no end yet" (running, or killed)."""
         return status(run_reader.read_events(self.folder, max_bytes=None))["word"]
 
     @property
     def config(self) -> dict[str, JSON]:
-        """The whole config as nested dicts, defaults too; `distflow.train` takes it with a changed key."""
+        """The whole config, defaults included, as nested dicts; `distflow.train` accepts it with changed keys."""
         text = read_file(self.folder / "config.yaml", self.folder, MAX_YAML_BYTES)
         return cast(dict[str, JSON], load_yaml(text))
 
@@ -102,8 +102,8 @@ class Run:
 
     def metrics(self, kind: str | None = None) -> Table:
         """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the
-        metrics by their names. kind: only those. Steps that a resume rolled back are left out. Raises UserError for
-        another kind."""
+        metrics by name. kind: selects one. Steps that a resume rolled back are omitted. Raises UserError for another
+        kind."""
         _check_one_of("kind", kind)
         return Table(
             {"step": record.step, "kind": record.kind, "t": record.t, **record.values}
@@ -114,8 +114,8 @@ class Run:
     def samples(self, step: int | None = None, split: str | None = None) -> Table:
         """A row for each response, with `step`, `split`, `prompt`, `response`, `score` and its other fields.
 
-        step: -1 for the last that has any, None for all. split: "train", "val"; None for both; "dropped" for responses
-        that no step trained on. Raises UserError for another split, and for a step that the run has not done.
+        step: -1 for the last with samples, None for all. split: "train", "val"; None for both; "dropped" for responses
+        that no step trained on. Raises UserError for another split, or a step that the run has not done.
         """
         if split != DROPPED:
             _check_one_of("split", split)
@@ -133,7 +133,7 @@ class Run:
         return rows
 
     def events(self, kind: str | None = None) -> Table:
-        """A row for each thing that happened, with `t`, `kind`, `step`, `message`. kind: only those, e.g. "warning"."""
+        """A row for each event, with `t`, `kind`, `step`, `message`. kind: selects one, e.g. "warning"."""
         return Table(
             {"t": event.t, "kind": event.kind, "step": event.step, "message": event.message, **event.fields}
             for event in run_reader.read_events(self.folder, max_bytes=None)
@@ -142,17 +142,17 @@ class Run:
 
     @property
     def accuracy_before(self) -> float | None:
-        """On validation problems before the first step; None where that was not measured."""
+        """Accuracy on validation problems before the first step; None if not measured."""
         return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[0]
 
     @property
     def accuracy_after(self) -> float | None:
-        """On validation problems at the last validation; None if there was none after a step."""
+        """Accuracy on validation problems at the last validation; None without a validation after a step."""
         return accuracies(run_reader.read_metrics(self.folder, max_bytes=None))[1]
 
     @property
     def num_steps(self) -> int:
-        """Training steps that are done."""
+        """The number of finished training steps."""
         return max(
             (record.step for record in run_reader.read_metrics(self.folder, max_bytes=None) if record.kind == "train"),
             default=0,
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """The page that shows the run, to open in a browser; written now if it is not there yet."""
+        """The run's page, to open in a browser; it is written now if missing."""
         from distflow.observe.report.build import write_report
 
         file = self.folder / "report.html"
@@ -168,15 +168,15 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Folders of checkpoints, the oldest first; the last is what `export` takes."""
+        """Folders of checkpoints, oldest first; `export` takes the last by default."""
         from distflow.runtime.checkpoint.files import by_age
         from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 
         return by_age(self.folder / CHECKPOINTS)
 
     def export(self, to: str | Path, checkpoint: Path | None = None) -> Path:
-        """Write the policy of the last checkpoint, or of that one, as a folder that `transformers` loads, and that
-        `actor_rollout_ref.model.path` takes. Raises UserError where nothing was saved, or `to` is not empty."""
+        """Write the policy of a checkpoint, by default the last, as a folder that `transformers` loads and
+        `actor_rollout_ref.model.path` accepts. Raises UserError if there is no checkpoint, or `to` is not empty."""
         from distflow.launch.export_checkpoint import export_checkpoint
 
         return export_checkpoint(checkpoint or self.folder, Path(to))
@@ -185,7 +185,7 @@ class Run:
         return f"<Run {self.folder}: {self.status}, {count_of(self.num_steps, 'step')}>"
 
     def _repr_html_(self) -> str:
-        """A table of few rows and the curve of the reward, with all text escaped."""
+        """A short table and the reward curve, with all text escaped."""
         before, after, trained = self.accuracy_before, self.accuracy_after, self.metrics("train")
         rows = {"status": f"{self.status}, {count_of(self.num_steps, 'step')}"}
         if after is not None:
@@ -200,7 +200,7 @@ class Run:
         return f"<table><tbody>{cells}{curve}</tbody></table>"
 
 
-load_run = Run  # as users call it
+load_run = Run  # the name that users call
 
 
 def _check_one_of(name: str, value: str | None) -> None:

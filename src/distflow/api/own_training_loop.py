@@ -41,21 +41,20 @@ def rollouts(
 ) -> "Rollouts":
     """Generate and score prompts while your own loop trains: enter it with `with`.
 
-    It is the run of `distflow.train` with the same arguments, but you drive the steps. The config applies but for the
-    nodes after the rollout loop, which run only in `Rollouts.train`. With `trainer.launcher=ray` your loop is in this
-    process, and the engines are in the workers.
-    data: rows for `prepare_batch`; without any, prompts come by `submit` alone, and `trainer.total_training_steps` says
-    how many steps there are. workflow: of episodes of several turns, as of `distflow.train`. should_accept: given the
-    batch of a finished group, whether to train on it; a group that is not accepted is dropped as rejected, or for the
-    reason that was returned as a str, and another starts. It runs on a thread of its own.
-    Raises UserError or PipelineError for a mistake of the user's.
+    The run is that of `distflow.train` with the same arguments, but you drive the steps. Nodes after the rollout loop
+    run only in `Rollouts.train`. With `trainer.launcher=ray` your loop is in this process, and the engines are in the
+    workers. data: rows for `prepare_batch`; without data, prompts come only from `submit`, and
+    `trainer.total_training_steps` sets the number of steps. workflow: for episodes of several turns, as in
+    `distflow.train`. should_accept: decides from the batch of a finished group whether to train on it; a rejected group
+    is dropped as rejected, or for the reason returned as a str, and another starts. It runs on its own thread. Raises
+    UserError or PipelineError for a user's mistake.
     """
     inputs, has_data = PythonInputs(data, val_data, reward, workflow=workflow), True
     if data is None:
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
         has_data = any(train_files(named).values())
         if not has_data:
-            # A config is checked with some rows, but none is ever used.
+            # The config check needs some rows; they are never used.
             domain = next(iter(named.reward.functions), "default")
             row: dict[str, object] = {
                 named.data.prompt_key: "0",
@@ -85,9 +84,8 @@ def rollouts(
 class RolloutStats:
     """Prompt groups since the start of the run.
 
-    enqueued: submitted ones that wait until staleness allows them to start. submitted: that were started. running: of
-    these, not finished yet. accepted: finished, and passed on or kept for a later batch. rejected: dropped, for any
-    reason.
+    enqueued: waiting until staleness allows them to start. submitted: started. running: started, not finished.
+    accepted: finished, and passed on or kept for a later batch. rejected: dropped, for any reason.
     """
 
     enqueued: int
@@ -100,9 +98,9 @@ class RolloutStats:
 class Rollouts:
     """The context manager that `distflow.rollouts` returns. Only the thread that enters it may call it.
 
-    A step is all the groups that were taken since the last `publish`, by `prepare_batch` or `wait`. No token of it is
-    made by weights more than `async.max_staleness` steps older. Groups come by the step that must train on them at the
-    latest, then in the order in which they were started. Leaving it ends everything, whatever the loop raised.
+    A step is all groups taken by `prepare_batch` or `wait` since the last `publish`. None of its tokens comes from
+    weights more than `async.max_staleness` steps older. Groups are ordered by the latest step that may train on them,
+    then by their start. Leaving the context ends everything, whatever the loop raised.
     """
 
     def __init__(
@@ -112,12 +110,12 @@ class Rollouts:
         self._loaded, self._inputs, self._should_accept, self._has_data = loaded, inputs, should_accept, has_data
         self._stack = ExitStack()
         self._running: Running | OwnLoop | None = None
-        self._parts: list[TrainingStep[Batch]] = []  # of the step that `publish` ends
+        self._parts: list[TrainingStep[Batch]] = []  # parts of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
         self._num_submitted = self._num_requests = self._num_asked = 0
 
     def __enter__(self) -> "Rollouts":
-        """Build engines and reward processes, send the first weights. Raises as `distflow.train`."""
+        """Build engines and reward processes, and send the first weights. Raises what `distflow.train` raises."""
         from distflow.cluster.ray_launcher import open_ray
         from distflow.launch.one_process_launcher import open_local
 
@@ -141,12 +139,12 @@ class Rollouts:
     def prepare_batch(
         self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: object = None
     ) -> "Batch | None":
-        """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None
-        where the run has had all its steps, or the data have ended; the last batch may be smaller.
+        """The next `data.train_batch_size` groups: submitted prompts first, then rows of the data. None if the run has
+        had all its steps, or the data have ended; the last batch may be smaller.
 
-        timeout: in seconds. should_accept: in place of that of `rollouts`, for groups of the data that finish until the
-        next call. workflow: the same, for those that start until then. Raises TimeoutError, and nothing is lost;
-        NothingToWaitFor where `publish` or `resume` must come first; and whatever ended the rollouts.
+        timeout: in seconds. should_accept: replaces that of `rollouts` for groups of the data that finish before the
+        next call. workflow: likewise, for groups that start before then. Raises TimeoutError (nothing is lost),
+        NothingToWaitFor if `publish` or `resume` must come first, and whatever ended the rollouts.
         """
         of_group = self._of_group(should_accept, workflow)
         if not self._has_data:
@@ -157,10 +155,10 @@ class Rollouts:
     def submit(
         self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: object = None
     ) -> None:
-        """A prompt of your own, with the columns of a row of data. It starts as soon as staleness allows.
+        """Submit a prompt with the columns of a data row. It starts as soon as staleness allows.
 
-        should_accept, workflow: for its group, in place of those of `rollouts`.
-        Raises UserError for a row that cannot be used, and where data.domains share out every step.
+        should_accept, workflow: replace those of `rollouts` for this group. Raises UserError for an unusable row, or if
+        data.domains allocate the groups of every step.
         """
         from distflow.launch.data_sets import encode_row
 
@@ -173,7 +171,7 @@ class Rollouts:
     def rollout_batch(
         self, rows: Sequence[Mapping[str, object]], timeout: float | None = None, **of_groups: Any
     ) -> "Batch":
-        """Submit rows, and wait for as many groups. of_groups: as of `submit`. Raises what `wait` raises."""
+        """Submit rows and wait for their groups. of_groups: as in `submit`. Raises what `wait` raises."""
         for row in rows:
             self.submit(row, **of_groups)
         return self.wait(len(rows), timeout)
@@ -181,9 +179,8 @@ class Rollouts:
     def wait(self, count: int, timeout: float | None = None) -> "Batch":
         """The next `count` finished groups, in the order in which they were submitted.
 
-        timeout: in seconds. Raises TimeoutError, and nothing is lost; NothingToWaitFor where so many can never be
-        finished, because too few were submitted, or `publish` or `resume` must come first; and whatever ended the
-        rollouts.
+        timeout: in seconds. Raises TimeoutError (nothing is lost), NothingToWaitFor if too few groups were submitted or
+        `publish` or `resume` must come first, and whatever ended the rollouts.
         """
         self._refuse_domains("wait")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -195,7 +192,7 @@ class Rollouts:
         return batch
 
     def train(self, batch: "Batch") -> dict[str, float]:
-        """Run the pipeline's training nodes on a batch, which has the columns that they wrote afterwards.
+        """Run the pipeline's training nodes on a batch; the columns that they write are added to it.
 
         Returns their metrics, which `publish` records.
         """
@@ -213,21 +210,21 @@ class Rollouts:
         return metrics
 
     def apply(self, batch: "Batch", function: Callable[["Batch"], object]) -> None:
-        """Have a function write columns of the batch, where it is: over Ray it is pickled, and each rank calls it with
-        groups of its own."""
+        """Call a function that writes columns of the batch, where the batch is: over Ray the function is pickled, and
+        each rank calls it on its own groups."""
         written = self._entered.worker.apply(batch, function)
         batch.copy_columns(written, **{name: name for name in written.names})
 
     def generate(self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any) -> "tuple[Generation, ...]":
-        """n responses to a prompt in tokens, by the weights that were published last, beside the groups of the run.
+        """n responses to a tokenized prompt from the weights published last, generated beside the run's groups.
 
-        sampling: in place of the config's, by the names of `SamplingParams`. Calls in the same order after the same
-        `publish` draw the same. Raises UserError if the engine cannot run it, or shares weights trained since.
+        sampling: overrides the config, by the names of `SamplingParams`. Calls in the same order after the same
+        `publish` draw the same samples. Raises UserError if the engine cannot do it, or shares weights trained since.
         """
         return self._entered.worker.generate(self._request(prompt_ids, n, sampling)).generations
 
     async def agenerate(self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any) -> "tuple[Generation, ...]":
-        """`generate` in an event loop of your own, where many may wait at once."""
+        """`generate` for your own event loop, where many calls may wait at once."""
         request = self._request(prompt_ids, n, sampling)
         self._num_asked += 1
         try:
@@ -236,11 +233,11 @@ class Rollouts:
             self._num_asked -= 1
 
     def publish(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
-        """End the step: its weights go to the engine, while groups run on, as the next version. Then it is validated,
-        recorded and saved as `trainer.test_freq` and `trainer.save_freq` say.
+        """End the step: send its weights to the engine as the next version, while groups continue. Then validate,
+        record and save according to `trainer.test_freq` and `trainer.save_freq`.
 
-        metrics: of your own, to record besides. Returns all of the step. Raises UserError if no batch was taken, or
-        one more must be first, so that none of its groups gets too old; TrustError where a check fails.
+        metrics: your own, recorded too. Returns all metrics of the step. Raises UserError if no batch was taken, or
+        another must be taken first so that no group gets too stale; TrustError if a check fails.
         """
         from distflow.data.batch import Batch
 
@@ -267,11 +264,11 @@ class Rollouts:
         return recorded
 
     def pause(self) -> None:
-        """No further group starts until `resume`; those that run continue."""
+        """Start no further group until `resume`; running groups continue."""
         self._entered.intake.pause(True)
 
     def resume(self) -> None:
-        """Groups start again."""
+        """Let groups start again."""
         self._entered.intake.pause(False)
 
     @property
@@ -281,7 +278,7 @@ class Rollouts:
 
     @property
     def stats(self) -> RolloutStats:
-        """How many groups wait, run and are done."""
+        """The number of waiting, running and finished groups."""
         standing = self._entered.intake.standing()
         counts = standing.group_counts
         accepted, rejected = counts.complete + counts.consumed, sum(counts.dropped.values())
@@ -289,17 +286,17 @@ class Rollouts:
 
     @property
     def actor(self) -> "TrainEngine":
-        """The policy's train engine; over Ray its `forward` and `train_step`, whose batches stay with the workers."""
+        """The policy's train engine; over Ray only `forward` and `train_step`, whose batches stay with the workers."""
         return cast("TrainEngine", _CheckedEngine(self, "actor", self._engine("actor")))
 
     @property
     def critic(self) -> "TrainEngine":
-        """The critic's. Raises UserError if the pipeline has none, as `ref` does."""
+        """The critic's train engine. Raises UserError if the pipeline has none."""
         return cast("TrainEngine", _CheckedEngine(self, "critic", self._engine("critic")))
 
     @property
     def ref(self) -> "Scorer":
-        """The frozen reference policy."""
+        """The frozen reference policy. Raises UserError if the pipeline has none."""
         return cast("Scorer", self._engine("ref"))
 
     @property
@@ -318,7 +315,7 @@ class Rollouts:
         return self._running
 
     def _of_group(self, should_accept: ShouldAccept | None, workflow: object) -> Any:
-        """What a call says of its groups. Raises UserError."""
+        """The options of a call for its groups. Raises UserError."""
         from distflow.pipelines.nodes.workflow_rollout import workflow_of_call
         from distflow.runtime.sample_queue.user_prompt_rows import OfGroup
 
@@ -329,7 +326,7 @@ class Rollouts:
         return OfGroup(should_accept or self._should_accept, made)
 
     def _spec(self) -> Any:
-        """The spec of the run, without audits: it is not known how the user's loop trains."""
+        """The spec of the run, without audits, since how the user's loop trains is unknown."""
         from distflow.launch.select_pipeline import for_own_loop
         from distflow.launch.spec_settings import make_plan
         from distflow.runtime.sample_queue.user_prompt_rows import Submissions
@@ -351,7 +348,7 @@ class Rollouts:
         running = self._entered
         try:
             part = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
-        except KeyboardInterrupt:  # a thread may still wait for this call, and would take groups meant for later
+        except KeyboardInterrupt:  # a thread may still be waiting for this call, and would take groups meant for later
             running.intake.fail(UserError("a wait for groups was interrupted: leave the rollouts and enter new ones"))
             raise
         if part is None:
@@ -382,7 +379,7 @@ class Rollouts:
         return GenerateRequest(tuple(prompt_ids), tuple(range(n)), replace(spec.sampling, **sampling), stream)
 
     def _refuse_while_shared(self) -> None:
-        """At staleness 0 the engine computes on the very weights that an update changes."""
+        """At staleness 0 the engine computes with the same weights that an update changes."""
         standing = self._entered.intake.standing()
         num_running = standing.group_counts.running - standing.num_waiting + self._num_asked
         if num_running and self._spec_entered.shares_weights:
@@ -393,13 +390,13 @@ class Rollouts:
 
 
 class _CheckedEngine:
-    """A `TrainEngine` whose optimizer steps are checked and recorded; everything else is the engine's own."""
+    """A `TrainEngine` whose optimizer steps are checked and recorded; the rest is delegated to the engine."""
 
     def __init__(self, rollouts: Rollouts, role: str, engine: "TrainEngine") -> None:
         self._rollouts, self._role, self._engine = rollouts, role, engine
 
     def train_step(self, batch: "Batch", loss_fn: "LossFn") -> dict[str, float]:
-        """See `TrainEngine`. Raises TrustError where updates stay not finite."""
+        """See `TrainEngine`. Raises TrustError if updates remain non-finite."""
         self._rollouts._refuse_while_shared()
         metrics = self._rollouts._entered.worker.train_step(self._role, batch, loss_fn)
         self._rollouts._updates.append({f"{self._role}/{name}": value for name, value in metrics.items()})

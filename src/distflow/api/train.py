@@ -1,4 +1,4 @@
-"""`distflow.train`: starts a run from Python, the same one that the command line would start."""
+"""`distflow.train`: starts the same run from Python that the command line would start."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ PresetOrConfig = str | Path | Mapping[str, object]
 
 
 def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonInputs, resume: str | None) -> Loaded:
-    """The checked config, with the files of rows and reward in it. Raises UserError."""
+    """The checked config, with the files for rows and reward. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
     try:
@@ -48,7 +48,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     """Write rows and reward into the run's folder, make the spec, and call the reward once. Raises UserError or
     PipelineError."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
+        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's warning in a notebook without widgets
         from distflow.launch.make_spec import make_spec
         from distflow.runtime.rollout_services import call_rewards_once
     _write(inputs, loaded.config)
@@ -72,7 +72,7 @@ def _write(inputs: PythonInputs, config: Config) -> None:
 
 
 def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overrides) -> tuple[str, list[str]]:
-    """Raises UserError for a dict that builds on no preset, or on several."""
+    """The preset, and the rest as lines. Raises UserError for a dict that builds on no preset, or on several."""
     if not isinstance(config, Mapping):
         return str(config), to_lines(overrides)
     values = dict(config)
@@ -89,7 +89,7 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
 
 @contextmanager
 def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
-    """Restore afterwards what a run sets for the whole process: random generators, threads of torch, the umask."""
+    """Restore process-wide state that a run sets: random generators, torch's thread count, the umask."""
     import torch
 
     threads = torch.get_num_threads()
@@ -139,18 +139,17 @@ def train(
 ) -> Run:
     """Train to the end, or until Ctrl-C or a notebook's interrupt, which saves; the same call resumes from there.
 
-    preset_or_config: a preset's name, a YAML file, or a dict of keys, nested or dotted, which builds on the preset that
-    it names as `defaults`, else on that of the pipeline which its keys select, else on `grpo`.
-    overrides: a dict of the same kind, or lines "key=value" as the command line takes them.
-    data, val_data: rows in place of `data.train_files` and `data.val_files`: a list of dicts, a `datasets.Dataset`, a
-    pandas `DataFrame`, an iterator, a function that returns one of them; or, as a text, what the keys take.
-    reward: a function that scores responses: sync, async or batched (`docs/python.md`). advantage, loss: an advantage
-    estimator and a policy loss, as their decorators take them. pipeline: a function that builds one. workflow: of
-    episodes of several turns (`docs/workflows.md`).
-    on_step, on_validation: called with (step, metrics by their names). on_save: with (step, folder of the checkpoint).
-    resume, allow_change: as `--resume` and `--allow-change` of the command line.
-    Raises UserError or PipelineError for a mistake of the user's, with the message of the command line; TrustError
-    where a check fails; NodeError where a node does.
+    preset_or_config: a preset's name, a YAML file, or a dict of nested or dotted keys, which builds on the preset in
+    its `defaults`, else on that of the pipeline that its keys select, else on `grpo`. overrides: a dict of the same
+    kind, or lines "key=value" as on the command line. data, val_data: rows in place of `data.train_files` and
+    `data.val_files`: a list of dicts, a `datasets.Dataset`, a pandas `DataFrame`, an iterator, or a function that
+    returns one of them; or a str, the value of the key. reward: a function that scores responses: sync, async or
+    batched (`docs/python.md`). advantage, loss: an advantage estimator and a policy loss, as accepted by their
+    decorators. pipeline: a function that builds one. workflow: a function or class for episodes of several turns
+    (`docs/workflows.md`). on_step, on_validation: called with (step, metrics by name). on_save: called with (step,
+    checkpoint folder). resume, allow_change: the same as `--resume` and `--allow-change` on the command line. Raises
+    UserError or PipelineError for a user's mistake, with the message of the command line; TrustError if a check fails;
+    NodeError if a node fails.
     """
     from distflow.runtime.spec import LaunchOptions
     from distflow.runtime.user_calls.sync_calls import Callbacks
@@ -170,12 +169,12 @@ def train(
 
 
 def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = ()) -> dict[str, Run]:
-    """Train several pipelines at once, each with its own data, model and rewards, in processes of its own on its share
-    of the devices, as `distflow train` with several configs does. Returns the runs by name; the same call resumes them.
+    """Train several pipelines at once, each with its own data, model, rewards, processes and share of the devices, as
+    `distflow train` does with several configs. Returns the runs by name; the same call resumes them.
 
-    runs: by name, arguments of `train`: `preset_or_config`, `overrides`, data, functions, but no callbacks, which would
-    run elsewhere. overrides: of all of them. Raises UserError or PipelineError for a mistake, before any starts, and
-    RuntimeError where one fails; the others continue to their end.
+    runs: arguments of `train` by run name: `preset_or_config`, `overrides`, data, functions, but no callbacks, which
+    would run elsewhere. overrides: for all runs. Raises UserError or PipelineError for a mistake, before any run
+    starts, and RuntimeError if one fails; the others continue to their end.
     """
     from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, naming, run_several
 

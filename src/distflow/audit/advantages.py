@@ -1,6 +1,6 @@
 """Check: advantages and returns follow the estimator's formula for the rewards of their own group.
 
-The formulas are implemented again here, by brute force: one sample after another, in float64.
+The formulas are reimplemented here by brute force: one sample after another, in float64.
 """
 
 import math
@@ -28,7 +28,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
 
 Rows = list[tuple[list[float], list[float]]]
-"""(advantage, return) of each token of each sample."""
+"""(advantages, returns) of each sample's tokens."""
 Options = Mapping[str, Any]
 Formula = Callable[[Sequence[Sample], Options], Rows]
 SampleValue = Callable[[Sample, list[Sample], Options], float]
@@ -36,7 +36,7 @@ SampleValue = Callable[[Sample, list[Sample], Options], float]
 LIMIT = 1e-3
 MOST_TOKENS = 2**20
 FIRST_MOMENT, LEAST_VARIANCE = 1e-3, 1e-6
-"""Largest mean of whitened values; variance before whitening, from which on it is 1 behind it."""
+"""The largest mean of whitened values; the variance before whitening from which it is 1 afterwards."""
 
 
 @check(
@@ -47,7 +47,7 @@ FIRST_MOMENT, LEAST_VARIANCE = 1e-3, 1e-6
     limit=f"{LIMIT:g} relative",
 )
 def audit_advantages(recorded: RecordedStep) -> str | None:
-    if not recorded.is_written("advantages") or not recorded.run.resources.trained():  # others have them then
+    if not recorded.is_written("advantages") or not recorded.run.resources.trained():  # other ranks have them then
         return NOT_APPLICABLE
     recorded = recorded.everyone
     registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
@@ -69,7 +69,7 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
 
 
 def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
-    """For samples with the same settings."""
+    """Check samples with the same settings."""
     name, estimator = settings.adv_estimator, find_adv_est(settings.adv_estimator)
     over_step = {
         f"'{name}'": name in GLOBAL or (estimator.formula is not None and estimator.scope == "global"),
@@ -101,7 +101,7 @@ def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfi
 def _check_clipped(
     recorded: RecordedStep, domain: str, settings: AlgorithmConfig, samples: Sequence[Sample], rows: list[list[float]]
 ) -> None:
-    """The reported share of the policy's tokens whose advantage was clipped."""
+    """Check the reported share of the policy's tokens whose advantage was clipped."""
     bound, name = settings.advantage_clip, "advantage_clip/clipped" + (f"/{domain}" if domain else "")
     if bound is None or not recorded.is_whole or recorded.partial:
         return
@@ -117,8 +117,8 @@ def _check_clipped(
 
 
 def audit_moments(recorded: RecordedStep) -> str | None:
-    """Of advantages that are whitened or normalised over the step: over the tokens of all ranks their mean is 0, and
-    their variance 1, or below it where nothing says whether there was less to whiten."""
+    """Advantages that are whitened or normalised over the step have mean 0 and variance 1 over the tokens of all ranks,
+    or a lower variance if it is unknown whether there was less to whiten."""
     settings, batch = recorded.config.algorithm, recorded.batch
     name, norm, kwargs = settings.adv_estimator, settings.adv_norm, settings.adv_estimator_kwargs
     whitens = name in GLOBAL and name != "gpg" and kwargs.get("whiten", True) and "samples" not in kwargs.values()
@@ -153,7 +153,7 @@ def audit_moments(recorded: RecordedStep) -> str | None:
 
 
 def _tokens(sample: Sample) -> list[bool]:
-    """Which tokens count: the policy's, of a sample with a score."""
+    """Which tokens count: the policy's, if the sample has a score."""
     return [bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()]
 
 
@@ -166,7 +166,7 @@ def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
 
 
 def _on_samples(samples: Sequence[Sample], value: Callable[[Sample, list[Sample]], float]) -> Rows:
-    """One value a sample, on each of its tokens; returns are the same."""
+    """One value per sample, on each of its tokens; returns are the same."""
     groups, rows = _groups(samples), list[list[float]]()
     for sample in samples:
         number = value(sample, groups[int(sample["group_index"])]) if sample["valid"] else 0.0
@@ -175,7 +175,7 @@ def _on_samples(samples: Sequence[Sample], value: Callable[[Sample, list[Sample]
 
 
 def _to_go(sample: Sample, gamma: float) -> list[float]:
-    """Rewards to go; tokens that do not count carry the running sum over."""
+    """Rewards to go; tokens that do not count pass the running sum on."""
     running, out = 0.0, []
     for reward, counted in zip(
         reversed(sample["token_level_rewards"].tolist()), reversed(_tokens(sample)), strict=True
@@ -199,8 +199,8 @@ def _whitened(formula: Formula, returns_too: bool = False) -> Formula:
 
 
 def _by_agent(formula: Formula, agents: Sequence[str], is_margin: bool) -> Formula:
-    """The estimator over what each agent of an episode said, with rewards of its own, among the same agent's in the
-    group's other episodes."""
+    """The estimator over the tokens of each agent of an episode, with the agent's rewards, compared with the same
+    agent's in the group's other episodes."""
 
     def apply(samples: Sequence[Sample], options: Options) -> Rows:
         out: Rows = [([0.0] * len(s["response_mask"]), [0.0] * len(s["response_mask"])) for s in samples]
@@ -238,7 +238,7 @@ def _grpo(samples: Sequence[Sample], options: Options) -> Rows:
 def _grpo_value(
     samples: Sequence[Sample], options: Options, score: Callable[[Sample], float]
 ) -> Callable[[Sample, list[Sample]], float]:
-    """GRPO's advantage of a sample of a group for these scores."""
+    """GRPO's advantage of a sample within its group, for these scores."""
     scale = options["scale_rewards"] or ("group" if options["norm_adv_by_std_in_grpo"] else "none")
     epsilon, of_batch = options["adv_epsilon"], std([score(sample) for sample in samples if sample["valid"]])
 
@@ -255,7 +255,7 @@ def _grpo_value(
 
 
 def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
-    """Each part of the reward by GRPO's rule, weighted, summed, and whitened."""
+    """Each part of the reward by GRPO's rule, then weighted, summed, and whitened."""
     names = sorted({name for sample in samples for name in sample["reward_parts"]})
     by_group = {**options, "scale_rewards": None}
 
@@ -280,7 +280,7 @@ def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
 
 
 def _by_sample(value: SampleValue) -> Formula:
-    """The estimator that gives all tokens of a sample one value, by its scored group."""
+    """The estimator that gives all tokens of a sample one value, from its group's scored samples."""
     return lambda samples, options: _on_samples(samples, lambda sample, group: value(sample, group, options))
 
 
@@ -306,7 +306,7 @@ def _passk(sample: Sample, group: list[Sample], options: Options) -> float:
 
 
 def _centred(sample: Sample, group: list[Sample], options: Options) -> float:
-    """The score minus the group's mean; of a sample that is alone the score."""
+    """The score minus the group's mean; the score itself for a single sample."""
     return _score(sample) - mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
 
 
@@ -330,7 +330,7 @@ def _reinforce(samples: Sequence[Sample], options: Options) -> Rows:
 
 
 def _turns(sample: Sample) -> list[list[int]]:
-    """The places of the tokens of each turn that counts."""
+    """The positions of the tokens of each turn that counts."""
     turns: dict[int, list[int]] = {}
     for place, (turn, counted) in enumerate(zip(sample["turn_index"].tolist(), _tokens(sample), strict=True)):
         if counted:
@@ -339,7 +339,7 @@ def _turns(sample: Sample) -> list[list[int]]:
 
 
 def _grpo_turns(samples: Sequence[Sample], options: Options) -> Rows:
-    """The value of each turn by GRPO's rule among the turns of the same number."""
+    """The value of each turn by GRPO's rule among the group's turns with the same number."""
     discount, rows, returns = options.get("turn_discount", 1.0), list[list[float]](), list[list[float]]()
     for sample in samples:
         rewards = [math.fsum(sample["token_level_rewards"][places].tolist()) for places in _turns(sample)]

@@ -1,4 +1,4 @@
-"""Lists the auditor's checks in the order in which they run, and makes their table in `docs/trust.md`."""
+"""Lists the auditor's checks in the order in which they run, and generates their table in `docs/trust.md`."""
 
 from dataclasses import replace
 
@@ -24,10 +24,10 @@ from distflow.audit.samples import audit_groups, audit_masks, audit_responses, a
 from distflow.audit.validation import audit_validation
 
 REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained)
-"""Keep what the checks of this and of later steps need, in every step, before its checks."""
+"""Run in every step before its checks, to keep what these and later steps' checks need."""
 
 REMEMBERED_AFTER = (token_level_rewards.remember_coefficients,)
-"""The same after its checks, which need what was kept of the step before."""
+"""The same, run after its checks, which need what the previous step kept."""
 
 AT_START: tuple[Check, ...] = (audit_data,)
 """Run on the `AuditedRun`, before anything is generated."""
@@ -43,10 +43,10 @@ LOOK_BEFORE: tuple[Check, ...] = (
     audit_sampled_tokens,
     audit_reference,
 )
-"""Run in steps that are not audited before the first update, on one sample of a few groups."""
+"""Run before the first update of steps that are not audited, on one sample from a few groups."""
 
 BEFORE: tuple[Check, ...] = (audit_resume, *LOOK_BEFORE, optimizer_steps.audit_backward)
-"""Run before the step's first update, as they run the models with the weights that scored the step."""
+"""Run before the step's first update, since they run the models with the weights that scored the step."""
 
 AFTER: tuple[Check, ...] = (
     audit_groups,
@@ -78,11 +78,11 @@ OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_advantages, run=audit_moments),
     replace(audit_metrics, run=audit_step_metrics),
 )
-"""Cheap enough for most steps: rows of groups, mini-batches, learning rates, sum and norm of each gradient, mean and
-variance of whitened advantages, and metrics of samples and updates."""
+"""Checks that are cheap enough for most steps: rows of groups, mini-batches, learning rates, sum and norm of each
+gradient, mean and variance of whitened advantages, and metrics of samples and updates."""
 
 OF_LOOKS: tuple[Check, ...] = (*OF_MOST_STEPS[:-1], audit_metrics)
-"""The same for steps that are looked at."""
+"""The same for steps with a look."""
 
 LOOK_AFTER = tuple(
     check
@@ -92,16 +92,16 @@ LOOK_AFTER = tuple(
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 
 QUICK_LOOK = tuple(check for check in LOOK_AFTER if check.name not in ("responses", "reward_results", "kl_control"))
-"""Run there if a look costs too much, on one group; the models are not run, and no reward function is called."""
+"""Run there on one group if a look costs too much; neither models nor reward functions are run."""
 
 OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, rescored_samples.audit_reward_functions)
-"""Run on groups as they end on workers that only generate, within the time of looks; no reward function is called."""
+"""Run on finished groups of workers that only generate, within the time for looks; no reward function is called."""
 
 AT_RELEASE: tuple[Check, ...] = (audit_curriculum, audit_skipped_rows)
 """Run in every step on its metrics, once the sample queue has added its own."""
 
 OF_RELEASED: tuple[Check, ...] = (replace(audit_metrics, run=audit_staleness),)
-"""Run there in most steps."""
+"""The same, run in most steps."""
 
 CHECKS = (*AT_START, *AFTER[:11], *BEFORE, *AFTER[11:], *OF_VALIDATION, audit_curriculum, audit_skipped_rows)
-"""All checks in the order of a step, for readers."""
+"""All checks in the order of a step, for documentation."""

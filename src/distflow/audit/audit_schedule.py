@@ -1,4 +1,4 @@
-"""Decides which steps are audited: ahead of time, so that weights of older versions are kept, and within a budget."""
+"""Decides which steps are audited, within a budget and ahead of time, so that weights of older versions are kept."""
 
 import hashlib
 import math
@@ -12,20 +12,20 @@ from distflow.audit.optimizer_steps import plan_of
 from distflow.audit.recorded_step import RecordedStep
 
 SHARE = 0.02
-"""The share of the run's time that everything here may take. If the first audits and looks, which are made whatever
-they cost, took more, later ones have half of their shares until that is made up for; not what most steps have, which
-finds rare faults."""
+"""The share of the run's time that all checks here may take. If the first audits and looks, which ignore their cost,
+took more, later ones have half of their shares until this is made up for; not so the checks of most steps, which find
+rare faults."""
 
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
 
 NUM_FIRST_LOOKS = 10
-"""First steps of a process that are looked at whatever it costs."""
+"""First steps of a process with a look, whatever it costs."""
 
 
 class Depth(IntEnum):
-    """How much of a step is checked: nothing but counts; each update's gradient and the metrics; besides something of a
-    group and of one update; of two groups, and the models on one sample; all of it."""
+    """How much of a step is checked: only counts; each update's gradient and the metrics; also a part of one group and
+    one update; also parts of two groups, and the models on one sample; everything."""
 
     NONE = 0
     BASE = 1
@@ -35,17 +35,17 @@ class Depth(IntEnum):
 
 
 SHARES = {Depth.AUDIT: 0.004, Depth.LOOK: 0.004, Depth.QUICK: 0.002, Depth.BASE: 0.008}
-"""The shares of audits, of looks at other steps, of quick looks at the steps that are left, and of what most others
-have. The rest is what counts take."""
+"""The shares of audits, of looks at other steps, of quick looks at the remaining steps, and of the checks of most
+others. The rest is for counts."""
 
 
 class AuditSchedule:
     """Audits the first step of a process, the second (weights have moved once), the first that may hold tokens of every
-    age, and one in every `frequency` steps, at a random position, so that a fault in every third step is found.
+    staleness, and one in every `frequency` steps, at a random position, so that a fault in every third step is found.
 
     After the first few, an audit waits until audits have taken less than their share of the run's time, unless every
-    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every step that
-    is not audited is looked at, as far as looks have taken less than their own share; if not, a quick look has another.
+    step is audited. If weights may be stale, it then waits until weights of all ages were kept for it. Every other step
+    gets a look, while looks have taken less than their share, else a quick look, which has another share.
     """
 
     def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
@@ -57,10 +57,10 @@ class AuditSchedule:
         self._first_step, self._told = first_step, 1
         self._began = time.monotonic()
         self._spent_s_of = dict.fromkeys(SHARES, 0.0)
-        self._spent_s = self._first_s = 0.0  # in all; by the first ones, which no share counts
+        self._spent_s = self._first_s = 0.0  # in total; by the first ones, which no share counts
 
     def is_due(self, step: int) -> bool:
-        """Call once a step, in order."""
+        """Whether to audit the step; call once per step, in order."""
         if self.frequency <= 0:
             return False
         if self._is_named(step) or step == self._planned:
@@ -76,12 +76,12 @@ class AuditSchedule:
         return False
 
     def expects(self, step: int) -> bool:
-        """Whether a later step that may train on tokens of the weights of `step` may be audited."""
+        """Whether a later step that may be audited may train on tokens from the weights of `step`."""
         ahead = range(step + 1, step + self._max_staleness + 1)
         return self.frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
 
     def looks_at(self, step: int) -> Depth:
-        """How to look at the step if it is not audited."""
+        """How deeply to check the step if it is not audited."""
         if self.frequency <= 0:
             return Depth.NONE
         if step < self._first_step + NUM_FIRST_LOOKS or self._affords(Depth.LOOK):
@@ -94,8 +94,8 @@ class AuditSchedule:
         self._num_made, self._last = self._num_made + 1, step
 
     def is_behind(self, step: int) -> int:
-        """Steps since the last audit if they are twice as many as the frequency asks for, and each time they are twice
-        as many as ever told; else 0."""
+        """The number of steps since the last audit, if it is twice the frequency, and again whenever it is twice the
+        largest reported; else 0."""
         since = step - self._last
         if self.frequency <= 0 or since < 2 * self._told * self.frequency:
             return 0
@@ -108,11 +108,11 @@ class AuditSchedule:
         return max(SHARES[Depth.AUDIT] * self.frequency * step_s, 0.05)
 
     def score_again_s(self) -> float:
-        """Time that a look may take to call reward functions again: none if the looks have used up their share."""
+        """Time for a look to call reward functions again: none if looks have used up their share."""
         return 0.05 if self._affords(Depth.LOOK) else 0.0
 
     def cost(self, least_s: float) -> str:
-        """What all checks here have cost, and why; empty if it is within `SHARE`, or below `least_s`."""
+        """Text on the cost of all checks here, and its reason; empty if it is within `SHARE`, or below `least_s`."""
         run_s = time.monotonic() - self._began
         if self._spent_s <= max(SHARE * run_s, least_s):
             return ""
@@ -126,7 +126,7 @@ class AuditSchedule:
 
     @contextmanager
     def timed(self, step: int, depth: Depth) -> Iterator[None]:
-        """Counts the time inside, which the step's audit took, or the look at it."""
+        """Counts the time inside as that of the step's audit or look."""
         began = time.monotonic()
         try:
             yield
@@ -148,7 +148,7 @@ class AuditSchedule:
         return step in self._always or self.frequency == 1
 
     def _is_place(self, step: int) -> bool:
-        """Whether the step is the audited one of its window."""
+        """Whether the step is the one to audit in its window."""
         window = step // self.frequency
         place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
         return step % self.frequency == place % self.frequency

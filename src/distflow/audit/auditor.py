@@ -36,7 +36,7 @@ from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2
-"""Number of later mini-batches of a step before which the policy is run on a sample."""
+"""The number of later mini-batches of a step before which the policy is run on a sample."""
 
 NUM_GROUPS, NUM_SAMPLES = {Depth.QUICK: 1, Depth.LOOK: 2}, {Depth.QUICK: 2, Depth.LOOK: 4}
 """Groups that a look checks, and samples of them whose loss it checks."""
@@ -45,17 +45,16 @@ NUM_TENSORS = 8
 """Weights that a look compares with the engine's."""
 
 LONG_S, TOLD_AT_END_S = 5.0, 1.0
-"""The cost of the first audit, and at the end that of all, is told from so many seconds on."""
+"""Minimum seconds from which the cost of the first audit, and at the end that of all audits, is reported."""
 
 LOOKS_TOLD_EVERY = 50
-"""Steps between two lines of `events.jsonl` that count the looks."""
+"""Steps between two lines in `events.jsonl` that count the looks."""
 
 
 class Auditor:
     """The `StepAuditor` of one worker. Called on the training thread, except for the group recorder.
 
-    A failed check ends the run with TrustError. A check that cannot be made, or that raises another error, is reported
-    and has no other effect.
+    A failed check ends the run with TrustError. A check that cannot be made, or raises another error, is only reported.
     """
 
     def __init__(
@@ -79,16 +78,16 @@ class Auditor:
         self._memory = Memory(inputs, resources)
         again = self._memory.compare_again
         self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, turns, older_weights, state, again)
-        trains_policy = spec.config.trainer.critic_warmup  # the first step that does
+        trains_policy = spec.config.trainer.critic_warmup  # the first step that trains the policy
         self._schedule = AuditSchedule(
             spec.options.audit_freq, self._first_step, spec.data.max_staleness, (trains_policy,)
         )
         self._updates: dict[str, int] = state.setdefault("updates", {})
         """Optimizer steps by role since the run's start."""
         self._served: list[str] = []
-        """Names of the tensors that the rollout engine of this worker computes with."""
+        """Names of the tensors used by this worker's rollout engine."""
         self._sent_hashes: Mapping[str, str] = {}
-        self._due, self._looks = False, Depth.NONE  # to audit the step; how to look at it
+        self._due, self._looks = False, Depth.NONE  # whether to audit the step; how to look at it
         self._taken: RecordedStep | None = None
         """The current step, with the columns as they are now."""
         self._recorded: RecordedStep | None = None
@@ -96,14 +95,14 @@ class Auditor:
         self._look: RecordedStep | None = None
         """A few groups of the current step, if it is looked at."""
         self._looked: Counter[str] = Counter()
-        """How often looks made each check since they were last told."""
+        """How often looks made each check since the last report."""
         self._watch: UpdateWatch | None = None
         self._gradients: dict[str, GradientWatch] = {}
-        self._gradient: GradientWatch | None = None  # of the current update
-        self._validated = -1  # steps before the last validation
+        self._gradient: GradientWatch | None = None  # watch of the current update
+        self._validated = -1  # number of steps before the last validation
         self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
-        self._told = False  # what audits cannot check
+        self._told = False  # whether it was reported what audits cannot check
 
     def _group_kept(self, record: GroupRecord, batch: Batch) -> None:
         """On a worker that only generates, which takes no step: check a group as it goes to the sample queue."""
@@ -125,7 +124,7 @@ class Auditor:
         return {**self._memory.models(), **self._memory.others(nodes, point)} if self._schedule.frequency > 0 else {}
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
-        # Decided once for all ranks, as clocks differ.
+        # Decided once for all ranks, since clocks differ.
         due = self._schedule.is_due(step) or bool(self._run.doubts)
         agreed = self._ranks.max({"due": float(due), "looks": float(self._schedule.looks_at(step))})
         self._due = bool(agreed["due"])
@@ -143,7 +142,7 @@ class Auditor:
             self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
-        """The policy was synced as `version` right before this step."""
+        """Remember weights: the policy was synced as `version` right before this step."""
         run, self._sent_hashes = self._run, {}
         actor = run.resources.actor
         if actor is None:
@@ -201,7 +200,7 @@ class Auditor:
             return
         audits = self._due or self._recorded is not None
         depth = Depth.AUDIT if audits else self._looks
-        may_draw = depth > Depth.BASE  # functions of the user's, which may be called again
+        may_draw = depth > Depth.BASE  # user functions, which may be called again
         lent = random_states.lent(random_states.states()) if may_draw else nullcontext()
         with self._schedule.timed(taken.step, depth), lent:
             if audits and self._recorded is None:
@@ -321,7 +320,7 @@ class Auditor:
         self._looked.update(name for name, why_not in found.items() if why_not is None)
 
     def _tell(self, step: int) -> None:
-        """Report the looks from time to time, audits that are behind their frequency, and what all cost."""
+        """Report from time to time the looks, late audits, and the total cost."""
         run, ended = self._run, step + 1 == self._run.spec.data.total_steps
         if self._looked["steps"] and (ended or (step + 1) % LOOKS_TOLD_EVERY == 0):
             run.inputs.recorder.looked(self._looked)
@@ -337,7 +336,7 @@ class Auditor:
             )
 
     def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:
-        """The result of each check by its name. what: is checked, where it is not a step."""
+        """The result of each check by its name. what: the checked object, if it is not a step."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:

@@ -76,8 +76,8 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
-    """Findings about the user's loss; None if it has none."""
-    updates = [update for update in recorded.updates_of("actor") if update.micros]  # an empty one has none
+    """Findings about the user's loss; None if there is none."""
+    updates = [update for update in recorded.updates_of("actor") if update.micros]  # an empty update has none
     objective = updates[0].loss if updates else None
     if not isinstance(objective, PolicyObjective):
         return None
@@ -113,7 +113,7 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
 
 
 def _scalar_loss(adapter: ScalarLossAdapter) -> list[str] | None:
-    """One with verl's signature, whose single number leaves nothing else to examine; None if it was never called."""
+    """Findings about a loss with verl's signature, which returns a single number; None if it was never called."""
     if adapter.uses_agg_loss is None:
         return None
     if adapter.uses_agg_loss:
@@ -141,7 +141,7 @@ def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: 
 
 
 def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ...]:
-    """The same call with garbage outside the mask and in extra columns, cut to the old width."""
+    """The result of the call with garbage outside the mask and in extra columns, cut to the old width."""
 
     def spoil(value: object, is_mask: bool) -> object:
         if not isinstance(value, Tensor) or value.shape != mask.shape:

@@ -1,5 +1,5 @@
-"""Checks: the data plan is the config's, and the rows are those of their files, read again by other code than the
-loader's; the shares that a curriculum gives to the domains follow from what is reported of each step."""
+"""Checks: the data plan matches the config, and the rows match their files, read again by code other than the loader's;
+the shares that a curriculum gives to the domains follow from what each step reports."""
 
 import csv
 import json
@@ -68,7 +68,7 @@ def _check_plan(run: AuditedRun) -> None:
 
 
 def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequence[PromptRow]) -> set[str]:
-    """Returns the sources that have no second reader. domains: those that share files by tags are given together."""
+    """Returns the sources that have no second reader. domains: those that share files by tags are passed together."""
     spec, read, num_rows, num_wanted, named = run.spec, cache(_read), dict[str, int](), 0, list[str]()
     data = spec.config.data
     tagged = [domain for domain in domains if domain and not getattr(data.domains[domain], f"{split}_files")]
@@ -86,7 +86,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
     unread = {file for file in named if not _is_readable(_path(file))}
     names = ["train"] if split == "train" else [f"val {domain}" for domain in domains]
     num, most = len(rows) + sum(spec.num_left_out[name] for name in names), sum(num_rows.values())
-    if not streams and not unread and not num_wanted <= num <= most:  # more if bad ones are among the first
+    if not streams and not unread and not num_wanted <= num <= most:  # more if bad rows are among the first
         raise Wrong(
             f"{num_wanted:,} rows of the {split}_files are wanted, but {len(rows):,} are used and {num - len(rows):,} "
             "counted as left out: rows were lost or duplicated"
@@ -119,7 +119,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
 
 
 def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Path], Any]) -> None:
-    """With `data.lazy` the number of a row is its place in its files, which are read again when they end."""
+    """With `data.lazy` a row's number is its position in its files, which are read again when they end."""
     config, first = run.spec.config, 0
     for source in run.spec.data.sources:
         tags = config.data.domains[source.name].tags if source.name else ()
@@ -130,7 +130,7 @@ def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Pat
         own_rows, order = [row for row in rows if row.index in own], list[tuple[Path, int]]()
         last = max((row.index for row in own_rows), default=first) - own.start
         for path in map(Path.resolve, paths if own_rows and all(map(_is_readable, paths)) else ()):
-            if len(order) <= last:  # no file that is not due
+            if len(order) <= last:  # do not read files that are not due
                 numbers, get = read(path)
                 order += [(path, n) for n in numbers if not by_tags or _tag(config.data, get, n) in tags]
         order = order[: most if most >= 0 else None]
@@ -142,7 +142,7 @@ def _check_order(run: AuditedRun, rows: Sequence[PromptRow], read: Callable[[Pat
 
 
 def _check_left_out(run: AuditedRun, domain: str, used: Collection[object], read: Callable[[Path], Any]) -> None:
-    """Rows that are not used have too many tokens, another pass rate, or tests that no response can pass."""
+    """Check that unused rows have too many tokens, another pass rate, or tests that no response can pass."""
     config, functions = run.spec.config, reward_functions(run.spec.config)
     paths = list(map(_path, _files(_setting(config, domain, "train_files"))))
     if not is_rl(config) or _setting(config, domain, "train_max_samples") >= 0 or not all(map(_is_readable, paths)):
@@ -162,7 +162,7 @@ def _check_left_out(run: AuditedRun, domain: str, used: Collection[object], read
 
 
 def _first_rows(run: AuditedRun) -> list[int]:
-    """Those of each source, where some have an unknown number of rows."""
+    """The first rows of each source if some have an unknown number of rows."""
     found, first = list[int](), 0
     for source in run.spec.data.sources:
         found += range(first, first + min(source.num_rows, NUM_ROWS))
@@ -171,7 +171,7 @@ def _first_rows(run: AuditedRun) -> list[int]:
 
 
 def _tag(data: DataConfig, get: Callable[[int], Any], number: int) -> str:
-    """The tag of a row by its number; of one that cannot be read none."""
+    """The tag of a row by its number; empty for an unreadable row."""
     try:
         return "" if data.tag_key is None else str(_at(get(number), data.tag_key))
     except (ValueError, AttributeError):
@@ -194,7 +194,7 @@ def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domain: 
 
 
 def _prompt_of(run: AuditedRun, record: Mapping[str, Any], domain: str) -> tuple[str, list[int]] | None:
-    """The prompt's text and tokens, uncut; of messages of more than roles and texts nothing."""
+    """The prompt's text and tokens, uncut; None for messages with more than roles and texts."""
     config, tokenizer = run.spec.config, run.resources.tokenizer
     own = {name: _setting(config, domain, name) for name in ("prompt_key", "prompt_format", "prompt_template")}
     asked = _at(record, own["prompt_key"])
@@ -217,7 +217,7 @@ def _prompt_of(run: AuditedRun, record: Mapping[str, Any], domain: str) -> tuple
 
 
 def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
-    """The prompt's text and tokens, cut if there are too many."""
+    """Compare the prompt's text and tokens, cut if there are too many."""
     data, found = run.spec.config.data, _prompt_of(run, record, domain)
     if found is None:
         return
@@ -233,7 +233,7 @@ def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], 
 
 
 def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]) -> None:
-    """Of supervised fine-tuning: the tokens of the text, or turns that hold all that the assistant says."""
+    """For fine-tuning, compare the tokens of the text, or check that turns contain all that the assistant says."""
     tokenizer, data, ids = run.resources.tokenizer, run.spec.config.data, list(row.response_ids or ())
     response, messages = _at(record, data.response_key), _at(record, data.messages_key)
     if row.turns is None and isinstance(response, str):
@@ -252,7 +252,7 @@ def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]
 
 
 def _compare_pair(run: AuditedRun, row: PromptRow) -> None:
-    """Each text of the pair holds its response, which was compared with the file."""
+    """Check that each text of the pair contains its response, which was compared with the file."""
     data, extra = run.spec.config.data, dict[str, Any](row.extra_info or {})
     for name, ids in ((data.chosen_key, row.response_ids), (data.rejected_key, row.rejected_ids)):
         found = extra[name][-1]["content"] if isinstance(extra[name], list) else extra[name]
@@ -267,14 +267,14 @@ def _setting(config: Config, domain: str, name: str) -> Any:
 
 
 def _at(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a column; a dotted name that is none is a path."""
+    """The value of a column; a dotted name that is not a column is a path."""
     first, _, rest = name.partition(".")
     inner = record.get(name, record.get(first))
     return _at(inner, rest) if name not in record and rest and isinstance(inner, dict) else record.get(name)
 
 
 def _files(named: Sequence[str]) -> list[str]:
-    """With the files of patterns, in the order of their names."""
+    """The files, with those of patterns in the order of their names."""
     return [each for file in named for each in (list(map(str, matching_files(file))) or [file])]
 
 
@@ -284,7 +284,7 @@ def _path(file: str) -> Path:
 
 
 def _read(path: Path) -> tuple[Sequence[int], Callable[[int], Any]]:
-    """The numbers of the rows in the file, as messages name them, and a function that gives a row by its number."""
+    """The row numbers in the file, as used in messages, and a function that returns a row by its number."""
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Check: rows are skipped for the share of correct responses to them that the steps have shown, and no others."""
+"""Check: exactly those rows are skipped whose share of correct responses in earlier steps requires it."""
 
 from collections.abc import Sequence
 
@@ -33,10 +33,10 @@ def audit_skipped_rows(recorded: RecordedStep) -> str | None:
         return "steps before this one were not followed"
     groups, left = by_group_of(recorded.samples), kept["left"]
     row_of, in_turn = dict[int, str](), 0
-    for number in range(kept["next"], max(groups, default=-1) + 1):  # all of a step start before any has a score
+    for number in range(kept["next"], max(groups, default=-1) + 1):  # all groups of a step start before any has a score
         row = row_of[number] = str(recorded.place_of(PromptGroup(number, 0, 0, data.group_size, 0))[1])
         in_turn = 0 if number in groups else in_turn + 1
-        if in_turn == data.num_rows:  # the next one is taken, whatever it is
+        if in_turn == data.num_rows:  # the next row is taken in any case
             state["skips"] = {}
             return "all rows of an epoch were skipped"
         if number in groups and row in left:

@@ -1,5 +1,5 @@
-"""Check: an episode was trained on as it happened, by the events at the borders of our code: what was said, what the
-user's process was given and returned, what was paid for which turn, and which text was scored."""
+"""Check: an episode was trained on as it happened, according to events at the boundaries of our code: what was said,
+what the user's process received and returned, the reward of each turn, and which text was scored."""
 
 import math
 from collections import Counter
@@ -27,12 +27,12 @@ from distflow.builtin_names import PROMPT_CHAT
 MOST, FEW = 16, 2
 _QUESTION, _REPLY = "a question of the audit", "a reply of the audit"
 MAX_TURNS = {"environment": 16, "multi_turn": 3, "tools": 8}
-"""Of workflows, where `workflow_kwargs` does not say."""
+"""Default of each workflow, unless `workflow_kwargs` sets it."""
 FEEDBACK = "That is not correct. Try again."
 
 
 class Said(NamedTuple):
-    """What a workflow said in one turn, see `on_event`, and the place of the reply in the sample."""
+    """What a workflow said in one turn (see `on_event`), and the position of the reply in the sample."""
 
     name: str
     templated: bool
@@ -73,8 +73,8 @@ def audit_episodes(recorded: RecordedStep) -> str | None:
 
 
 def rewards_of_turns(recorded: RecordedStep, sample: Sample, total: float) -> Tensor | None:
-    """The reward of each token: what each turn was paid on its last one, and what is left of the score on that of the
-    last turn in time. None if the episode's events are not known."""
+    """The reward of each token: each turn's on its last token, and the rest of the score on that of the last turn in
+    time. None if the episode's events are not known."""
     turns = _turns_of(recorded, sample)
     if turns is None:
         return None
@@ -95,7 +95,7 @@ def _events(recorded: RecordedStep, sample: Sample) -> Sequence[tuple[Any, ...]]
 
 
 def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Without those of conversations of agents that are not trained, which are in no sample."""
+    """The events without those of untrained agents' conversations, which are in no sample."""
     agents = recorded.config.actor_rollout_ref.rollout.agents
     trained = [name for name, agent in agents.items() if agent.trainable]
 
@@ -107,7 +107,7 @@ def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> li
 
 
 def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
-    """The turns of the sample in the order of time; None if its events are not known."""
+    """The turns of the sample in chronological order; None if its events are not known."""
     places: dict[str, list[RecordedTurn]] = {}
     drawn = [event[1:] for event in _events(recorded, sample) if event[0] == "turn" and event[-1]]
     if not drawn:
@@ -122,7 +122,7 @@ def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
 
 def _check_given(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     begun = {event[1]: event[2:] for event in _events(recorded, sample) if event[0] == "forked"}
-    is_agent = recorded.config.actor_rollout_ref.rollout.workflow == "agent"  # whose calls say all of their history
+    is_agent = recorded.config.actor_rollout_ref.rollout.workflow == "agent"  # its calls contain the whole history
     for talk in conversations_of(sample):
         same, history = begun.get(talk.name, ((), []))
         history, before = [] if same or is_agent else history, len(same)
@@ -144,10 +144,10 @@ def _check_given(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
 def _rendered(
     recorded: RecordedStep, sample: Sample, turn: Said, before: Sequence[int], history: Sequence[Mapping[str, Any]]
 ) -> list[int] | None:
-    """The tokens of what was said after the tokens `before`, none at the beginning; None if they cannot be known."""
+    """The tokens of what was said after the tokens `before` (none at the beginning); None if they cannot be known."""
     tokenizer: Any = recorded.run.resources.tokenizer
     said, begins = turn.said, not before
-    is_prompt = begins and hasattr(said, "token_ids")  # of a row
+    is_prompt = begins and hasattr(said, "token_ids")  # of a data row
     if is_prompt and not turn.tools and not history:
         return list(said.token_ids)
     if is_prompt:
@@ -180,7 +180,7 @@ def _rendered(
 
 
 def _behind(tokenizer: Any, text: str) -> list[int]:
-    """The tokens behind the reply in a text."""
+    """The tokens after the reply in a text."""
     start, encoded = (
         text.index(_REPLY) + len(_REPLY),
         tokenizer(text, add_special_tokens=False, return_offsets_mapping=True),
@@ -190,7 +190,7 @@ def _behind(tokenizer: Any, text: str) -> list[int]:
 
 
 def _check_scored_text(recorded: RecordedStep, sample: Sample) -> None:
-    """All texts of the group that were scored are those that its episodes passed."""
+    """Check that the scored texts of the group are those that its episodes passed."""
     record, decode = recorded.record_of(sample), recorded.run.resources.tokenizer.decode
     if (
         record is None
@@ -244,7 +244,7 @@ def _check_environment(recorded: RecordedStep, sample: Sample, turns: Sequence[S
     decode = recorded.run.resources.tokenizer.decode
     replies = [decode(list(turn.drawn), skip_special_tokens=True) for turn in turns]
     taken = [given["text"] for given, _ in steps]
-    is_cut = sample["finish_reason"] in ("length", "context")  # a reply that is cut off is no action
+    is_cut = sample["finish_reason"] in ("length", "context")  # a truncated reply is not an action
     if taken != replies[: len(taken)] or len(taken) not in (len(replies), len(replies) - is_cut):
         raise Wrong(f"{who} was given the actions {taken!r:.200}, but the policy's replies are {replies!r:.200}")
     observations = [str(first), *(str(step[0]) for _, step in steps)]
@@ -261,8 +261,8 @@ def _check_environment(recorded: RecordedStep, sample: Sample, turns: Sequence[S
 
 
 def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    """Answers that do not come from a tool's process (errors, the sandbox's) may stand between those that do, and those
-    to the last reply may have no room."""
+    """Answers that do not come from a tool's process (errors, the sandbox's) may be interleaved with those that do, and
+    those to the last reply may not fit."""
     left = _called(recorded, sample, "call")
     for text in [message["content"] for turn in turns[1:] for message in turn.said]:
         left = left[1:] if left and left[0][1][0] == text else left
@@ -272,4 +272,4 @@ def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
 
 
 def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
-    """Another workflow has no contract with the user's process that is known here."""
+    """No check: other workflows have no contract with the user's process that is known here."""

@@ -1,5 +1,5 @@
-"""Checks: the log-probs of trainer and reference and the critic's values are those of the models' own forward; the
-reference does not move."""
+"""Checks: the log-probs of trainer and reference and the critic's values match the models' own forward; the reference
+does not move."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from distflow.training.policies import models_of
 
 MOST, LEAST = 16, 4
 SHARE = 0.04
-MOST_ENTRIES = 2**26  # of softmaxes in float64: about a second on one core
+MOST_ENTRIES = 2**26  # entries of softmaxes in float64: about a second on one core
 EXACT, ROUNDED = (1e-4, 3e-3), (0.15, 5.0)
 NUM_ROWS, NUM_TOKENS, STRIDE = 2, 32, 7919
 REFERENCE_EXACT, REFERENCE_ROUNDED = 3e-5, 0.02
@@ -60,7 +60,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
             if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
                 raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, according to the config")
     elif own in recorded.batch and not recorded.run.is_exact and not recorded.partial and recorded.is_ours(own):
-        ours = recorded.batch.flat(own)  # in low precision, engine and trainer never round alike over a whole step
+        ours = recorded.batch.flat(own)  # in low precision they never round alike over a whole step
         if len(ours) >= 50 and torch.equal(ours, recorded.batch.flat("rollout_log_probs")):
             raise Wrong(f"{own} are the engine's, bit for bit: they were copied instead of computed by the trainer")
     actor, reference, critic = resources.actor, resources.ref, resources.critic
@@ -68,7 +68,7 @@ def audit_log_probs(recorded: RecordedStep) -> str | None:
     if isinstance(actor, OpenEngine):
         recorded.plain |= policy_scores(recorded, actor, chosen)
         if own not in recorded.batch or of_engine:
-            passed.append(own)  # the check of the loss compares it, as the input of the loss
+            passed.append(own)  # the loss's check compares it as the input of the loss
         elif recorded.is_ours(own):
             for sample in chosen:
                 _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
@@ -114,7 +114,7 @@ def audit_reference(recorded: RecordedStep) -> str | None:
 
 
 def audited_samples(recorded: RecordedStep) -> list[Sample]:
-    """A few samples, with a small share of the step's tokens; one if only a few groups are looked at."""
+    """A few samples, with a small share of the step's tokens; one sample in a look."""
     model = model_forward.model_of(recorded.run.resources.actor)
     if model is None:
         return []
@@ -122,7 +122,7 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in recorded.samples)
     chosen: list[Sample] = []
     num_tokens = entries = 0
-    # Those of several weight versions first: only in them keys and values can be of other weights.
+    # Samples with several weight versions first: only they can have keys and values from other weights.
     for sample in sorted(recorded.some_samples(MOST), key=lambda sample: -len(sample["versions"].unique())):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         num_tokens += length
@@ -144,7 +144,7 @@ def forward_samples(
     dtype: torch.dtype | None = None,
 ) -> list[T]:
     """`score(logits, sample)` of each sample, by the own forward of the engine's model, without gradient; each of its
-    conversations alone. dtype: to compute in; None is the engine's."""
+    conversations alone. dtype: to compute in; None for the engine's."""
     adapter, models = not getattr(engine, "without_adapter", False), models_of(engine.model)
     with torch.no_grad(), ExitStack() as plain:
         for model in models.values():
@@ -174,7 +174,7 @@ def policy_scores(
 
 
 def score_before(recorded: RecordedStep, update: UpdateRecord) -> None:
-    """Run the policy on one sample of a later mini-batch, as it has moved since the step was scored."""
+    """Run the policy on one sample of a later mini-batch, since it has moved after the step was scored."""
     actor = recorded.run.resources.actor
     chosen = {str(sample["uid"]): sample for sample in audited_samples(recorded)}
     uid = next((uid for uid in update.uids if uid in chosen), None)
@@ -194,13 +194,13 @@ def ids_of(sample: Sample) -> model_forward.Ids:
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:
-    """The sample's conversations: the first one's prompt and response, of others the first token and the rest."""
+    """The sample's conversations: prompt and response of the first, first token and the rest of the others."""
     first, *others = conversations_of(sample)
     return [(first.ids[: -first.first], first.ids[-first.first :]), *((own.ids[:1], own.ids[1:]) for own in others)]
 
 
 def joined_logits(parts: Sequence[Tensor]) -> Tensor:
-    """One row for each token of the response, from those of `sequences_of`; zeros for what is not `is_predicted`."""
+    """One row for each token of the response, from those of `sequences_of`; zeros where `is_predicted` is false."""
     first, *others = parts
     return torch.cat([first, *(row for own in others for row in (first.new_zeros(1, first.shape[-1]), own))])
 
@@ -213,7 +213,7 @@ def is_predicted(sample: Sample) -> Tensor:
 
 
 def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
-    """Whether differences `(tokens,)` exceed the limit of their mean or that of the largest; NaN does."""
+    """Whether differences `(tokens,)` exceed the limit for their mean or maximum; NaN does."""
     return bool(len(gap)) and not (float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1])
 
 
@@ -223,7 +223,7 @@ def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
         return recorded.sampling(sample).temperature if is_sampled else 1.0
 
     reference: Any = recorded.run.resources.ref
-    fixed = _fixed(reference.model) if recorded.partial else []  # one pass in place of two
+    fixed = _fixed(reference.model) if recorded.partial else []  # one pass instead of two
     scores = forward_samples(recorded.run, reference, [*chosen, *fixed], _log_probs_at(temperature))
     recorded.fixed_tokens = torch.cat(scores[len(chosen) :]) if fixed else None
     for sample, expected in zip(chosen, scores, strict=False):
@@ -239,7 +239,7 @@ def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
 
 
 def _fixed(model: torch.nn.Module) -> list[Sample]:
-    """The tokens that the reference is asked for in each audit, spread over the vocabulary."""
+    """The tokens that each audit scores with the reference, spread over the vocabulary."""
     size = model_forward.vocabulary_of(model)
     ids = torch.tensor([[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)])
     return [{"prompt_ids": row[:1], "response_ids": row[1:]} for row in ids]

@@ -1,5 +1,5 @@
 """Checks: correction weights are the trainer's probability over the engine's; the loss is the sum of its terms, and its
-gradient by each token's log-prob is the formula's."""
+gradient with respect to each token's log-prob matches the formula."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ from distflow.import_target import own_name
 LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
 CORRECTION_LIMIT = 1e-3
 EXACT, ROUNDED = 1e-3, 0.15
-"""Mean difference between the outputs that the loss is given and those of the policy's own forward."""
+"""Largest mean difference between the loss's inputs and the outputs of the policy's own forward."""
 MOST_TOKENS = 2**18
 COLUMNS = (
     *("advantages", "old_log_probs", "prox_log_probs", "ref_log_prob", "values", "returns"),
@@ -55,8 +55,8 @@ Total = Callable[["MiniBatch", Outputs], Tensor]
 class MiniBatch:
     """All recorded response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
 
-    totals: of the whole mini-batch, see `UpdateRecord`. outputs: of the model. gradients: by these outputs. columns: as
-    the nodes wrote them. counted: tokens under the loss mask. sample: each token's index in `samples`.
+    totals: of the whole mini-batch, see `UpdateRecord`. outputs: of the model. gradients: with respect to these.
+    columns: as the nodes wrote them. counted: tokens under the loss mask. sample: each token's index in `samples`.
     """
 
     samples: Sequence[Sample]
@@ -104,7 +104,7 @@ def audit_correction(recorded: RecordedStep) -> str | None:
 
 
 def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
-    """The log of the ratio whose weight each token has, and which tokens have one."""
+    """The log-ratio behind each token's weight, and which tokens have one."""
     counted = (sample["response_mask"] > 0) & bool(sample["valid"])
     gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
     if level != "token":
@@ -154,7 +154,7 @@ def audit_loss(recorded: RecordedStep) -> str | None:
 
 
 def _check_selection(recorded: RecordedStep) -> None:
-    """Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over the step."""
+    """Check that Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over the step."""
     actor, samples = recorded.config.actor_rollout_ref.actor, recorded.samples
     if not samples or "selected_tokens" not in recorded.batch or not recorded.is_ours("selected_tokens"):
         return
@@ -220,8 +220,8 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
 def _wrong(
     update: UpdateRecord, batch: MiniBatch, loss: float, expected: Outputs, sides: Sequence[tuple[float, Outputs]]
 ) -> dict[str, Tensor]:
-    """Where the gradient by an output differs, by the output's name; "" is the loss itself. sides: the loss and its
-    gradients on both sides of the outputs."""
+    """By output name, where the gradient with respect to the output differs; "" is the loss itself. sides: the loss and
+    its gradients on both sides of the outputs."""
     (high, above), (low, below) = sides
     places = dict[str, Tensor]()
     for name in update.loss.outputs:
@@ -234,7 +234,7 @@ def _wrong(
 
 
 def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBatch) -> None:
-    """The reported loss, and what is of all tokens where the outputs of all samples were recorded."""
+    """Check the reported loss, and, if the outputs of all samples were recorded, the metrics over all tokens."""
     actor, expected = recorded.config.actor_rollout_ref.actor, {"loss": update.share[1]}
     if update.is_whole and recorded.run.ranks.size == 1 and "entropy" in batch.outputs:
         expected["entropy"] = float(aggregate(batch.outputs["entropy"][batch.counted], batch, "token-mean", 1.0))
@@ -263,7 +263,7 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
 def _of_ratios(
     batch: MiniBatch, options: Mapping[str, Any], name: str, reported: Mapping[str, float]
 ) -> dict[str, float]:
-    """Statistics of the ratio to the old policy. Where rounding decides whether a token is clipped, either counts."""
+    """Statistics of the ratio to the old policy. If rounding decides whether a token is clipped, either counts."""
     gap, advantages = (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted], batch.columns
     found = {"ppo_kl": float(-gap.mean()), "log_ratio_abs": float(gap.abs().mean())}
     if name != "vanilla":
@@ -280,7 +280,7 @@ def _of_ratios(
 
 
 def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
-    """The input of the loss is the output of the policy's own forward at that moment, at the sampling temperature."""
+    """Check that the loss's input is the output of the policy's own forward then, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
         for name in ("log_probs", "entropy"):
@@ -297,7 +297,7 @@ def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Ma
 
 
 def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and its gradient by each output, with all outputs shifted by `moved`."""
+    """The loss, and its gradient with respect to each output, with all outputs shifted by `moved`."""
     leaves = {name: (output + moved).requires_grad_() for name, output in batch.outputs.items()}
     loss = total(batch, leaves)
     if not loss.requires_grad:
@@ -330,7 +330,7 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
 
 
 def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
-    """Raises Wrong if the micro-batches are not exactly the mini-batch's samples."""
+    """The recorded mini-batch. Raises Wrong if the micro-batches are not exactly its samples."""
     known = {str(sample["uid"]): sample for sample in recorded.samples}
     uids = [uid for micro in update.micros for uid in micro.uids]
     if sorted(uids) != sorted(update.uids):
@@ -400,7 +400,7 @@ def _kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
-    """Half the square of the error, or Huber's loss, which grows by its slope beyond `huber_delta`."""
+    """Half the squared error, or Huber's loss, which is linear beyond `huber_delta`."""
     now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
     old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
     bound = config.critic.huber_delta
@@ -416,7 +416,7 @@ def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
 
 
 def _pair_loss(batch: MiniBatch, outputs: Outputs) -> Tensor:
-    """Of each pair log(1 + e^(rejected − chosen)); a text's score is that of its last token."""
+    """For each pair log(1 + e^(rejected − chosen)); a text's score is that of its last token."""
     ends = torch.cat([batch.sample.diff(), torch.ones(1)]) > 0
     score = dict(zip((str(sample["uid"]) for sample in batch.samples), outputs["text_scores"][ends], strict=True))
     worse = [score[uid.replace("-0", "-1")] - score[uid] for uid in score if uid.endswith("-0")]
@@ -428,7 +428,7 @@ def _scale(config: Config) -> float:
 
 
 def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row: bool = False) -> Tensor:
-    """Aggregate the losses of the tokens under the mask; means over samples leave out samples without one, unless every
+    """Aggregate the losses of the tokens under the mask; means over samples exclude those without tokens, unless every
     row counts."""
     if not len(loss):
         return torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Check: what a step reports is of its own samples and updates."""
+"""Check: a step's metrics match its own samples and updates."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ LIMIT = 1e-4
 COLUMNS = {"uid": "uid", "prompt": "prompts", "response": "responses", "ground_truth": "ground_truth"}
 COLUMNS |= {"errors": "reward_errors", "extra": "reward_extra"}
 COLUMNS |= {name: name for name in ("domain", "finish_reason", "reward_parts")}
-"""Entries of the samples file, and the columns that they are."""
+"""Entries of the samples file, and their columns."""
 
 
 @check(
@@ -37,7 +37,7 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
 
 
 def audit_step_metrics(recorded: RecordedStep) -> str | None:
-    """Those that cost the least."""
+    """Check the cheapest metrics."""
     _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
     return None
 
@@ -47,7 +47,7 @@ def _has_reason(name: str) -> bool:
 
 
 def remember_trained(recorded: RecordedStep) -> None:
-    """Count the groups that were trained on since the run's start, unless steps without audits were among them."""
+    """Count the groups that were trained on since the run's start, unless audits were off in some steps."""
     kept = recorded.run.state.setdefault("trained", {})
     if recorded.step == kept.get("steps", 0):
         kept |= {"groups": kept.get("groups", 0) + len(recorded.group_ids), "steps": recorded.step + 1}
@@ -56,7 +56,7 @@ def remember_trained(recorded: RecordedStep) -> None:
 
 
 def audit_staleness(recorded: RecordedStep) -> str | None:
-    """Of the metrics that a step has once it is released."""
+    """Check the metrics that a step has once it is released."""
     _compare(recorded, (*_of_versions(recorded), *_of_groups(recorded)))
     return None
 
@@ -105,7 +105,7 @@ def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> Non
 
 
 def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
-    """Over all ranks, each of which calls it; scores are those of samples that have one."""
+    """Metrics of samples over all ranks, each of which calls this; scores are those of samples that have one."""
     batch, lengths = recorded.batch, recorded.batch.lengths("response")
     rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
     if "token_level_scores" in batch:
@@ -142,7 +142,7 @@ def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
 
 
 def _longest(sample: Sample) -> int:
-    """Response tokens of its longest conversation; with branches, from the first one that was drawn there on."""
+    """Response tokens of its longest conversation; with branches, counted from the first token drawn there."""
     talks, drawn = conversations_of(sample), (sample["versions"] >= 0).nonzero()[:, 0].tolist()
     if len(talks) == 1:
         return len(sample["response_ids"])
@@ -152,7 +152,7 @@ def _longest(sample: Sample) -> int:
 
 
 def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float]]:
-    """scored: of each sample that has a score, it and the number of its group."""
+    """scored: score and group number of each sample that has a score."""
     scores, groups = [score for score, _ in scored], defaultdict[float, list[float]](list)
     if not scores:
         return
@@ -168,7 +168,7 @@ def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, flo
 
 
 def _of_versions(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
-    """The staleness of generated tokens, over all ranks, each of which calls it."""
+    """The staleness of generated tokens, over all ranks, each of which calls this."""
     versions = recorded.batch.flat("versions")
     ages, counts = (recorded.step - versions)[versions >= 0].unique(return_counts=True)
     own = Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
@@ -195,7 +195,7 @@ def _of_groups(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
 
 
 def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
-    """Of ranks that all run the same nodes: means weighted by what each has measured them on, or maxima."""
+    """Metrics of nodes if all ranks run the same ones: means weighted by the ranks' weights, or maxima."""
     ports, found = recorded.run.inputs.ports, defaultdict[str, list[tuple[float, float]]](list)
     if not recorded.measured or ports.data.size == 1 or ports.everyone.size > ports.collective.size:
         return
@@ -211,7 +211,7 @@ def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
 
 
 def _of_updates(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
-    """Of roles that one built-in node trains: means over mini-batches that had tokens, or counts of all."""
+    """Metrics of roles that one built-in node trains: means over mini-batches with tokens, or counts over all."""
     names = [getattr(step.node.fn, "keywords", {}).get("name") for step in recorded.run.training_steps]
     for role in {update.role for update in recorded.updates}:
         prefix = role if role in names else "rm" if "rm" in names else "sft"

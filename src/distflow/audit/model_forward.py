@@ -1,4 +1,4 @@
-"""How the audit runs models: by their own padded forward, without packing, cache or chunks, and with the softmax in
+"""Runs models for the audit: by their own padded forward, without packing, cache or chunks, with the softmax in
 float64; sharded models with all ranks in each pass; older versions from copies of their weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +32,8 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PlainScores:
-    """For each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; `below`,
-    the mass of the tokens before it in the vocabulary, and its own `mass`, under the distribution that it was drawn
-    from."""
+    """For each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; under the
+    distribution of its draw, `below`, the mass of the tokens before it in the vocabulary, and its own `mass`."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -44,7 +43,7 @@ class PlainScores:
 
 @contextmanager
 def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, the model runs without packing: with the attention of its family in place of the packed one.
+    """Inside, the model runs without packing, with the attention of its family instead of the packed one.
 
     adapter: False switches a LoRA adapter off.
     """
@@ -122,7 +121,7 @@ def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams) -> tup
 
 
 def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p; masses `(tokens, vocabulary)`."""
+    """Top-k, then top-p of the rest, then min-p; masses `(tokens, vocabulary)`."""
     if 0 < params.top_k < masses.shape[-1]:
         masses = torch.where(masses < masses.topk(params.top_k).values[:, -1:], 0.0, masses)
     if params.top_p < 1.0:
@@ -138,7 +137,7 @@ def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:
 class KeptWeights:
     """The trained weights of the last versions, in the rollout engine's dtype, on the CPU.
 
-    At most `most` at a time, the newest; versions whose weights are the same share one copy.
+    At most the newest `most` versions; versions with the same weights share one copy.
     """
 
     def __init__(self, most: int, dtype: torch.dtype) -> None:
@@ -150,7 +149,7 @@ class KeptWeights:
         return len(self._copies)
 
     def keep(self, version: int, model: nn.Module) -> None:
-        """The model's present weights are those of `version`, the newest."""
+        """Keep the model's current weights, those of `version`, the newest."""
         own = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
         hashes = stripe_hashes(own.items())
         if hashes == self._last and self._copies:
@@ -161,7 +160,7 @@ class KeptWeights:
         self.forget(version - self._most)
 
     def forget(self, version: int) -> None:
-        """Drop that version and older ones: their tokens will not be audited any more."""
+        """Drop that version and older ones, whose tokens will not be audited any more."""
         self._copies = {other: copy for other, copy in self._copies.items() if other > version}
 
     def of(self, version: int) -> Weights | None:
@@ -172,12 +171,12 @@ class KeptWeights:
 class Turns:
     """Runs one rank's passes over models, sharded or whole.
 
-    Before each pass over a sharded model the ranks agree on the next pass; a rank that needs another one, or none,
-    runs a single token, so that its shard of the weights is available. Whole models are run at once.
+    Before each pass over a sharded model the ranks agree on the next pass; a rank that needs another one, or none, runs
+    a single token, so that its shard of the weights is available. Whole models are run immediately.
     """
 
     def __init__(self, group: Collective, models: Iterable[nn.Module]) -> None:
-        """group: the ranks that models are sharded over; all pass the same models in the same order."""
+        """group: the ranks that models are sharded over; all ranks pass the same models in the same order."""
         self._group = group
         self._spread = [model for model in dict.fromkeys(models) if is_spread(model)]
 
@@ -193,8 +192,8 @@ class Turns:
             return model(**inputs)
 
     def gradients(self, model: nn.Module, weights: Sequence[nn.Parameter], loss: Callable[[], Tensor]) -> list[Tensor]:
-        """Gradients of a scalar by some of the model's weights; for a sharded model this rank's part, of the sum of all
-        ranks' scalars; all ranks call it equally often. Existing `.grad`s stay as they are.
+        """Gradients of a scalar with respect to some of the model's weights; for a sharded model, this rank's part for
+        the sum of all ranks' scalars, and all ranks must call it equally often. Existing `.grad`s are unchanged.
 
         Raises RuntimeError if another rank failed and does not take part.
         """
@@ -212,13 +211,13 @@ class Turns:
                 parameter.grad = gradient
 
     def finish(self) -> None:
-        """This rank has no more passes: take part in those of other ranks until they have none."""
+        """Called when this rank has no more passes: take part in those of other ranks until they have none."""
         if self._spread:
             self._wait_for(0)
 
     def _wait_for(self, wanted: int) -> bool:
-        """Wait until that pass is next; returns whether all ranks make it. A pass is numbered 2 × the model's index +
-        1, one more with gradient; 0 is none."""
+        """Wait until that pass is next; returns whether all ranks make it. A pass has the number 2 × the model's index
+        + 1, plus 1 with gradient; 0 is none."""
         while True:
             turn = int(self._group.max(float(wanted)))
             num_takers = self._group.sum(float(turn == wanted))

@@ -1,5 +1,5 @@
-"""The metrics that nodes, checks and the sample queue report, computed again from a step's columns in float64, by rank;
-and for those that are not, why."""
+"""Recomputes the metrics of nodes, checks and the sample queue from a step's columns in float64, by rank; for those
+that are not recomputed, gives the reason."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 
 Part = tuple[str, Sequence[float], float | None]
-"""A metric of one rank: its name, the value, or several between which rounding decides, and the weight of its mean;
+"""A metric of one rank: its name, its value (or several between which rounding decides), and the weight of its mean;
 None for a maximum."""
 ROUNDING = 1e-6
 
@@ -58,7 +58,7 @@ NOT_RECOMPUTED = {
 
 
 def parts_of(recorded: RecordedStep) -> Iterator[Part]:
-    """Of this rank's samples."""
+    """Recomputed metrics of this rank's samples."""
     yield from _mismatch(recorded)
     yield from _episodes(recorded)
     yield from _correction(recorded)
@@ -153,7 +153,7 @@ def _over_rows(recorded: RecordedStep, values: Tensor) -> Tensor:
 
 
 def _counted(recorded: RecordedStep) -> Tensor:
-    """Tokens under the loss mask before anything was rejected or left out."""
+    """Tokens under the loss mask before anything was rejected or masked."""
     return (recorded.batch.flat("response_mask") > 0) & recorded.batch["valid"].bool()[_rows(recorded)]
 
 
@@ -179,7 +179,7 @@ def _correction(recorded: RecordedStep) -> Iterator[Part]:
     pairs = zip(weights, near, strict=True)
     changed = [float((own[counted] - raw).abs().gt(2 * ROUNDING * raw).double().mean()) for own, _ in pairs]
     yield "rollout_corr/rollout_is_corrected_frac", changed, number
-    drawn = [each[counted] for each in weights]  # one draw a token, or a sequence
+    drawn = [each[counted] for each in weights]  # one draw per token, or per sequence
     if level != "token":
         drawn = [(_over_rows(recorded, each * counted) / tokens)[tokens > 0] for each in weights]
     yield "rollout_corr/rollout_is_eff_sample_size", [*map(_effective, drawn)], number
@@ -189,7 +189,7 @@ def _correction(recorded: RecordedStep) -> Iterator[Part]:
 
 
 def between(found: float, values: Sequence[float]) -> float:
-    """The value that is nearest to what was found."""
+    """The value nearest to `found`."""
     return min(values, key=lambda value: abs(value - found))
 
 

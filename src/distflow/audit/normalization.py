@@ -1,5 +1,5 @@
-"""What follows an estimator or a score, by brute force in float64: normalised, clipped and whitened values, and weights
-of samples."""
+"""Processing after an estimator or a score, by brute force in float64: normalised, clipped and whitened values, and
+weights of samples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from distflow.audit.recorded_step import Sample, by_group_of
 from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
 
 Rows = list[list[float]]
-"""A value for each token of each sample, or one a sample."""
+"""A value for each token of each sample, or one per sample."""
 Moments = Mapping[str, float]
 """count, mean and squares (the sum of squared differences to the mean) of all rewards so far."""
 
@@ -18,7 +18,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float]) -> float:
-    """Unbiased; exactly 0 if all values are equal, or there is only one."""
+    """The unbiased standard deviation; exactly 0 if all values are equal, or there is only one."""
     if len(values) < 2 or max(values) == min(values):
         return 0.0
     middle = mean(values)
@@ -26,12 +26,12 @@ def std(values: Sequence[float]) -> float:
 
 
 def whitening(values: Sequence[float]) -> float:
-    """The factor that gives values the variance 1, by the unbiased variance + 1e-8; 1 for a single value."""
+    """The factor that scales values to variance 1, from the unbiased variance + 1e-8; 1 for a single value."""
     return 1.0 / math.sqrt(std(values) ** 2 + 1e-8) if len(values) > 1 else 1.0
 
 
 def whitened(rows: Rows, counts: Sequence[Sequence[bool]]) -> Rows:
-    """Over all values that count; 0 for the others."""
+    """Whitened over all values that count; 0 for the others."""
     counted = [v for row, own in zip(rows, counts, strict=True) for v, c in zip(row, own, strict=True) if c]
     middle, scale = mean(counted), whitening(counted)
     return [
@@ -43,7 +43,7 @@ def whitened(rows: Rows, counts: Sequence[Sequence[bool]]) -> Rows:
 def normalized(
     rows: Rows, counts: Sequence[Sequence[bool]], samples: Sequence[Sample], norm: NormConfig, moments: Moments | None
 ) -> Rows:
-    """By AReaL's `NormConfig`: each value less the mean of its batch or group, over their standard deviation."""
+    """Normalised by AReaL's `NormConfig`: each value minus the mean of its batch or group, over the deviation."""
     if not is_on(norm):
         return rows
     places = [(i, t) for i, own in enumerate(counts) for t, c in enumerate(own) if c]
@@ -67,7 +67,7 @@ def finished_rewards(samples: Sequence[Sample], algorithm: AlgorithmConfig, mome
 def finished_advantages(
     rows: Rows, counts: Sequence[Sequence[bool]], samples: Sequence[Sample], algorithm: AlgorithmConfig
 ) -> Rows:
-    """The estimator's advantages normalised, clipped and weighed by sample."""
+    """The estimator's advantages, normalised, clipped and weighted by sample."""
     rows = normalized(rows, counts, samples, algorithm.adv_norm, None)
     if (bound := algorithm.advantage_clip) is not None:
         rows = [[min(max(value, -bound), bound) for value in row] for row in rows]
@@ -76,7 +76,7 @@ def finished_advantages(
 
 
 def sample_weights(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[float]:
-    """ROLL's weights by difficulty and length, with the mean 1 over the samples that have a score."""
+    """ROLL's weights by difficulty and length, with mean 1 over the samples that have a score."""
     if algorithm.difficulty_weight is None and algorithm.length_weight is None:
         return [1.0] * len(samples)
     lengths = [int((sample["response_mask"] > 0).sum()) for sample in samples]
@@ -104,7 +104,7 @@ def share_right(group: Sequence[Sample]) -> float:
 def _pools(
     places: Sequence[tuple[int, int]], samples: Sequence[Sample], norm: NormConfig, level: str | None
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For each value those that it is normalised with."""
+    """For each value, the values that it is normalised with."""
 
     def key(place: tuple[int, int]) -> object:
         sample = samples[place[0]]

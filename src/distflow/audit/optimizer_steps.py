@@ -52,7 +52,7 @@ def audit_mini_batches(recorded: RecordedStep) -> str | None:
 
 
 def audit_each_sample_once(recorded: RecordedStep) -> str | None:
-    """Every pass took every sample, in the order that is drawn. Reads no column but the samples' uids."""
+    """Every pass took every sample, in the drawn order. Reads only the samples' uids."""
     if not _is_ours(recorded):
         return "a user's node chooses the mini-batches"
     for role in sorted({update.role for update in recorded.updates} | _expected(recorded)):
@@ -136,7 +136,7 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
         if update.metrics.get("skipped"):
             continue
         for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
-            # An update may write old log-probs, which later ones then have.
+            # An update may write old log-probs, which later updates then use.
             for name in (name for name in COLUMNS if name in sample and name in known[sample["uid"]]):
                 now, before = sample[name], known[sample["uid"]][name]
                 if name == "loss_mask":
@@ -170,7 +170,7 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
         return "a reward model has no log-probs"
     turns = recorded.run.turns
     chosen = sorted(audited_samples(recorded), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
-    spread = is_spread(actor.model)  # then this rank takes part in the passes of others
+    spread = is_spread(actor.model)  # otherwise this rank takes part in the passes of others
     if not chosen and not spread:
         return "no sample is short enough"
     names, weights = zip(*striped(actor.model, recorded.step), strict=True)
@@ -192,7 +192,7 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
         other = torch.stack(others).sum(0)
         error = float((one - other).norm() / other.norm().clamp(min=1e-12))
         if not error <= limit and float(other.norm()) > 1e-9:
-            if low not in (None, torch.float32) and not spread:  # each rank makes as many passes
+            if low not in (None, torch.float32) and not spread:  # all ranks make equally many passes
                 exact = sum(_through_padding(recorded, role, actor, part, weights, None)[place] for part in parts)
                 if error <= 2 * (rounding := float((other - exact).norm() / torch.as_tensor(exact).norm())):
                     return f"rounding alone moves the gradient of {name} by {rounding:.2g} of itself, which is too far"
@@ -253,7 +253,7 @@ def _through_padding(
     weights: Sequence[nn.Parameter],
     dtype: Dtype,
 ) -> list[Tensor]:
-    """chosen: one sample, or none: then one token runs through the model, with gradient 0. dtype: of the products."""
+    """chosen: one sample, or none: then one token runs through the model with gradient 0. dtype: of the products."""
     tokens = [each for sample in chosen for each in sequences_of(sample)] or [((0,), (0,))]
 
     def loss() -> Tensor:
@@ -272,7 +272,7 @@ def _through_padding(
 
 
 def _cotangent(sample: Sample) -> Tensor:
-    """Fixed numbers of both signs, in place of a loss's gradient; 0 where nothing predicts the token."""
+    """Fixed numbers of both signs, instead of a loss's gradient; 0 where the token is not predicted."""
     return torch.cos(torch.arange(len(sample["response_ids"]), dtype=torch.float32) + 1.0) * is_predicted(sample)
 
 
@@ -299,7 +299,7 @@ def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
 
 def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
     """Each update that was not skipped, its optimizer's config, its scheduled rate, and the number of updates before
-    it. Raises Wrong if it was made at another rate."""
+    it. Raises Wrong if the update had another rate."""
     for role in sorted({update.role for update in recorded.updates}):
         num_before = recorded.num_updates.get(role, 0)
         settings = (recorded.config.critic if role == "critic" else recorded.config.actor_rollout_ref.actor).optim
@@ -315,8 +315,8 @@ def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfi
 
 
 def audit_learning_rates(recorded: RecordedStep) -> str | None:
-    """The learning rate of each update is the schedule's, and the optimizer has it and the config's other options; one
-    weight of each has moved by its formula."""
+    """The learning rate of each update is the schedule's, and the optimizer has this rate and the config's other
+    options; one weight of each update has moved by its formula."""
     for update, settings, rate, num_before in scheduled(recorded):
         _same_options(update, settings)
         if not update.totals:
@@ -361,7 +361,7 @@ def schedule(settings: OptimConfig, step: int, total: int) -> float:
 
 
 def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_before: int) -> bool:
-    """Whether there is a formula to compare with."""
+    """Compare the moved weights; returns whether there is a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
     _same_options(update, settings)
@@ -378,7 +378,7 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
                 "moments were lost"
             )
         if not len(stripe.before):
-            continue  # this rank has no part of it
+            continue  # this rank has no part of the tensor
         if settings.optimizer == "adamw":
             expected, moments = _adamw(stripe, stripe.gradient, settings, rate)
             _same_moments(update, name, stripe, moments)

@@ -1,4 +1,4 @@
-"""The formulas of the built-in policy losses, implemented again in float64; autograd gives their gradients."""
+"""The formulas of the built-in policy losses, reimplemented in float64; autograd gives their gradients."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class Tokens:
 
     @property
     def old(self) -> Tensor:
-        """Old log-probs; without any in the pipeline the policy's own, without gradient: the ratio is 1."""
+        """Old log-probs; if the pipeline has none, the policy's own without gradient, so that the ratio is 1."""
         return self.columns.get("old_log_probs", self.now.detach())
 
     def sum(self, values: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ Formula = Callable[[Tokens, Options], Tensor]
 
 
 def bounds(options: Options) -> tuple[float, float]:
-    """How far the ratio may go below and above 1."""
+    """How far the ratio may fall below and rise above 1."""
     low, high = options["clip_ratio_low"], options["clip_ratio_high"]
     return (options["clip_ratio"] if low is None else low), (options["clip_ratio"] if high is None else high)
 
@@ -56,7 +56,7 @@ def ratio_to(now: Tensor, then: Tensor) -> Tensor:
 
 
 def importance_weights(gap: Tensor, threshold: float | tuple[float, float]) -> Tensor:
-    """The ratios e^gap, truncated at the threshold; 0 outside of it if it is a band."""
+    """The ratios e^gap, truncated at the threshold; 0 outside if it is a band."""
     raw = gap.clamp(-20, 20).exp()
     if not isinstance(threshold, tuple):
         return raw.clamp(max=threshold)
@@ -64,7 +64,7 @@ def importance_weights(gap: Tensor, threshold: float | tuple[float, float]) -> T
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
-    """PPO's pessimistic loss; dual: at most c times where the advantage is negative."""
+    """PPO's pessimistic loss; dual: with dual clip, i.e. at most −cA if the advantage A is negative."""
     low, high = bounds(options)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual and options["clip_ratio_c"] is not None:
@@ -76,7 +76,7 @@ def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> 
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     prox = tokens.columns.get("prox_log_probs")
     if options["prox"] != "recompute":
-        # At the position of the step's version between the token's version and the next.
+        # Interpolate at the position of the step's version between the token's version and the next.
         versions = tokens.columns["versions"]
         share = (options["step"] - versions) / (options["step"] + 1 - versions)
         prox = (1 - share) * tokens.old + share * tokens.now.detach()
@@ -102,7 +102,7 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
 
 
 def _behaviour_weights(tokens: Tokens, gap: Tensor, rule: Options) -> Tensor:
-    """AReaL's rejection: the ratio e^gap, 0 or lowered to the bound where its divergence is outside the bounds."""
+    """AReaL's rejection: the ratio e^gap, or if its divergence is outside the bounds, 0 or the bound."""
     metric, by_sequence = rule.get("metric", "ratio"), rule.get("level", "token") == "sequence"
     weight = (tokens.mean(gap) if by_sequence and metric == "ratio" else gap).clamp(-20, 20).exp()
     kinds = {"kl_k2": gap**2 / 2, "kl_k3": (-gap).clamp(-20, 20).exp() - 1 + gap}
@@ -164,8 +164,8 @@ def _cpgd(tokens: Tokens, options: Options) -> Tensor:
 
 
 def _dppo(tokens: Tokens, options: Options, beyond: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
-    """No gradient where the token's probability has moved beyond the bound in the direction of its advantage; else the
-    truncated ratio as a weight (arXiv:2602.04879). beyond: of (new probability, old probability, bound)."""
+    """No gradient if the token's probability has moved beyond the bound in the direction of its advantage; else the
+    truncated ratio as a weight (arXiv:2602.04879). beyond: called with (new probability, old probability, bound)."""
     low, high = bounds(options)
     policy, old = tokens.now.detach().clamp(max=0.0).exp(), tokens.old.clamp(max=0.0).exp()
     out = torch.where(

@@ -1,5 +1,5 @@
-"""Records requests to and results of the engine and the reward functions for each group, and optimizer steps: the
-inputs of the loss, the gradients by them, and samples of the weights before and after."""
+"""Records engine requests, reward calls and their results for each group, and optimizer steps: the inputs of the loss,
+the gradients with respect to them, and samples of the weights before and after."""
 
 import math
 import random
@@ -31,7 +31,7 @@ MAX_STRIPED = 2**24
 @dataclass(frozen=True)
 class GroupRecord:
     """generated: each request with its result. scored: the reward function's name, arguments and result. events: of
-    each episode, by its index, see `on_event`."""
+    each episode, by its index; see `on_event`."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
@@ -47,10 +47,10 @@ _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=No
 
 
 class GroupRecords:
-    """The `GroupRecorder` of a worker: keeps records until their step, and references only objects that live anyway."""
+    """The `GroupRecorder` of a worker: keeps records until their step, and references only existing objects."""
 
     def __init__(self, on_keep: Callable[[GroupRecord, Batch], None] | None = None) -> None:
-        """on_keep: takes the records of training, with their columns, of a worker that takes no step."""
+        """on_keep: receives training records with their columns on a worker that takes no step."""
         self._on_keep = on_keep
         self._kept: dict[int, GroupRecord] = {}
         self.dropped: tuple[GroupRecord, str, Batch] | None = None
@@ -104,8 +104,8 @@ class OpenEngine(Protocol):
 
 @dataclass
 class MicroRecord:
-    """One call of the loss: the samples, and of those in `rows` the values of each output and the gradient by it,
-    `(rows, response_length)` on the CPU. share: of the mini-batch's loss."""
+    """One call of the loss: the samples, and for those in `rows` the values of each output and its gradient, `(rows,
+    response_length)` on the CPU. share: of the mini-batch's loss."""
 
     uids: list[str]
     rows: list[int]
@@ -125,9 +125,9 @@ class MicroRecord:
 
 @dataclass
 class Stripe:
-    """Sampled elements of one weight around a step, float64 on the CPU; if it is sharded those that this rank has.
+    """Sampled elements of one weight around a step, float64 on the CPU; for a sharded weight those of this rank.
 
-    own: of all sampled elements the sum of the gradients of this rank's backward passes, and last the number of these.
+    own: for all sampled elements, the sum of the gradients of this rank's backward passes, followed by their number.
     contributions: the sum over all ranks. gradient: the optimizer's input. moments: the optimizer's tensors for the
     weight before the step, and its number of steps; moved_moments: after it.
     """
@@ -141,8 +141,8 @@ class Stripe:
     moved_moments: dict[str, Any] = field(default_factory=dict)
 
     def contribute(self, gradient: Tensor) -> None:
-        """gradient: of a backward pass, before those of the ranks are summed; of a layer that ranks compute together
-        each has its own part, or a summand."""
+        """gradient: of a backward pass, before summation over the ranks; for a layer that ranks compute together, each
+        has its own part, or a summand."""
         if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
             gradient = whole(gradient)
         here, values = at_places(gradient, _places(gradient))
@@ -153,10 +153,10 @@ class Stripe:
 @dataclass
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. changed: what something else changed
-    since the step before. norm: of the gradient that the optimizer was given, None if it was not called, or the watch
-    is quick. loss: the loss function, unwrapped. totals: over all ranks, the mini-batch's rows, rows with a token that
-    counts, and such tokens; none if only its gradient was watched. share: this rank's of the loss, and the sum over the
-    ranks. plain: scores by sample, from the model's own forward right before the step."""
+    since the previous step. norm: of the gradient passed to the optimizer; None if it was not called, or the watch is
+    quick. loss: the loss function, unwrapped. totals: over all ranks, the mini-batch's rows, rows with a token that
+    counts, and such tokens; empty if only the gradient was watched. share: this rank's share of the loss, and the sum
+    over the ranks. plain: scores by sample, from the model's own forward right before the step."""
 
     role: str
     engine: TrainEngine
@@ -183,8 +183,8 @@ class UpdateRecord:
 
 
 class UpdateWatch:
-    """Watches one optimizer step, from before the engine is called until `end`: the loss function to give the engine,
-    which calls another and records it."""
+    """Watches one optimizer step, from before the engine is called until `end`, as the loss function passed to the
+    engine, which calls the real one and records it."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class UpdateWatch:
         few: Collection[str] = (),
         quick: bool = False,
     ) -> None:
-        """turn: selects the weights that are watched. few: samples whose outputs are recorded, all if empty. quick:
-        watch one weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
+        """turn: selects the watched weights. few: samples whose outputs are recorded; all if empty. quick: watch one
+        weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
         self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
         self._striped, self._handles, self._quick = list[tuple[str, nn.Parameter]](), list[Any](), quick
         self._group: Collective = getattr(engine, "group", OneRank())
@@ -258,7 +258,7 @@ class UpdateWatch:
         return self.record
 
     def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
-        """A module is called: watch the weights that are gathered now, as the sums over ranks are made later."""
+        """Called when a module runs: watch the weights that are gathered now, since sums over ranks come later."""
         for name, parameter in self._striped:
             gathered = model.get_parameter(name)
             if gathered is not parameter and id(gathered) not in seen:
@@ -275,10 +275,10 @@ class UpdateWatch:
 
 
 class GradientWatch:
-    """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: what is left over from
-    the step before, the norm that the optimizer is given, one weight's sum over micro-batches and ranks, and which
-    samples the loss function is called with, in whose place it is called. It reads no other tensor, so that every
-    update is watched."""
+    """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: leftovers from the
+    previous step, the norm that the optimizer receives, one weight's sum over micro-batches and ranks, and the samples
+    passed to the loss function, in whose place it is called. It reads no other tensor, so every update can be
+    watched."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._group = engine, getattr(engine, "group", OneRank())
@@ -290,8 +290,8 @@ class GradientWatch:
         self.outputs: tuple[str, ...] = ()
 
     def begin(self, record: UpdateRecord, turn: int) -> None:
-        """turn: the number of optimizer steps before. Two in a row watch the same weight, so that it is known whether
-        anything else changed it, or its moments, between them."""
+        """turn: the number of earlier optimizer steps. Two in a row watch the same weight, to detect whether anything
+        else changed it or its moments in between."""
         self._record, self.outputs, record.leftover = record, record.loss.outputs, _leftover(self._trained)
         if not self._striped:
             return
@@ -346,7 +346,7 @@ def _leftover(trained: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def striped(model: nn.Module, turn: int, one: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """A few weights: the first, the last, and random others by `turn`; or a random one."""
+    """A few weights: the first, the last, and others drawn by `turn`; or a single drawn one."""
     found = _small(_trained(model))
     if one:
         yield from random.Random(turn).sample(found, min(1, len(found)))
@@ -358,7 +358,7 @@ def striped(model: nn.Module, turn: int, one: bool = False) -> Iterator[tuple[st
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """At most `STRIPE` places, evenly spaced over the whole tensor."""
+    """At most `STRIPE` positions, evenly spaced over the whole tensor."""
     return torch.arange(0, tensor.numel(), _spacing(tensor))
 
 

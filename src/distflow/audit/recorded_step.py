@@ -1,5 +1,4 @@
-"""The checks of the auditor and their input: the data of a recorded step, sample by sample, as plain tensors of one
-sample each, never columns of many."""
+"""The auditor's checks and their input: the data of a recorded step, as plain tensors of one sample each."""
 
 import copy
 import hashlib
@@ -38,11 +37,11 @@ from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20
-"""Response tokens of a step whose samples all ranks are given for checks over the whole step."""
+"""Most response tokens of a step whose samples are passed to all ranks for checks over the whole step."""
 SCORES_LAST_REPLY = ("single_turn", "multi_turn", "tools")
-"""Workflows that are scored by the run's reward functions, for the last reply."""
+"""Workflows whose last reply the run's reward functions score."""
 NOT_APPLICABLE = ""
-"""A check's result if the pipeline has nothing that it could check."""
+"""A check's result if the pipeline has nothing to check."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 """A function with its positional and keyword arguments."""
 Sample = Mapping[str, Any]
@@ -52,12 +51,12 @@ Limit = TypeVar("Limit")
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """The run as the auditor of one worker sees it.
+    """The run, as seen by one worker's auditor.
 
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
-    that persist across audits and are in every checkpoint. compare_memory: with what the saved run had, before the
-    first update of a step; see `Check.run`. doubts: why the next step is to be audited whole. positions: the last
-    group's number, and its place in its domain, by stream. compared: metrics that were computed again.
+    that persist across audits and are in every checkpoint. compare_memory: with the saved run's, before the first
+    update of a step; see `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's
+    number, and its position in its domain, by stream. compared: metrics that were recomputed.
     """
 
     inputs: WorkerInputs
@@ -89,7 +88,7 @@ class AuditedRun:
 
     @property
     def ranks(self) -> Collective:
-        """The ranks that share a step, each with samples of its own."""
+        """The ranks that share a step, each with its own samples."""
         return self.inputs.ports.data
 
     def warn(self, message: str) -> None:
@@ -109,7 +108,7 @@ class AuditedRun:
         return self.services.call(engine.hashes()) if engine is not None else {}
 
     def estimator(self, batch: Batch) -> Inputs | None:
-        """The function that writes the advantages, and its arguments for the batch, with a copy of its state; None if
+        """The function that writes the advantages, with its arguments for the batch and a copy of its state; None if
         there is none."""
         step = next((step for step in self.training_steps if "advantages" in step.node.contract.writes), None)
         if step is None:
@@ -121,7 +120,7 @@ class AuditedRun:
 
 class Conversation(NamedTuple):
     """One of a sample's conversations: its name, empty for the first one, and its tokens. Token i is the response's
-    token `first` + i, or one of the prompt where that is negative."""
+    token `first` + i, or one of the prompt if that is negative."""
 
     name: str
     first: int
@@ -129,8 +128,8 @@ class Conversation(NamedTuple):
 
 
 class RecordedTurn(NamedTuple):
-    """A request for a sample, and the tokens of its response that the engine drew by it, from `start` to before `end`:
-    all of the generation, or its beginning if a node cut it."""
+    """A request for a sample, and the response tokens that the engine drew for it, from `start` to before `end`: the
+    whole generation, or its beginning if a node cut it."""
 
     request: GenerateRequest
     generation: Generation
@@ -141,16 +140,16 @@ class RecordedTurn(NamedTuple):
 
 @dataclass
 class RecordedStep:
-    """A step as it was before its first update, and its updates.
+    """A step as it was before its first update, with its updates.
 
     records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
-    nodes wrote them. synced_version: of the last weight sync, None if nothing generates. sent_hashes: of that version's
+    nodes wrote them. synced_version: of the last weight sync; None if nothing generates. sent_hashes: of that version's
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
     reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
-    metrics: of the step. measured: by its nodes on this rank, if it is audited, and after: its columns then. partial:
-    only a few groups of the step. plain: scores of samples that the policy was run on again. drawn: such scores by the
+    metrics: of the step. measured: by its nodes on this rank, if it is audited; after: its columns then. partial: only
+    a few groups of the step. plain: scores of samples that the policy was run on again. drawn: such scores by the
     weights that generated each token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that
-    are the same in every step, if they are known already.
+    are the same in every step, if already known.
     """
 
     run: AuditedRun
@@ -182,7 +181,7 @@ class RecordedStep:
         return samples_of(self.batch)
 
     def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
-        """The samples of each domain with settings of its own, the others under "", with those settings."""
+        """The samples of each domain that has its own settings, and of all others under "", with those settings."""
         samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
         for sample in self.samples:
             samples[sample["domain"] if sample["domain"] in samples else ""].append(sample)
@@ -190,13 +189,13 @@ class RecordedStep:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all groups of the step are here: not a few, or one rank's."""
+        """Whether all groups of the step are here, not only a few or one rank's."""
         return len(set(self.batch["group_index"].tolist())) == len(self.group_ids)
 
     @cached_property
     def everyone(self) -> "RecordedStep":
-        """The step with the samples of all ranks, which call this together; itself if these are too many, or few groups
-        are looked at."""
+        """The step with the samples of all ranks, which call this together; itself if there are too many or in a
+        look."""
         ranks, every = self.run.ranks, copy.copy(self)
         if self.partial or ranks.size == 1 or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED:
             return self
@@ -205,8 +204,8 @@ class RecordedStep:
         return every
 
     def prompt_group(self, sample: Sample) -> PromptGroup | None:
-        """The sample's group. That of another worker follows from its number; None if it cannot, with domains, or with
-        rows that a user's loop offers to its one process."""
+        """The sample's group. Another worker's is derived from its number; None if this is impossible, because of
+        domains or rows that a user's loop offers to its one process."""
         record, spec = self.record_of(sample), self.run.spec
         if record or spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
             return record.prompt_group if record else None
@@ -228,8 +227,8 @@ class RecordedStep:
         return self.records.get(int(sample["group_index"]))
 
     def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Generation]]:
-        """The requests for this sample, each with the engine's generation; none if this worker did not record them."""
-        record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # those are greedy
+        """The requests for this sample, each with the engine's generation; empty if this worker did not record them."""
+        record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # baselines are greedy
         return [
             (request, generation)
             for request, result in (record.generated if record else ())
@@ -238,9 +237,9 @@ class RecordedStep:
         ]
 
     def turns(self, sample: Sample) -> list["RecordedTurn"]:
-        """The requests that the sample holds, in its order: those whose prompt one of its conversations begins with,
-        with as much of their generation as follows there. Drafts that a node discards, and requests for a judgement,
-        are none. A request is of one conversation, also where another has the same tokens: streams tell them apart."""
+        """The requests contained in the sample, in order: those whose prompt begins one of its conversations, with as
+        much of their generation as follows there. Drafts that a node discards, and requests for a judgement, are not
+        included. A request belongs to one conversation, even if another has the same tokens, by its stream."""
         has_streams = self.config.actor_rollout_ref.rollout.workflow is not None
         record, requests, found = self.record_of(sample), self.requests(sample), dict[int, RecordedTurn]()
         for talk in conversations_of(sample):
@@ -257,8 +256,8 @@ class RecordedStep:
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
-        known. A workflow decides itself what is said, and which parts the score has unless it is `SCORES_LAST_REPLY`;
-        the score is what it returned."""
+        known. A workflow itself decides what is said and, unless it is in `SCORES_LAST_REPLY`, which parts the score
+        has; the score is what it returned."""
         workflow = self.config.actor_rollout_ref.rollout.workflow
         is_scored = column == "scores" or (column in ("reward_parts", "acc") and workflow in SCORES_LAST_REPLY)
         if column in BY_WORKFLOW and workflow is not None and not is_scored:
@@ -275,11 +274,11 @@ class RecordedStep:
         return self.run.spec.sampling_of.get(str(sample["domain"]), self.run.spec.sampling)
 
     def limit(self, exact: Limit, rounded: Limit) -> Limit:
-        """The limit for models in float32, or in a lower precision."""
+        """The limit for models in float32, or for a lower precision."""
         return exact if self.run.is_exact else rounded
 
     def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
-        """Epoch and row of a group, by its number, or by its position in its domain."""
+        """Epoch and row of a group, from its number or its position in its domain."""
         data, first, word = self.run.spec.data, 0, 0
         num_rows, position = data.num_rows, prompt_group.group_id
         if data.domains:
@@ -312,7 +311,7 @@ class Wrong(Exception):
 class Check:
     """One statement about a step, and the function that checks it.
 
-    needs: what the check cannot do without. limit: the tolerated difference, in words. run: of a `RecordedStep`, a
+    needs: what the check requires. limit: the tolerated difference, in words. run: called with a `RecordedStep`, a
     `Validated`, or at the start the `AuditedRun`; returns None if the check passed, `NOT_APPLICABLE` if there is
     nothing to check, else why it could not be made; raises Wrong if it failed.
     """
@@ -330,7 +329,7 @@ def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Cal
 
 
 def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
-    """Raises Wrong if any token of the sample is wrong, naming the first. reason: why it should be as expected."""
+    """Raises Wrong with the first wrong token of the sample, if any. reason: why it should be as expected."""
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])
         raise Wrong(
@@ -340,7 +339,7 @@ def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, r
 
 
 def check_close(sample: Sample, column: str, expected: Tensor, limit: float, reason: str) -> None:
-    """Raises Wrong if a token's value is not the expected one. limit: relative, of at least 1; NaN is never close."""
+    """Raises Wrong if a token's value is not the expected one. limit: relative, to at least 1; NaN is never close."""
     gap = (doubles(sample[column]) - expected).abs()
     check_tokens(sample, column, expected, ~(gap <= limit * expected.abs().clamp(min=1.0)), reason)
 
@@ -365,7 +364,7 @@ def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
 
 
 def conversations_of(sample: Sample) -> list[Conversation]:
-    """The sample's conversations, in the order in which its tokens hold them."""
+    """The sample's conversations, in the order of its tokens."""
     prompt, response = sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
     forks = sample.get("forks", ())
     ends = [*(start for _, start in forks), len(response)]
@@ -374,12 +373,12 @@ def conversations_of(sample: Sample) -> list[Conversation]:
 
 
 def policies_of_conversations(config: Config, sample: Sample) -> list[str]:
-    """The policy of each of the sample's conversations, by the config; empty names where all have one policy."""
+    """The policy of each of the sample's conversations, by the config; empty names if all have one policy."""
     return [policy_of_conversation(config, talk.name) for talk in conversations_of(sample)]
 
 
 def own_tokens(config: Config, sample: Sample, policy: str) -> Tensor:
-    """bool, for each token of the response: whether it is in a conversation of the policy. All are, of one policy."""
+    """bool, for each token of the response: whether it is in a conversation of the policy. With one policy, all are."""
     own = torch.ones(len(sample["response_ids"]), dtype=torch.bool)
     for talk, owner in zip(conversations_of(sample), policies_of_conversations(config, sample), strict=True):
         own[max(talk.first, 0) : talk.first + len(talk.ids)] = owner in ("", policy)
@@ -399,12 +398,12 @@ def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArra
 
 
 def is_builtin(fn: Callable[..., object]) -> bool:
-    """Whether the function is defined in distflow, below any wrappers."""
+    """Whether the function, without wrappers, is defined in distflow."""
     return is_ours(plain_function(fn))
 
 
 def plain_function(fn: Callable[..., object]) -> Callable[..., object]:
-    """The function below its wrappers."""
+    """The function without its wrappers."""
     while hasattr(fn, "func"):
         fn = fn.func
     return fn

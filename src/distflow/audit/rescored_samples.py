@@ -1,5 +1,5 @@
-"""Checks: a sample's scores are its own, and its reward functions give them again, or a judge's store has them; a group
-that was dropped should have been."""
+"""Checks: a sample's scores are its own, and its reward functions reproduce them, or a judge's store has them; a
+dropped group had to be dropped."""
 
 import hashlib
 import json
@@ -29,8 +29,7 @@ LIMIT = 1e-4
 MOST, FEW = 16, 2
 TRIES, MOST_TWICE = 6, 4
 _DECIDES_WITHIN_S = 5.0
-"""Minimum time to find the cause of a difference, so that a busy machine is not taken for a nondeterministic
-function."""
+"""Minimum time to find the cause of a difference, lest a busy machine look like a nondeterministic function."""
 
 
 @check(
@@ -49,7 +48,7 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
         _check_calls(recorded)
     seen, differing = 0, list[tuple[Sample, str, str]]()
     drawn = recorded.some_samples(MOST)
-    if not recorded.is_ours("responses"):  # an episode that fails may never have asked for a score
+    if not recorded.is_ours("responses"):  # a failed episode may never have requested a score
         drawn = [sample for sample in drawn if sample["valid"] and sample["reward_errors"] is None]
     for sample in drawn:
         if (record := recorded.record_of(sample)) is not None:
@@ -57,8 +56,8 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
                 _own_score(recorded, record, sample, name)
             _own_accuracy(recorded, record, sample)
     drawn.sort(key=lambda sample: (not sample["valid"], float(sample["token_level_scores"].sum())))
-    began = time.monotonic()  # so that a busy machine has time for one call
-    for sample in drawn[: FEW if recorded.partial else MOST]:  # the lowest: a failure may be one
+    began = time.monotonic()  # so that even a busy machine has time for one call
+    for sample in drawn[: FEW if recorded.partial else MOST]:  # use the lowest: a failure may be an outlier
         record = recorded.record_of(sample)
         budget_s = max(recorded.budget_s, _DECIDES_WITHIN_S) if differing else recorded.budget_s
         if record is None or time.monotonic() - began >= budget_s:
@@ -68,7 +67,7 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
                 what = _compare(recorded, record, sample, name)
                 differing += [(sample, name, what)] if what is not None else []
                 seen += 1
-    if recorded.partial:  # one sample cannot say why
+    if recorded.partial:  # one sample cannot show the cause
         recorded.run.doubts.extend(what for _, _, what in differing)
     else:
         _explain_differences(recorded, differing, seen)
@@ -107,7 +106,7 @@ def audit_dropped(recorded: RecordedStep) -> str | None:
 
 
 def _check_too_few(recorded: RecordedStep, record: GroupRecord, batch: Batch) -> str | None:
-    """The group had fewer samples with a score than its estimator compares. Its columns lack the scores."""
+    """The group had fewer scored samples than its estimator compares. Its columns lack the scores."""
     part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
     names, domain = functions_of(part, part.samples[0]), part.samples[0]["domain"]
     estimator = ESTIMATORS.get(algorithm_of(recorded.config, domain).adv_estimator)
@@ -122,8 +121,8 @@ def _check_too_few(recorded: RecordedStep, record: GroupRecord, batch: Batch) ->
 
 
 def _check_calls(recorded: RecordedStep) -> None:
-    """A function that fails gives no score; one that returns a number made of its arguments gives that of a sample's,
-    so that nothing cuts, swaps, rounds or caches on the way to a reward function and back."""
+    """Test calls: a failing function gives no score, and one that computes a number from its arguments gives the
+    sample's, so nothing is cut, swapped, rounded or cached on the way to a reward function and back."""
     failed = recorded.run.call_reward(FAILS, call_arguments("", "", "", {}))
     if isinstance(failed, Score):
         raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
@@ -141,10 +140,9 @@ def _check_calls(recorded: RecordedStep) -> None:
 
 
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
-    """The sample's score, None if it has an error; raises Wrong if the sample was scored by another text, or holds
-    another sample's score."""
+    """The sample's score, None for an error; raises Wrong if another text was scored, or the score is another's."""
     wanted = _arguments(recorded, sample)
-    del wanted[PROMPT]  # a user's rollout may ask something else than the row
+    del wanted[PROMPT]  # a user's rollout may use a prompt other than the row's
     own = [
         result
         for called, given, result in record.scored
@@ -157,7 +155,7 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
             f"reward function '{name}' was never called with the response of sample {sample['uid']} ({text!r}) and the "
             f"ground truth ({truth!r}), domain and extra_info of its row: it was scored with another's data"
         )
-    # A sample with a reward error may be valid: reward.on_error can give it a score.
+    # A sample with a reward error may be valid: reward.on_error can assign a score.
     score, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
     gave = [None if DOES_NOT_APPLY in result.extra else result.value for result in own if isinstance(result, Score)]
     if valid and score not in gave:
@@ -171,7 +169,7 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
 
 
 def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -> None:
-    """`acc`, by which groups are filtered and a sample is right, is that of one of the sample's own scores."""
+    """Check that `acc`, by which groups are filtered and samples count as right, is from one of the sample's scores."""
     called = [(name, given, own) for name, given, own in record.scored if name in functions_of(recorded, sample)]
     if not sample["valid"] or sample.get("reward_errors") is not None or not recorded.is_ours("acc"):
         return
@@ -186,11 +184,11 @@ def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -
 
 
 def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
-    """How the sample's score differs from a new one."""
+    """Text on how the sample's score differs from a new one, or None."""
     score = _own_score(recorded, record, sample, name)
     reward_fn = recorded.run.resources.reward_fn
     if reward_fn is not None and name in reward_fn.pools.takes_groups:
-        return None  # alone it may get another score than in its group
+        return None  # scored alone, it may get another score than in its group
     again = recorded.run.call_reward(name, _arguments(recorded, sample))
     if score is None or not isinstance(again, Score) or again.value == score:
         return None
@@ -198,9 +196,9 @@ def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: 
 
 
 def _explain_differences(recorded: RecordedStep, differing: Sequence[tuple[Sample, str, str]], num_called: int) -> None:
-    """Samples have recorded scores that the reward function does not give again. If many differ, and the function is
-    consistent over repeated calls, scores were given to other samples before they were recorded; else the function is
-    not deterministic, and is left out from here on."""
+    """Explain recorded scores that the reward function does not reproduce. If many differ, and the function is
+    consistent over repeated calls, scores were assigned to wrong samples before recording; else the function is not
+    deterministic, and is not checked any more."""
     for name in sorted({name for _, name, _ in differing}):
         of_this = [(sample, what) for sample, other, what in differing if other == name]
         sample, what = of_this[0]
@@ -219,7 +217,7 @@ def _explain_differences(recorded: RecordedStep, differing: Sequence[tuple[Sampl
 
 def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -> bool:
     """Whether the reward function is consistent over repeated calls, within the time budget, and the samples have its
-    scores of other samples."""
+    scores for other samples."""
     began, few = time.monotonic(), samples[:MOST_TWICE]
     calls = [_arguments(recorded, sample) for sample in few]
     scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
@@ -235,7 +233,7 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
 
 
 def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
-    """Of a call for the sample alone, by its row and its tokens. A user's node says itself which text is scored."""
+    """Arguments of a call for the sample alone, from its row and tokens. A user's node decides which text is scored."""
     row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
     text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
     text = text if recorded.is_ours("responses") else sample["responses"]

@@ -1,4 +1,4 @@
-"""Check: a resumed run has in memory what the saved run had, bit for bit, by hashes of the memory in the checkpoint."""
+"""Check: a resumed run's memory equals the saved run's, bit for bit, by hashes in the checkpoint."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"
 
 Hashes = dict[str, dict[str, tuple[str, str]]]
-"""By part (a model's role, or one of the above) and name: whose it is ("" if all ranks have the same), and the hash."""
+"""By part (a model's role, or one of the above) and name: the owner ("" if all ranks have the same), and the hash."""
 
 
 class Memory:
-    """What a worker has in memory, as hashes, and how it differs from the checkpoint that it resumed from."""
+    """Hashes of a worker's memory, and their differences from the checkpoint that it resumed from."""
 
     def __init__(self, inputs: WorkerInputs, resources: Resources) -> None:
         self._inputs, self._resources, self._rank = inputs, resources, inputs.ports.everyone.rank
@@ -37,7 +37,7 @@ class Memory:
         self._unchecked: dict[str, str] = {}
 
     def models(self) -> Hashes:
-        """All weights, frozen ones too, all entries of optimizers, and their numbers of steps."""
+        """Hashes of all weights, including frozen ones, all entries of optimizers, and their numbers of steps."""
         found: Hashes = {}
         for role in ("actor", "critic", "ref"):
             engine = getattr(self._resources, role)
@@ -52,7 +52,7 @@ class Memory:
         return found
 
     def others(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> Hashes:
-        """All else."""
+        """Hashes of everything else."""
         streams = dict(random_states.states())
         streams |= {f"device:{i}": state for i, state in enumerate(streams.pop("device", ()))}
         found: dict[str, Mapping[str, Any]] = {NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}}
@@ -64,12 +64,12 @@ class Memory:
         return {**hashes, STREAMS: {name: (str(self._rank), _digest(state)) for name, state in streams.items()}}
 
     def compare_at_start(self, _: object) -> None:
-        """Raises Wrong if anything is not what the saved run had."""
+        """Raises Wrong if anything differs from the saved run."""
         spec, checkpoint, self._saved = self._inputs.spec, self._inputs.resumed, {}
         assert checkpoint is not None, "called in a resumed run"
         parts = [part for part in checkpoint.files if part.startswith("rank_")]
         with checkpoint.reading():
-            for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):  # its own shards last
+            for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):  # this rank's own shards last
                 for kind, hashes in checkpoint.load(part).get("audit", {}).items():
                     self._saved.setdefault(kind, {}).update(
                         {name: (entry[0], entry[1]) for name, entry in hashes.items()}
@@ -84,7 +84,7 @@ class Memory:
         self._compare(self.models() | self.others(self._inputs.state, point))
 
     def compare_again(self, step: int) -> str | None:
-        """Before the first update of `step`; see `Check.run`."""
+        """Compare before the first update of `step`; see `Check.run`."""
         if self._inputs.resumed is None or step != self._inputs.version.step:
             return NOT_APPLICABLE
         if self._saved is None:
@@ -126,7 +126,7 @@ def audit_resume(recorded: RecordedStep) -> str | None:
 
 
 def _place(value: object) -> str:
-    """Which part of the whole tensor this rank has."""
+    """Text on which part of the whole tensor this rank has."""
     if not isinstance(value, DTensor):
         return ""
     return f"{tuple(value.device_mesh.shape)} {value.device_mesh.get_coordinate()} {value.placements}"
@@ -137,7 +137,7 @@ def _digest(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """The same before and after a way through JSON; tensors and arrays by their bits."""
+    """Text that is the same before and after a JSON round trip; tensors and arrays are represented by their bits."""
     if isinstance(value, Mapping):
         return f"{{{sorted((str(name), _text(entry)) for name, entry in value.items())}}}"
     if isinstance(value, list | tuple):

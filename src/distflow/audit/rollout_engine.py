@@ -1,5 +1,5 @@
 """Checks: the rollout engine computes with the trainer's weights; the weights of a token's version give the log-prob
-that the engine reported for it; each token is the one that the sample's own random stream draws from the policy.
+that the engine reported; each token is the one that the sample's own random stream draws from the policy.
 
 `moved_draws` measures how far low precision moves a draw, against the model's own forward in float32.
 """
@@ -40,9 +40,9 @@ from distflow.training.policies import models_of
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
 LEAST_TOKENS = 16
 _Scored = tuple[PlainScores, Tensor]
-"""Scores of a sample's tokens, and a mask of the tokens that have one."""
+"""Scores of a sample's tokens, and a mask of tokens with a score."""
 PRESENT: Weights = {}
-"""Stands for the policy's present weights."""
+"""Stands for the policy's current weights."""
 
 
 @check(
@@ -93,7 +93,7 @@ def audit_versions(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("rollout_log_probs") and not any(map(recorded.turns, recorded.samples)):
         return "a user's node writes rollout_log_probs"
     if not recorded.run.is_exact and bool(((v := recorded.batch.flat("versions"))[v >= 0] == recorded.step).all()):
-        return None  # below float32 rounding may be large, and is weighed: these are compared in every step
+        return None  # below float32, rounding may be large, but is corrected; every step compares these
     for sample in recorded.samples:
         if sample["uid"] in recorded.drawn:
             _same(recorded, sample, *recorded.drawn[sample["uid"]])
@@ -102,8 +102,8 @@ def audit_versions(recorded: RecordedStep) -> str | None:
 
 
 def _trained_and_adapted(recorded: RecordedStep) -> None:
-    """All weights are trained (but sinusoids of positions), or of adapters all and nothing else. An adapter is scaled
-    by alpha over rank."""
+    """Check that all weights are trained (except sinusoidal positions), or all adapter weights and nothing else, and
+    that an adapter is scaled by alpha over rank."""
     actor = recorded.run.resources.actor
     model = model_of(actor)
     if model is None or not is_builtin(type(actor)):
@@ -136,8 +136,8 @@ def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
 
 
 def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recomputes: bool) -> _Scored:
-    """Of a sample by the weights of its tokens' versions. recomputes: keys and values after a weight sync."""
-    present = recorded.synced_version if recorded.synced_version == recorded.step else None  # else it has moved since
+    """Scores of a sample by the weights of its tokens' versions. recomputes: keys and values after a weight sync."""
+    present = recorded.synced_version if recorded.synced_version == recorded.step else None  # else it has moved
     older = recorded.run.older_weights
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
@@ -160,7 +160,8 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
         else:
             whole = talks[0]
             turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
-            # Each begins over keys and values of its first token's weights, and goes on over those of earlier tokens'.
+            # Each continuation begins with keys and values from its first token's weights, then uses those of earlier
+            # tokens.
             for start, end, talk in turns or [(0, len(whole.ids) + whole.first, whole)]:
                 known[start:end] = known[start:end].cummin(0).values
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
@@ -169,7 +170,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
 
 
 def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:
-    """The same for the model of one of several policies; equal entries stay one object."""
+    """The weights for the model of one of several policies; equal entries stay one object."""
     if not policy:
         return [*weights]
     own = {
@@ -181,8 +182,8 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
 
 def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
     """Logits `(tokens, vocabulary)` that each token was drawn from, if the engine keeps keys and values over weight
-    syncs: a position has keys and values by the weights that drew the next token, the prompt by those of the first
-    token. Zeros from the first token with unknown weights on."""
+    syncs: a position's keys and values come from the weights that drew the next token, the prompt's from those of the
+    first token. Zeros from the first token with unknown weights on."""
     found, cache = torch.zeros(len(weights), vocabulary_of(model)), DynamicCache(config=unwrapped(model).config)
     first, fed, done = len(ids) - len(weights) - 1, 0, 0
     for _, run in groupby(weights, key=id):
@@ -216,7 +217,7 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
 
 
 def _fits_better(recorded: RecordedStep, others: Mapping[str, _Scored]) -> None:
-    """Below float32 rounding hides keys and values of other weights, but not which rule fits. others: by the other."""
+    """Below float32, rounding hides keys and values of other weights, but not which rule fits. others: by the other."""
     gaps = [torch.zeros(0, 2).double()]
     for sample in (sample for sample in recorded.samples if sample["uid"] in others):
         (own, known), (other, too) = recorded.drawn[sample["uid"]], others[sample["uid"]]
@@ -248,9 +249,9 @@ def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Te
 
 EXACT_DRAW, ROUNDED_DRAW = 1e-3, 0.1
 ROUNDINGS = 4.0
-"""The limit is this many times `moved_draws`, if that is more than `ROUNDED_DRAW`."""
+"""The limit is this many times `moved_draws`, if that exceeds `ROUNDED_DRAW`."""
 WIDEST = 0.25
-"""With a wider limit than this, draws of another stream would pass too often."""
+"""With a wider limit, draws of another stream would pass too often."""
 MASK = 2**64 - 1
 TWIN_NATS = -30.0
 
@@ -319,9 +320,9 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
 
 
 def moved_draws(recorded: RecordedStep) -> float:
-    """By how much probability a draw moves between the policy's precision and float32: the root mean square, over the
-    tokens of the audited samples, of the change in the mass of the tokens before them in the vocabulary. 0 if the model
-    can be run in one precision only: its train engine does not expose it, or its weights are sharded."""
+    """How much probability moves between the policy's precision and float32: the root mean square, over the tokens of
+    the audited samples, of the change in the mass of the tokens before them in the vocabulary. 0 if the model can be
+    run in only one precision, because its train engine does not expose it, or its weights are sharded."""
     actor, samples = recorded.run.resources.actor, audited_samples(recorded)
     if not isinstance(actor, OpenEngine) or not samples:
         return 0.0
@@ -348,14 +349,14 @@ def _missed(draws: list[_Draw], limit: float) -> list[_Draw]:
 def _by_the_config(recorded: RecordedStep, params: SamplingParams, domain: str) -> None:
     settings, own = recorded.config.actor_rollout_ref.rollout, recorded.config.data.domains.get(domain)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    for name in (*names, *(("stop",) if recorded.is_ours("responses") else ())):  # a user's turns may end elsewhere
+    for name in (*names, *(("stop",) if recorded.is_ours("responses") else ())):  # user turns may end elsewhere
         wanted = getattr(own, name, None)
         if getattr(params, name) != (getattr(settings, name) if wanted is None else wanted):
             raise Wrong(f"tokens were drawn with {name}={getattr(params, name)}, which is not rollout.{name}")
 
 
 def _no_twins(recorded: RecordedStep) -> None:
-    """Equal responses in one group must be likely: improbable ones are not equal by chance."""
+    """Check that equal responses in a group are likely: improbable ones are not equal by chance."""
     seen: dict[tuple[int, tuple[int, ...]], Sample] = {}
     for sample in recorded.samples:
         response = (int(sample["group_index"]), tuple(sample["response_ids"].tolist()))

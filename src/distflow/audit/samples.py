@@ -32,7 +32,7 @@ from distflow.scheduling.group_states import PromptGroup
 
 MOST, MOST_LOOKED = 64, 2
 ROUNDING = 1e-6
-"""A mismatch this near to a bound may be on either side of it."""
+"""A mismatch this close to a bound may be on either side."""
 
 
 @check(
@@ -81,7 +81,7 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         row = recorded.run.spec.rows[_place_of(recorded, prompt_group)]
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
-        if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised whole
+        if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised in full
             _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:
@@ -101,7 +101,7 @@ def audit_responses(recorded: RecordedStep) -> str | None:
             spans, mask = row.turns or ((0, len(row.response_ids)),), (sample["response_mask"] > 0).tolist()
             turns = [any(start <= i < end for start, end in spans) for i in range(len(mask))]
             _same(sample, "response_mask", mask, turns, "the turns of its row")
-        # A conversation of the data keeps its special tokens: they mark where each turn begins.
+        # A conversation from the data keeps its special tokens, which mark where each turn begins.
         tokenizer, ids = recorded.run.resources.tokenizer, sample["response_ids"].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
         _same(sample, "responses", sample["responses"], text, "its decoded tokens")
@@ -109,8 +109,8 @@ def audit_responses(recorded: RecordedStep) -> str | None:
 
 
 def _check_episodes(recorded: RecordedStep, most: int) -> str | None:
-    """An episode of a workflow is of its row, and its response is the text of the last turn that the engine drew; with
-    branches, of the last turn of one of them."""
+    """Check that an episode of a workflow belongs to its row, and its response is the text of the last turn that the
+    engine drew; with branches, of the last turn of one of them."""
     if recorded.config.actor_rollout_ref.rollout.workflow is None:
         return "a user's node generates the responses"
     asked = [(sample, turns) for sample in recorded.some_samples(most) if (turns := recorded.turns(sample))]
@@ -186,7 +186,7 @@ def _check_shares(recorded: RecordedStep) -> None:
     if not counts or data.curriculum is not None:
         return
     weights, total = sum(domain.weight for domain in data.domains), sum(counts.values())
-    missing = data.consumer_batch * (recorded.step + 1) - total  # of short steps
+    missing = data.consumer_batch * (recorded.step + 1) - total  # missing because of short steps
     for domain in data.domains:
         due = domain.weight / weights * total
         if abs(counts.get(domain.name, 0) - due) >= 1 + max(missing, 0):
@@ -197,7 +197,7 @@ def _check_shares(recorded: RecordedStep) -> None:
 
 
 def _left_out(recorded: RecordedStep, sample: Sample, group: list[Sample]) -> str:
-    """Why the whole sample is left out of the loss, by the config; empty if it is not."""
+    """Why the config masks the whole sample in the loss; empty if it does not."""
     algorithm = algorithm_of(recorded.config, sample["domain"])
     if (why := _masked(algorithm, sample, group)) or algorithm.mask_type != "all":
         return why
@@ -208,7 +208,7 @@ def _left_out(recorded: RecordedStep, sample: Sample, group: list[Sample]) -> st
 
 
 def in_baselines(recorded: RecordedStep, algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Samples with these settings; one that `mask_type` leaves out of baselines is as if it had no score."""
+    """Samples with these settings; those that `mask_type` excludes from baselines appear without a score."""
     if algorithm.mask_type != "all":
         return list(samples)
     groups = by_group_of(samples)
@@ -230,7 +230,7 @@ def _masked(algorithm: AlgorithmConfig, sample: Sample, group: list[Sample]) -> 
 
 
 def _rejected(recorded: RecordedStep, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Which tokens are rejected for the mismatch of trainer and engine (verl's `rollout_rs`), and for which that
+    """Which tokens are rejected because of the mismatch of trainer and engine (verl's `rollout_rs`), and for which this
     depends on rounding."""
     settings, none = recorded.config.algorithm.rollout_correction, torch.zeros(len(sample["response_ids"])).bool()
     if not settings.rollout_rs:
@@ -269,7 +269,7 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
         before = _before_models(recorded, group)
         values = filtered_values(settings.metric, before or [])
         if before is None or any(map(math.isnan, values)):
-            continue  # a judge's error took the place of a score that is not recorded
+            continue  # a judge's error replaced a score that is not recorded
         if len(set(values)) < 2:
             what = f"{settings.metric} {set(values)}: its advantage is 0"
             raise Wrong(f"group {number} was kept, but all its samples have the {what}")
@@ -279,14 +279,14 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
 
 
 def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] | None:
-    """The group as it was filtered, before models of the run scored it; None where that is unknown. A score is NaN if
-    an error of a model took its place."""
+    """The group as it was filtered, before models of the run scored it; None if unknown. A score is NaN if a model's
+    error replaced it."""
     models = scoring_models(recorded.config.reward_model)
     before = []
     for sample in group if models else ():
         parts, was_scored = sample["reward_parts"], sample["reward_errors"] is None
         if not was_scored:
-            if not recorded.is_ours("reward_parts"):  # a workflow may leave parts out
+            if not recorded.is_ours("reward_parts"):  # a workflow may omit parts
                 return None
             known = {*parts, *does_not_apply(sample)}
             was_scored = known.issuperset(functions_of(recorded, sample))
@@ -298,7 +298,7 @@ def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] 
 
 
 def does_not_apply(sample: Sample) -> list[str]:
-    """Reward functions that returned None for the sample, as TRL's may: they say nothing about it."""
+    """Reward functions that returned None for the sample, as TRL's may: they do not apply to it."""
     return [name for key in sample["reward_extra"] for name, _, what in [key.rpartition("/")] if what == DOES_NOT_APPLY]
 
 
@@ -313,7 +313,7 @@ def parts_of_domain(recorded: RecordedStep, name: str) -> Sequence[RewardPart]:
 
 
 def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:
-    """What a filter by that metric compares, of the samples that count."""
+    """The values that a filter by that metric compares, for the samples that count."""
     scored = [sample for sample in group if sample["valid"]]
     if metric in WHOLE_SCORE:
         return [float(sample["scores"]) for sample in scored]
@@ -350,7 +350,7 @@ def _same(sample: Sample, column: str, found: object, expected: object, source: 
 
 
 def audit_rows(recorded: RecordedStep) -> str | None:
-    """Every group that this worker generated is of the row that its number gives; a domain's positions follow them."""
+    """Every group generated here is of the row given by its number; positions in a domain are consecutive."""
     if not recorded.is_ours("responses"):
         return "a user's node generates the responses"
     last = recorded.run.positions
@@ -382,7 +382,7 @@ def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
 
 
 def _generated(sample: Sample, generation: Generation, version: int) -> None:
-    """The sample is the engine's generation. version: of the engine when the group was requested."""
+    """Check that the sample is the engine's generation. version: of the engine when the group was requested."""
     _same(sample, "response_ids", sample["response_ids"].tolist(), list(generation.token_ids), "the engine")
     log_probs = torch.tensor(generation.rollout_log_probs, dtype=torch.float32)
     if not torch.equal(sample["rollout_log_probs"], log_probs):
@@ -398,7 +398,7 @@ def _generated(sample: Sample, generation: Generation, version: int) -> None:
 
 
 def _ended(recorded: RecordedStep, sample: Sample) -> None:
-    """A sample is finished if its last token or its text is a stop, else it must have the maximum length."""
+    """Check that a sample ends with a stop token or string, or else has the maximum length."""
     sampling, ids = recorded.sampling(sample), sample["response_ids"].tolist()
     stop_ids = recorded.run.resources.stop_token_ids
     text = recorded.run.resources.tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,5 +1,5 @@
 """Checks: the score is the weighted sum of a sample's scores, on the tokens where it was earned; the reward is the
-score minus the KL, by the coefficient of the config or the controller."""
+score minus the KL, times the coefficient of the config or the controller."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -60,8 +60,8 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
 
 
 def _of_turns(sample: Sample) -> Tensor:
-    """The rewards of an episode's turns where its events are not known: nothing but the last token of a turn has one.
-    0 on all tokens of other samples."""
+    """The rewards of an episode's turns if its events are not known: only the last token of a turn has one. 0 on all
+    tokens of other samples."""
     if "turn_index" not in sample:
         return torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
     turn = sample["turn_index"]
@@ -72,7 +72,7 @@ def _of_turns(sample: Sample) -> Tensor:
 def _check_processed(
     recorded: RecordedStep, domain: str, algorithm: AlgorithmConfig, samples: Sequence[Sample]
 ) -> str | None:
-    """Rewards of samples with the same settings, by their scores."""
+    """Check the rewards of samples with the same settings against their scores."""
     levels = (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level)
     moments = recorded.run.state.get("reward_moments", {}).get(domain)
     if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
@@ -106,7 +106,7 @@ def _check_reported(
     samples: Sequence[Sample],
     moments: Mapping[str, float] | None,
 ) -> None:
-    """The running moments, and the share of rewards that were clipped."""
+    """Check the running moments, and the share of clipped rewards."""
     end, wanted, bound = f"/{domain}" if domain else "", dict[str, float](), algorithm.reward_clip
     if moments is not None and moments["count"] > algorithm.reward_norm.std_unbiased:
         freedom = moments["count"] - algorithm.reward_norm.std_unbiased
@@ -115,7 +115,7 @@ def _check_reported(
     if bound is not None and recorded.is_whole and not recorded.partial:
         rewards = finished_rewards(samples, replace(algorithm, reward_clip=None), moments)
         scored = [abs(value) for value, sample in zip(rewards, samples, strict=True) if sample["valid"]]
-        if not any(abs(value - bound) <= LIMIT for value in scored):  # there rounding decides
+        if not any(abs(value - bound) <= LIMIT for value in scored):  # at a bound rounding decides
             wanted["reward_clip/clipped"] = sum(value > bound for value in scored) / max(len(scored), 1)
     for name, value in wanted.items():
         recorded.run.compared.add(f"{name}{end}")
@@ -125,7 +125,7 @@ def _check_reported(
 
 
 def remember_rewards(recorded: RecordedStep) -> None:
-    """Add the step's scores to the moments of all rewards so far, of settings that normalise by them."""
+    """Add the step's scores to the moments of all rewards so far, for settings that normalise by them."""
     kept = recorded.run.state.setdefault("reward_moments", {})
     for domain, algorithm in algorithms(recorded.config):
         if "running" not in (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level):
@@ -187,7 +187,7 @@ def _check_coefficient(
 
 
 def remember_coefficients(recorded: RecordedStep) -> None:
-    """What the adaptive controllers of the next step start from. Called on all ranks together."""
+    """Keep the coefficients from which the next step's adaptive controllers start. Called on all ranks together."""
     kept = recorded.run.state.setdefault("kl_control", {})
     for domain, algorithm in algorithms(recorded.config):
         suffix = f"/{domain}" if domain else ""
@@ -204,8 +204,8 @@ def remember_coefficients(recorded: RecordedStep) -> None:
 
 
 def kl(difference: Tensor, kind: str) -> Tensor:
-    """Estimates of the KL by d = log π − log π_ref (Schulman's k1, k2, k3), `|d|`. A trailing + changes the gradient
-    only, which is left to the caller."""
+    """Estimates of the KL from d = log π − log π_ref (Schulman's k1, k2, k3), or `|d|`. A trailing + changes only the
+    gradient, which is left to the caller."""
     match kind.removesuffix("+"):
         case "kl" | "k1":
             return difference
@@ -220,7 +220,7 @@ def kl(difference: Tensor, kind: str) -> Tensor:
 
 
 def _total(recorded: RecordedStep, sample: Sample) -> float:
-    """The weighted sum of the sample's scores, or the score that reward.on_error gives in their place."""
+    """The weighted sum of the sample's scores, or the score that reward.on_error assigns instead."""
     if sample["reward_errors"] is not None:
         fallback = on_error_of(recorded.config.reward, sample["domain"])
         if not isinstance(fallback, float):
@@ -241,14 +241,14 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         num_turns = len(recorded.turns(sample)) or int((of_policy[1:] & ~of_policy[:-1]).sum())
         discount: Any = rollout.workflow_kwargs.get("turn_discount", 1.0)
         total *= discount ** (num_turns - 1)
-    if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # elsewhere none is added
+    if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # other pipelines add none
         models = scoring_models(recorded.config.reward_model, sample["domain"]).items()
         total += sum(parts.get(name, math.nan) * model.weight for name, model in models)
     return total
 
 
 def _returned(sample: Sample, record: GroupRecord) -> float:
-    """What the workflow returned for the sample's episode: a number, parts or their `score`, or a reward's result."""
+    """The score that the workflow returned for the episode: a number, parts or their `score`, or a reward result."""
     ids = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
     for tokens, returned in (values for kind, *values in record.events.get(index_of(sample), ()) if kind == "returned"):
         if tokens != ids:
@@ -257,11 +257,11 @@ def _returned(sample: Sample, record: GroupRecord) -> float:
         parts: Any = value if isinstance(value, Mapping) else {"score": value}
         own = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]
         return math.fsum(float(value) for value in own)
-    return math.nan  # it is never close
+    return math.nan  # NaN is never close
 
 
 def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
-    """ReMax's baseline is the score of the group's one greedy response, by the reward functions."""
+    """Check that ReMax's baseline is the reward functions' score of the group's one greedy response."""
     record = recorded.record_of(sample)
     if "reward_baselines" not in sample or record is None or not recorded.is_ours("reward_baselines"):
         return
@@ -289,7 +289,7 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
 
 
 def _overlong(recorded: RecordedStep, domain: str, length: int) -> float:
-    """0 until the zone before the limit, falling to −factor at the limit (DAPO, arXiv:2503.14476)."""
+    """The penalty: 0 up to the zone before the limit, falling to −factor at the limit (DAPO, arXiv:2503.14476)."""
     zone = recorded.config.reward.overlong
     if zone.buffer_tokens <= 0:
         return 0.0
@@ -311,7 +311,7 @@ def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
 
 
 def _same_mean(recorded: RecordedStep, algorithm: AlgorithmConfig, suffix: str, samples: Sequence[Sample]) -> None:
-    """The controller's input is the mean KL over the tokens of valid samples, or the mean of samples' means."""
+    """Check that the controller's input is the mean KL over valid samples' tokens, or the mean of samples' means."""
     of_samples = list[Tensor]()
     for sample in in_baselines(recorded, algorithm, samples):
         counted = (sample["response_mask"] > 0) & bool(sample["valid"])

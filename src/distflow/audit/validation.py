@@ -1,5 +1,5 @@
-"""Check: a validation asked every prompt as the config says, and reports what its samples scored; or it reports the
-loss of the data's own responses."""
+"""Check: a validation generated for every prompt as configured, and reports its samples' scores; or it reports the loss
+of the data's responses."""
 
 import math
 import random
@@ -27,8 +27,8 @@ Facts = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Validated:
-    """A validation. version: of the weights that must have generated. rows: of `sample_facts`, from all workers; or for
-    each row's own response the number of its tokens and their loss."""
+    """A validation. version: of the weights that must have generated. rows: of `sample_facts`, from all workers; or the
+    number of tokens of each row's response and their loss."""
 
     run: AuditedRun
     version: int
@@ -37,7 +37,7 @@ class Validated:
 
 
 def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -> Facts:
-    """What is known of each sample that was asked for; `wrong` is empty, or why it is. rows: of the samples file."""
+    """The known facts of each requested sample; `wrong` is empty, or the reason. rows: of the samples file."""
     shown, found = {(row["set"], row["kind"], row["uid"]): row for row in rows}, Facts()
     writers = [node.fn for node in run.pipeline.nodes if {"responses", "scores"} & {*node.contract.writes}]
     has_workflow = run.spec.config.actor_rollout_ref.rollout.workflow is not None
@@ -71,7 +71,7 @@ def _wrong_score(record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], 
 
 
 def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> str:
-    """By the config, and whether samples that are improbable are equal, which so share a random stream."""
+    """Why a request contradicts the config, or improbable samples are equal, i.e. share a random stream; else empty."""
     group, config = record.prompt_group, run.spec.config
     (_, name, kind), rollout = group.stream.split("/"), config.actor_rollout_ref.rollout
     own, val = config.data.domains.get(name), rollout.val_kwargs
@@ -86,7 +86,7 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
     expected = (wanted, Stream(config.trainer.seed, group.stream, group.version, group.row))
     for request, result in record.generated:
         params, stream = request.params, request.stream
-        if rollout.workflow is not None:  # which says itself what it asks, and where a turn ends
+        if rollout.workflow is not None:  # a workflow itself decides its prompts and where a turn ends
             own_ends = {name: getattr(wanted, name) for name in ("max_tokens", "stop", "stop_token_ids")}
             params = replace(params, **own_ends)
             stream = replace(stream, name=stream.name.partition("/fork ")[0])
@@ -143,7 +143,7 @@ def audit_validation(seen: Validated) -> str | None:
 
 
 def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> None:
-    """The loss of a drawn row is that of the trained model's own forward."""
+    """Check that the loss of a drawn row is that of the trained model's own forward."""
     actor = seen.run.resources.actor
     if not isinstance(actor, OpenEngine) or is_spread(actor.model):
         return
@@ -169,7 +169,7 @@ def _wrong_tokens(answer: PromptRow, row: Mapping[str, Any]) -> str:
 
 
 def _metrics(rows: Facts) -> dict[str, float]:
-    """Accuracies by domain and by tag, each counted anew from the samples, or the mean loss of a token."""
+    """Accuracies by domain and by tag, each recounted from the samples, or the mean loss per token."""
     if any(row["kind"] == "loss" for row in rows):
         return {"sft/val_loss": math.fsum(row["loss"] for row in rows) / sum(row["tokens"] for row in rows)}
     if any(row["kind"] == "pair" for row in rows):
@@ -186,7 +186,7 @@ def _metrics(rows: Facts) -> dict[str, float]:
             parts.setdefault(name, []).append(row)
     found = {"val/errors": float(sum(row["right"] is None for row in rows))}
     for name, own in parts.items():
-        mean = [bool(row["right"]) for row in own if row["kind"] == min(kinds)]  # greedy, if any is
+        mean = [bool(row["right"]) for row in own if row["kind"] == min(kinds)]  # greedy ones, if there are any
         found[f"val_correct/{name}/mean"] = sum(mean) / len(mean)
         sampled = [row for row in own if row["kind"] == "sampled"]
         prompts = Counter((row["set"], row["row"]) for row in sampled)

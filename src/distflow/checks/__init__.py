@@ -1,1 +1,1 @@
-"""Checks of every step of a run, by subject; `step_invariants.py` runs them."""
+"""The checks of every step of a run, by subject; `step_invariants.py` runs them."""

@@ -1,4 +1,4 @@
-"""Check: the engine has the trainer's weights. It generates greedily for fixed prompts, by the normal path."""
+"""Check: the engine has the trainer's weights. It generates greedily for fixed prompts, through the normal path."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from distflow.training.policies import Policies
 @dataclass
 class Canary:
     """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never); an engine that
-    `shares_weights` with the trainer only at the start, as every batch is compared there anyway. agents: one of
-    each trained policy, where there are several: each policy responds to the prompts."""
+    `shares_weights` with the trainer only at the start, since every batch is compared there anyway. agents: one of each
+    trained policy, if there are several: each policy responds to the prompts."""
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
@@ -38,17 +38,17 @@ class Canary:
     _num_synced: int = 0
 
     def is_due(self, at_start: bool) -> bool:
-        """Call once a weight sync."""
+        """Whether the canary is due; call once per weight sync."""
         if at_start or self.frequency == 0:
             return self.frequency > 0
         self._num_synced += 1
         return not self.shares_weights and self._num_synced % self.frequency == 0
 
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
-        """Score the engine's tokens by the trainer. Raises TrustError if the weights differ.
+        """Score the engine's tokens with the trainer. Raises TrustError if the weights differ.
 
         At the start the limit of the mean |Δ log-prob| is the one that stops any run. Later the limits of mean and
-        maximum are `GROWTH` times those of the start, but at least the tolerance, and ten times it.
+        maximum are `GROWTH` times the values at the start, but at least the tolerance and ten times the tolerance.
         """
         scored = self.actor.forward(responses, ("log_probs",))
         gap = mismatch(responses.flat("rollout_log_probs"), scored.flat("log_probs"), responses.flat("response_mask"))
@@ -70,7 +70,7 @@ class Canary:
         params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
 
         async def sample(row: int, prompt: tuple[int, ...], agent: str, policy: str) -> Sample:
-            # The next canary would find the keys and values that this one leaves, if they outlived their weights.
+            # The next canary would detect keys and values of this one if they outlived their weights.
             stream = Stream(0, "canary", 0, row)
             request = GenerateRequest(prompt, (0,), params, stream, may_continue=True, policy=policy)
             (response,) = (await self.rollout.generate(request)).generations

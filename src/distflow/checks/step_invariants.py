@@ -32,11 +32,10 @@ KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
 
 @dataclass
 class NonFinite:
-    """Saves a bundle for each skipped update and stops a run that only skips.
+    """Saves a bundle for each skipped update, and stops a run that only skips.
 
-    folder: of the bundles; the newest `limit` are kept. limit: consecutive skipped updates of one engine that end the
-    run. config_yaml: saved in each bundle. start: by role, the magnitude of each trained weight before the first
-    update.
+    folder: of the bundles; the newest `limit` are kept. limit: consecutive skipped updates of an engine that end the
+    run. config_yaml: for each bundle. start: by role, the magnitude of each trained weight before the first update.
     """
 
     folder: Path
@@ -95,7 +94,7 @@ class NonFinite:
         return bundle
 
     def _make_folder(self, role: str, step: int) -> Path:
-        """Under an unused name: an earlier start, or another rank, may have saved one of this step."""
+        """Make a folder with an unused name: an earlier start, or another rank, may have saved one for this step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             self._num_saved += 1
@@ -105,7 +104,7 @@ class NonFinite:
                 return bundle
 
     def _remove_old(self) -> None:
-        """Removes only files that distflow writes; other files in a bundle stay."""
+        """Remove old bundles, but only files that distflow writes; other files in a bundle stay."""
         ours = (
             path
             for path in self.folder.iterdir()
@@ -115,7 +114,7 @@ class NonFinite:
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):
                 (old / name).unlink(missing_ok=True)
-            with suppress(OSError):  # it is not empty, or another rank was there first
+            with suppress(OSError):  # not empty, or another rank was faster
                 old.rmdir()
 
 
@@ -130,7 +129,7 @@ DEAD_TERMS = {
     "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",
     "actor/loss_term/kl": "the policy does not differ from the reference, or kl_loss_coef is 0",
 }
-"""Why a loss term may be exactly 0."""
+"""Reasons for a loss term to be exactly 0."""
 
 Note = Callable[[str, str], None]
 """(kind, message): reports to the user and the run's events."""
@@ -140,10 +139,10 @@ Note = Callable[[str, str], None]
 class LiveChecks:
     """The `StepChecks` of a worker.
 
-    ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
-    movement: by role of the engine. keeps_kv: after a weight sync the engine continues with keys and values of the old
-    weights. samples: a node writes the log-probs of sampling; recorded responses have none to compare with.
-    same_prompts: all episodes of a group begin with the row's prompt; a workflow may write its own.
+    ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs. movement:
+    by role of the engine. keeps_kv: whether the engine keeps keys and values of the old weights after a weight sync.
+    samples: whether a node writes the sampling log-probs; recorded responses have none. same_prompts: whether all
+    episodes of a group begin with the row's prompt; a workflow may write its own.
     """
 
     note: Note
@@ -229,7 +228,7 @@ class LiveChecks:
         return found
 
     def _report_empty(self, role: str) -> None:
-        """Report empty mini-batches when the first appears, and each time the number has doubled."""
+        """Report the first empty mini-batch, and each time their number has doubled."""
         self._num_empty[role] += 1
         number = self._num_empty[role]
         if number & (number - 1) == 0:
@@ -275,9 +274,9 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
 def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
     """Compare columns written by different parts of the system.
 
-    Raises TrustError if response_mask is not exactly on the tokens that carry a version, loss_mask reaches beyond it, a
-    rollout log-prob is no log-probability, a sample's group_index is not its group's, or the episodes of a group begin
-    with different prompts. (Its further conversations may have others.)
+    Raises TrustError if response_mask does not match the tokens that carry a version, loss_mask extends beyond it, a
+    rollout log-prob is not a log-probability, a sample's group_index is not its group's, or the episodes of a group
+    begin with different prompts. (Further conversations may have other prompts.)
     """
     made_by_policy, mask = batch.flat("versions") >= 0, batch.flat("response_mask") > 0
     if found := _first(batch, made_by_policy != mask):
@@ -303,8 +302,8 @@ def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
 class Movement:
     """Finds trained tensors that no update moved, or that only weight decay moved.
 
-    after: updates with a gradient and a learning rate above 0 to wait for. Updates of the warm-up do not count: such a
-    step can be too small for float32 to change a weight of 1.
+    after: how many updates with a gradient and a learning rate above 0 to wait for. Warm-up updates do not count: they
+    can be too small for float32 to change a weight of 1.
     """
 
     after: int
@@ -333,7 +332,7 @@ class Movement:
 
 @dataclass
 class LossTerms:
-    """Finds loss terms that are on and contribute exactly 0 in each of the first steps. names: their metrics."""
+    """Finds enabled loss terms that contribute exactly 0 in each of the first steps. names: their metrics."""
 
     names: tuple[str, ...]
     after: int = 5
@@ -341,7 +340,7 @@ class LossTerms:
     _alive: set[str] = field(default_factory=set)
 
     def updated(self, metrics: Mapping[str, float]) -> list[str]:
-        """Call once a trained step; after `after` of them, once, the terms that were always exactly 0."""
+        """Call once per trained step; returns once, after `after` steps, the terms that were always exactly 0."""
         if self._seen >= self.after:
             return []
         self._seen += 1
@@ -350,7 +349,7 @@ class LossTerms:
 
 
 def fingerprints(state: TrainState) -> dict[str, str]:
-    """A hash of all bits of each trained tensor; of a sharded tensor of this rank's part."""
+    """A hash of all bits of each trained tensor, or of this rank's part of a sharded one."""
     return {name: bit_hash(tensor) for name, tensor in state.trained_weights().items()}
 
 

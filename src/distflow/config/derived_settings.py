@@ -1,5 +1,5 @@
-"""Settings that follow from several keys: the pipeline that runs, algorithm, data and rewards of the domains, sizes and
-step counts."""
+"""Settings that follow from several keys: the pipeline, the domains' algorithms, data and rewards, sizes, step
+counts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from distflow.errors import UserError
 
 
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
-    """The settings of a domain; those of the run for None and for a domain without its own."""
+    """The settings of a domain; those of the run for None or a domain without overrides."""
     own = config.algorithm.domains.get(domain) if domain is not None else None
     return config.algorithm if own is None else replace(changed(peek(config.algorithm), own), domains={})
 
 
 def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
-    """(domain, its settings); the run's first, with None."""
+    """(domain, its settings), beginning with (None, the run's settings)."""
     for domain in (None, *config.algorithm.domains):
         yield domain, algorithm_of(config, domain)
 
@@ -35,7 +35,7 @@ POLICY_LOSS, ADV_ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.a
 
 
 def named_algorithms(config: Config) -> list[tuple[str, str]]:
-    """(key, name) of the policy loss, the estimator and those of domains with another; none where nothing generates."""
+    """(key, name) of policy loss and estimator, and of those that domains override; empty unless the pipeline is RL."""
     if not is_rl(config):
         return []
     run, named = config.algorithm.adv_estimator, [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
@@ -45,7 +45,7 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
 
 
 def config_of(config: Config, domain: str | None) -> Config:
-    """The config with the settings of a domain. Reading a key of it counts as reading the run's."""
+    """The config with the settings of a domain. Reading one of its keys counts as reading the run's."""
     own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
     size = None if domain not in config.data.domains else config.data.domains[domain].n
     if size is None:
@@ -64,11 +64,11 @@ CUSTOM = "custom"
 
 WORKFLOW = "actor_rollout_ref.rollout.workflow"
 BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_parts", "acc"})
-"""Columns whose content a workflow decides (`rollout.workflow`)."""
+"""Columns that a workflow (`rollout.workflow`) fills."""
 
 
 def code_of_workflow(config: Config) -> list[tuple[str, str]]:
-    """(key, target) of the user's code in `rollout.workflow`: the workflow, its tools, its environment, its agent."""
+    """(key, target) of user code in `rollout.workflow`: the workflow, its tools, environment and agent."""
     rollout = config.actor_rollout_ref.rollout
     tools = rollout.workflow_kwargs.get("tools")
     entries = [(f"{WORKFLOW}_kwargs.tools", entry) for entry in (tools if isinstance(tools, list | tuple) else [])]
@@ -85,12 +85,13 @@ def pipeline_name(config: Config) -> str:
     chosen = config.dag.pipeline
     if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
-    workflow_type = config.algorithm.workflow_type  # read in any case: the rules compare it with dag.pipeline
+    workflow_type = config.algorithm.workflow_type  # always read: the rules compare it with dag.pipeline
     return chosen or pipeline_of_algorithm(workflow_type, config.algorithm.adv_estimator) or "grpo"
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the pipeline generates. A user's own does unless `dag.generates` is false; binding it finds out."""
+    """Whether the pipeline generates. A custom one counts as such unless `dag.generates` is false; binding verifies
+    it."""
     pipeline = find_pipeline(config)
     return config.dag.generates is not False if pipeline is None else pipeline.generates
 
@@ -113,17 +114,17 @@ def reads_values(config: Config) -> bool:
 
 
 def find_pipeline(config: Config) -> BuiltinPipeline | None:
-    """The built-in pipeline that runs; None for a user's own."""
+    """The built-in pipeline that runs; None for a custom one."""
     return PIPELINES.get(pipeline_name(config))
 
 
 def find_estimator(config: Config) -> Estimator | None:
-    """The built-in estimator that is chosen; None for a user's own."""
+    """The chosen built-in estimator; None for a custom one."""
     return ESTIMATORS.get(config.algorithm.adv_estimator)
 
 
 def functions_of_pipeline(config: Config) -> list[str]:
-    """The functions that `dag.pipeline` names: the one that builds the user's own pipeline, or those of its nodes."""
+    """The functions that `dag.pipeline` names: the one that builds a custom pipeline, or those of its nodes."""
     own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
     if own is None or isinstance(own, str):
         return [own] if own else []
@@ -131,7 +132,7 @@ def functions_of_pipeline(config: Config) -> list[str]:
 
 
 def is_one_process(config: Config) -> bool:
-    """Whether all of the run is in the process that starts it."""
+    """Whether the whole run is in the process that starts it."""
     trainer = config.trainer
     return trainer.launcher == "local" and trainer.n_gpus_per_node == 1 and not trainer.allocation
 
@@ -146,7 +147,7 @@ def is_sharded(config: Config) -> bool:
 
 
 def offload_keys(config: Config) -> list[str]:
-    """The keys of offloading to host memory that are on. Does not count as reading them."""
+    """The enabled keys for offloading to host memory. Does not count as reading them."""
     settings, critic = peek(config).actor_rollout_ref, peek(config).critic
     owners: dict[str, ActorConfig | CriticConfig | RefConfig] = {
         ACTOR: settings.actor,
@@ -166,7 +167,7 @@ def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int
 
 
 def optimizer_steps_a_step(config: Config, role: Literal["actor", "critic"]) -> int:
-    """One for each mini-batch of each pass over a batch; the last may be short. SFT passes over a batch once."""
+    """One per mini-batch of each pass over a batch; the last mini-batch may be smaller. SFT makes one pass."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     mini_batch, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
     if role == "critic":
@@ -175,7 +176,7 @@ def optimizer_steps_a_step(config: Config, role: Literal["actor", "critic"]) -> 
 
 
 def clip_range(config: Config) -> tuple[float, float]:
-    """How far the ratio may fall and rise."""
+    """How far the ratio may fall below 1, and rise above it."""
     actor = config.actor_rollout_ref.actor
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
@@ -184,14 +185,14 @@ def clip_range(config: Config) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What a run must fit into, each None until it is known: rows to train on, the model's context in tokens."""
+    """The limits of a run, each None until known: the number of training rows, and the model's context in tokens."""
 
     rows: int | None = None
     context: int | None = None
 
 
 def run_steps(config: Config, room: RunLimits) -> int | None:
-    """Training steps of the run; None until they are known."""
+    """Training steps of the run; None until known."""
     trainer = config.trainer
     if trainer.total_training_steps is not None or room.rows is None:
         return trainer.total_training_steps
@@ -221,7 +222,7 @@ def learning_rate_warm_ups(config: Config, steps: int) -> list[tuple[str, int, i
 
 
 def resume_override(mode: str | None) -> list[str]:
-    """The override for `--resume`, so that it is checked with the other keys. Raises UserError for other types."""
+    """`--resume` as an override, so that it is checked with the other keys. Raises UserError for other types."""
     if not isinstance(mode, str | None):
         raise UserError(f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a str")
     return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
@@ -232,39 +233,39 @@ def policies_of(config: Config) -> tuple[str, ...]:
 
 
 def policies_of_agents(config: Config) -> dict[str, str]:
-    """The policy of each agent of an episode, where they have several; else empty."""
+    """The policy of each agent of an episode; empty unless the agents have several policies."""
     found = {name: agent.policy for name, agent in config.actor_rollout_ref.rollout.agents.items()}
     return found if {*found.values()} - {FIRST_POLICY} else {}
 
 
 def policy_of_conversation(config: Config, name: str) -> str:
-    """The policy of a conversation of an episode, by its name: that of an agent or of a fork of it, and none for the
-    first agent's. Empty where there is one policy."""
+    """The policy of a conversation of an episode. name: of an agent or a fork of one; empty for the first agent.
+    Returns "" if there is only one policy."""
     owners = policies_of_agents(config)
     return owners.get(name.partition(".")[0], next(iter(owners.values()))) if owners else ""
 
 
 def trained_policies(config: Config) -> tuple[str, ...]:
-    """The policies of agents that are trained, where they have several; else empty."""
+    """The trained policies of agents; empty unless the agents have several policies."""
     agents, policies = config.actor_rollout_ref.rollout.agents, policies_of_agents(config)
     trained = {policies[name] for name, agent in agents.items() if agent.trainable and policies}
     return tuple(name for name in policies_of(config) if name in trained)
 
 
 def config_of_policy(config: Config, policy: str) -> Config:
-    """With the policy's own keys in place of those of `actor_rollout_ref`. What is random differs from the others."""
+    """The config with the policy's own keys in place of those of `actor_rollout_ref`, and a seed of its own."""
     own = {f"actor_rollout_ref.{name}": value for name, value in config.dag.policies.get(policy, {}).items()}
     seed = config.trainer.seed + policies_of(config).index(policy)
     return with_values(config, {**own, "trainer.seed": seed})
 
 
 def policy_of(config: Config) -> str:
-    """The one that a run of this config trains."""
+    """The policy that a run of this config trains."""
     return config.dag.policy or FIRST_POLICY
 
 
 def with_own_policies(config: Config) -> dict[str, list[str]]:
-    """By policy, the overrides of the run that trains it, in a folder of its own; empty if the config is of one run."""
+    """The overrides of each policy's run, which has its own folder; empty if the config describes a single run."""
     dag, trainer = config.dag, config.trainer
     if not dag.policies or dag.policy is not None or policies_of_agents(config):
         return {}
@@ -282,7 +283,7 @@ def check_keys(allow_change: Sequence[str]) -> None:
 
 
 Files = dict[str, tuple[str, ...]]
-"""Files by their keys."""
+"""Files by key."""
 
 
 def train_files(config: Config) -> Files:
@@ -294,14 +295,14 @@ def val_files(config: Config) -> Files:
 
 
 def _files(config: Config, name: str) -> Files:
-    """Those of domains, and those of all."""
+    """The files of the domains, and those of `data`."""
     domains, common = config.data.domains, getattr(config.data, name)
     own = {f"data.domains.{domain}.{name}": getattr(settings, name) for domain, settings in domains.items()}
     return own | ({f"data.{name}": common} if common or not own else {})
 
 
 def chooses_by_tags(config: Config, domain: str, name: str) -> bool:
-    """Whether the rows of the domain are those of the files of `data` with its tags. name: of the key of files."""
+    """Whether the domain's rows are those in the files of `data` with its tags. name: of the key for files."""
     settings = config.data.domains.get(domain)
     return settings is not None and bool(settings.tags and getattr(config.data, name) and not getattr(settings, name))
 
@@ -316,7 +317,7 @@ def validates(config: Config) -> bool:
 
 def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
     """The reward functions by domain, from `reward.functions` and the domains' own `reward`. Without `data.domains`,
-    `default` holds for all that are not named; with them, each domain with reward functions is named."""
+    `default` applies to all domains that are not listed; with it, each domain with reward functions is listed."""
     functions, domains = config.reward.functions, config.data.domains
     chosen = {
         name: domain.reward or functions.get(name) or functions.get("default", ()) for name, domain in domains.items()
@@ -325,7 +326,7 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
 
 
 def _as_asked(part: RewardPart, config: Config) -> RewardPart:
-    """With the option that `reward.ifeval` sets for a part of IFEval, unless it has its own."""
+    """The part with the option that `reward.ifeval` sets for IFEval, unless the part sets it."""
     is_original = part.name.partition("_")[0] == "ifeval" and not config.reward.ifeval.strict
     return part._replace(options={"strict": False, **part.options}) if is_original else part
 
@@ -339,20 +340,20 @@ def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, 
 
 
 def response_limit(config: Config, domain: str) -> int:
-    """Longest response to a prompt of the domain, in tokens."""
+    """The longest response to a prompt of the domain, in tokens."""
     own = config.data.domains.get(domain)
     longest = config.data.max_response_length
     return longest if own is None or own.max_response_length is None else own.max_response_length
 
 
 def group_sizes(config: Config) -> dict[str, int]:
-    """Responses a prompt by domain; "" without domains."""
+    """Responses per prompt by domain; the key is "" without domains."""
     common = config.actor_rollout_ref.rollout.n
     return {name: domain.n or common for name, domain in config.data.domains.items()} or {"": common}
 
 
 def temperatures(config: Config) -> dict[str, float]:
-    """Temperatures of the domains whose temperature is not the run's."""
+    """Temperatures of the domains that override the run's."""
     common, domains = config.actor_rollout_ref.rollout.temperature, config.data.domains
     own = {name: domain.temperature for name, domain in domains.items() if domain.temperature is not None}
     return {name: temperature for name, temperature in own.items() if temperature != common}

@@ -1,4 +1,4 @@
-"""A config in a few lines for people, and the explanation of one key."""
+"""A short description of a config, and the explanation of one key."""
 
 from distflow.builtin_names import POLICY_LOSSES
 from distflow.config.compose.load_config import Loaded
@@ -93,7 +93,7 @@ def _kl(config: Config) -> str:
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
-    if not terms:  # a user's own pipeline may use a reference for something else
+    if not terms:  # a custom pipeline may use a reference for something else
         return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is loaded"
     return f"KL to the reference {' and '.join(terms)}"
 
@@ -152,7 +152,7 @@ def _every(trainer: TrainerConfig, key: str) -> str:
 
 
 def explain(key: str, loaded: Loaded) -> str:
-    """The meaning of a key, its allowed values, its value here and where that was set; of a group, a line a key.
+    """The meaning of a key, its allowed values, its value here and where it was set; for a group, a line per key.
 
     Raises ConfigError naming the nearest key.
     """

@@ -1,8 +1,8 @@
-"""The kinds of parts by which the package can be extended: the folders of their files, what the files define, and where
-parts are registered.
+"""The kinds of parts that extend the package: the folders of their files, what the files define, and where parts are
+registered.
 
-A new part is a file, and a line in the file that registers its kind. `find_unregistered` finds files without their
-line. It reads them as text and imports nothing.
+A new part is a file, and a line in the registry of its kind. `find_unregistered` finds files without that line; it
+reads them as text and imports nothing.
 """
 
 import re
@@ -21,8 +21,8 @@ class ExtensionPoint:
     """A kind of part; paths are relative to the package.
 
     folders: of its files. defines: pattern of a part in such a file, with the groups `attribute` and, if the file has
-    it, `name`. table: the place of the line that registers it. registry: the files or the folder of that. registered:
-    pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module},
+    it, `name`. table: the place for the line that registers a part. registry: the files or folder that hold the table.
+    registered: pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module},
     {stem} (the file's) and {target}, which is "module:attribute".
     """
 
@@ -70,7 +70,7 @@ def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
 
 
 def _files(package: Path, places: list[str]) -> list[Path]:
-    """The places that are files, and the files in those that are folders."""
+    """The places that are files, and the files inside those that are folders."""
     return [
         path
         for place in places

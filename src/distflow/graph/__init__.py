@@ -1,4 +1,4 @@
-"""Pipelines as graphs: fields, nodes, contracts, the pipeline builder, and `bind`. No torch here."""
+"""Pipelines as graphs: fields, nodes, contracts, the pipeline builder, and `bind`. Does not import torch."""
 
 from distflow.graph.bind import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import Form

@@ -20,10 +20,10 @@ from distflow.graph.wiring import Wiring
 class BoundNode:
     """A node under a config.
 
-    fn: the function to run; a factory's result for a factory. deps: the nodes that run before it, those that write
-    what it reads included. engines: those it uses. options: their values. phase: the name of its time metric.
-    validates: validation runs it too. config: what its parameter `config` receives; config_key: the dotted key of that
-    ("" is all, None is the node's own mapping).
+    fn: the function to run, or what its factory returned. deps: the nodes that run before it, including writers of what
+    it reads. engines: those it uses. options: values by name. phase: the name of its time metric. validates: whether
+    validation runs it too. config: the value of its parameter `config`; config_key: the dotted key of that ("" is the
+    whole config, None the node's own mapping).
     """
 
     node_id: str
@@ -46,7 +46,7 @@ class BoundNode:
 class BoundPipeline:
     """The nodes in one deterministic topological order, and what they use.
 
-    fields: the field of each column that a node writes or the data have. engines, services: all that nodes use.
+    fields: the field of each column in the data or written by a node. engines, services: all that nodes use.
     """
 
     graph_id: str
@@ -90,7 +90,7 @@ class BoundPipeline:
         ]
 
     def to_mermaid(self) -> str:
-        """A Mermaid flowchart by planes; an edge shows the fields that it carries."""
+        """A Mermaid flowchart grouped by plane; edges show the fields that they carry."""
         return flowchart(self._boxes())
 
     def to_text(self) -> str:
@@ -107,7 +107,7 @@ _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
 class _ConfiguredNode:
     """A node with its function, and the part of the config that it receives.
 
-    config_key: the dotted key of that; "" for all, None if it is the node's own.
+    config_key: its dotted key; "" for the whole config, None if it is the node's own mapping.
     """
 
     node: Node
@@ -115,13 +115,13 @@ class _ConfiguredNode:
     config_key: str | None
 
     def names(self) -> list[str]:
-        """Keys of its config. Reading the values instead would count as using the keys."""
+        """Keys of its config, without reading the values, which would count as use."""
         return [name for name in dir(self.config) if not name.startswith("_")]
 
 
 def _configure(node: Node, config: object) -> _ConfiguredNode:
-    """The node with its own config, the group that it names, or its role's. Raises PipelineError with the nearest key
-    for a group that does not exist."""
+    """The node with its own config, the config group that it names, or its role's group. Raises PipelineError with the
+    nearest key for a group that does not exist."""
     node = resolve_factory(node, config)
     if isinstance(node.config, Mapping):
         return _ConfiguredNode(node, SimpleNamespace(**node.config), None)
@@ -172,7 +172,7 @@ def _check_own_config(node: Node, contract: Contract) -> None:
 
 
 def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[str, object]:
-    """Values of all options: those of `add_node` and of a `functools.partial`, else the config's, else the default.
+    """Values of all options: from `add_node` or a `functools.partial`, else from the config, else the default.
 
     Raises PipelineError for an option without a value.
     """
@@ -197,7 +197,7 @@ def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[st
 
 
 def _plain_types(node: Node, name: str) -> tuple[type, ...]:
-    """bool, int, float, str by the parameter's annotation; empty for another one."""
+    """The plain types (bool, int, float, str) in the parameter's annotation; empty for any other annotation."""
     try:
         parameter = signature(node.fn).parameters.get(name)
     except (ValueError, TypeError):
@@ -220,8 +220,8 @@ def bind_pipeline(graph_id: str, nodes: Iterable[Node], config: object, data_fie
     """The pipeline of a graph whose structure was checked.
 
     Raises PipelineError for a role without its config group, a factory that rejects the config, an option without a
-    value, a column that is not declared, a field that is read but neither written before nor in the data, and what
-    `Wiring` checks.
+    value, an undeclared column, a field that is read but neither written before nor in the data, and what `Wiring`
+    checks.
     """
     configured = {node.node_id: _configure(node, config) for node in nodes}
     resolved = {key: found.node for key, found in configured.items()}
@@ -254,7 +254,7 @@ def bind_alone(node: Node, config: object) -> BoundNode:
 
 
 def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterable[str]) -> str:
-    """The message that a field is missing, with the likeliest reason."""
+    """The error message for a missing field, with the likeliest reason."""
     before = [wiring.vertices[other] for other in wiring.before[reader.node.node_id]]
     known = {*loaded, *(written for vertex in before for written in vertex.writes), *reader.names()}
     message = f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no such column"
@@ -305,7 +305,7 @@ def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
 
 
 def _loaded(data_fields: DataFields) -> dict[str, Field]:
-    """The data's columns; one that is not registered holds plain objects."""
+    """The fields of the data's columns; unregistered columns hold plain objects."""
     given = data_fields if isinstance(data_fields, Mapping) else {}
     names = {canonical(name): name for name in data_fields}
     return {

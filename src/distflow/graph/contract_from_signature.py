@@ -1,4 +1,4 @@
-"""From a function's signature to its contract: the fields it reads and writes, its options, engines and scope."""
+"""Derives a node function's contract from its signature: fields read and written, options, engines and scope."""
 
 import functools
 import inspect
@@ -58,9 +58,9 @@ class FieldsRead:
 class Contract(FieldsRead):
     """What a function takes and returns. Field names are spelled as in the function; see `canonical`.
 
-    writes: fields that it returns.
-    engines, services: the parameters that receive one. reserved: its parameters that are in `RESERVED`.
-    options: default of each option; REQUIRED if it has none. open_options: it also takes options that it does not name.
+    writes: the fields that it returns. engines, services: the parameters that receive one. reserved: its parameters in
+    `RESERVED`. options: the default of each option, or REQUIRED. open_options: whether it also takes options that it
+    does not name.
     """
 
     form: Form
@@ -81,11 +81,11 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Declared:
-    """What is declared about a function outside of its signature.
+    """Declarations about a function outside its signature.
 
-    spec: `@node`, overridden by `add_node`. scope: the graph's own, which takes precedence.
-    is_field: whether a field of that name is known. is_option: whether an option of that name has a value; this
-        decides about a positional parameter that is no known field.
+    spec: of `@node`, overridden by `add_node`. scope: of the graph's node, which takes precedence. is_field: whether a
+    field of that name is known. is_option: whether an option of that name has a value, which settles positional
+    parameters that are not known fields.
     """
 
     where: str
@@ -97,7 +97,7 @@ class Declared:
 
 
 def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contract:
-    """The contract of a function; for None that of a factory's node without a config, which its role gives.
+    """The contract of a function; for None (a factory's node without a config), the contract of its role.
 
     Raises PipelineError if the signature does not say what the function reads.
     """
@@ -135,7 +135,7 @@ def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None
 
 
 def form_of(parameters: list[Parameter] | None) -> Form:
-    """Recognised by the exact names of the parameters."""
+    """The form, recognised by the exact names of the parameters."""
     names = [p.name for p in parameters or ()]
     if names[:2] == ["batch", "config"] and [p.kind for p in parameters or ()][2:] == [Parameter.VAR_KEYWORD]:
         return Form.BATCH_REWARD
@@ -174,7 +174,7 @@ def _signature_fields(parameters: list[Parameter] | None, declared: Declared) ->
         raise PipelineError(
             f"{declared.where}: its function cannot be inspected; declare what it reads with @node(reads=...)"
         )
-    named_only = declared.role is NodeRole.ADVANTAGE  # estimators get their named parameters only
+    named_only = declared.role is NodeRole.ADVANTAGE  # estimators receive only their named parameters
     for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
             raise PipelineError(f"{declared.where}: '{p}' does not say what it reads; declare it with @node(reads=...)")

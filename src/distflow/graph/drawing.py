@@ -1,4 +1,4 @@
-"""Drawing a graph: as a Mermaid flowchart (https://mermaid.js.org), and in text for a terminal."""
+"""Draws a graph as a Mermaid flowchart (https://mermaid.js.org), or as text for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from distflow.graph.fields import DERIVED
 
 @dataclass(frozen=True)
 class Box:
-    """A node in a drawing. Boxes of one plane are grouped; None is no plane."""
+    """A node in a drawing. Boxes of one plane are grouped; None means no plane."""
 
     node_id: str
     role: str
@@ -25,7 +25,7 @@ class Box:
 
 
 def flowchart(boxes: Sequence[Box]) -> str:
-    """Mermaid text. An edge shows the fields that its end reads of what its start writes."""
+    """Mermaid text. An edge shows the fields that its start writes and its end reads."""
     names = {box.node_id: f"n{i}" for i, box in enumerate(boxes)}
     lines = ["flowchart TD"]
     for plane in dict.fromkeys(box.plane for box in boxes):
@@ -45,10 +45,10 @@ def flowchart(boxes: Sequence[Box]) -> str:
 
 
 def text_drawing(boxes: Sequence[Box]) -> str:
-    """Text with rails on the left from each node (●) down to those that run after it; beside them the nodes in order,
-    and below each what it reads from which node."""
+    """Nodes in order, with rails on the left from each node (●) down to those that run after it; below each node is
+    what it reads from which node."""
     by_id, last_use = {box.node_id: box for box in boxes}, {dep: box.node_id for box in boxes for dep in box.deps}
-    rails: list[str | None] = []  # node of the rail in each column
+    rails: list[str | None] = []  # the node of the rail in each column
     lines: list[tuple[str, str]] = []
     plane = None
     for box in boxes:
@@ -99,11 +99,11 @@ def _arrow(start: Box, end: Box) -> str:
 
 def _passed(start: Box, end: Box) -> list[str]:
     read = [canonical(name) for name in (*end.contract.reads, *end.contract.optional)]
-    for name in read:  # grows: the sources of a derived column are passed too
+    for name in read:  # grows in the loop: the sources of a derived column are passed too
         read += (source for source in DERIVED.get(name, ()) if source not in read)
     return [name for name in map(canonical, start.contract.writes) if name in read]
 
 
 def _text(text: str) -> str:
-    """Mermaid reads HTML entities inside quotes, with # in place of &."""
+    """Escape text for Mermaid, which reads HTML entities inside quotes, with # in place of &."""
     return escape(text, quote=True).replace("&", "#")

@@ -1,5 +1,5 @@
-"""Errors of pipelines, the callable of a node's `func`, and the columns of a batch: their names, dtypes and axes.
-Pipelines add their own with `register_field`."""
+"""Pipeline errors, the callable of a node's `func`, and the columns of a batch: their names, dtypes and axes. Pipelines
+add columns with `register_field`."""
 
 import tomllib
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from distflow.import_target import LoadError, load_function
 
 
 class PipelineError(UserError):
-    """A pipeline is invalid. The message names the node, the field or option, and the nearest existing name."""
+    """An invalid pipeline. The message names the node, the field or option, and the nearest existing name."""
 
 
 class MissingColumn(PipelineError):
-    """A node reads a column that nothing writes before it."""
+    """A node reads a column that no earlier node writes."""
 
     def __init__(self, message: str, column: str):
         super().__init__(message)
@@ -24,7 +24,7 @@ class MissingColumn(PipelineError):
 
 
 def resolve_func(func: object, where: str) -> Callable[..., object]:
-    """The callable of a node's `func`; a str is a name for `load_function`.
+    """The callable of a node's `func`; `load_function` resolves a str.
 
     Raises PipelineError, beginning with `where`, if it cannot be called.
     """
@@ -41,7 +41,7 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
 
 
 class Axis(Enum):
-    """What one entry of a column belongs to. `RESPONSE` is everything after the first prompt."""
+    """The unit that one entry of a column belongs to. `RESPONSE` is everything after the first prompt."""
 
     PROMPT = "prompt"
     RESPONSE = "response"
@@ -90,7 +90,7 @@ _registered: dict[str, Field] = {}
 
 
 def register_field(name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = "") -> Field:
-    """Add a pipeline's own column. Raises ValueError if the name already means another column."""
+    """Add a custom column. Raises ValueError if the name already means another column."""
     wanted = Field(name, dtype, Axis(axis), doc)
     known = find_field(name)
     if known is not None and known != wanted:

@@ -27,9 +27,9 @@ from distflow.graph.node_spec import (
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """What a node function may return: the batch (or a mapping of columns) and metrics of this call.
+    """A return value of node functions: the batch (or a mapping of columns), and metrics of this call.
 
-    weight: number of values that the metrics are means over; by default the node's samples.
+    weight: the number of values that the metrics average; by default the node's samples.
     """
 
     batch: object
@@ -39,7 +39,7 @@ class NodeOutput:
 
 @dataclass(frozen=True)
 class Drop:
-    """Returned by a node of the rollout loop: the group leaves the run; a new one may start.
+    """A return value of nodes in the rollout loop: the group leaves the run, and a new one may start.
 
     reason: a short name for the counts (`async/dropped/REASON`). detail: what happened to this group, in words.
     """
@@ -55,12 +55,12 @@ _T = TypeVar("_T")
 
 
 def same_batch(batch: _T) -> _T:
-    """The function of a node that marks a reshard: the plan decides whether there is one; rows do not change."""
+    """The function of a node that marks a reshard. The plan decides whether one occurs; rows do not change."""
     return batch
 
 
 def all_arrived(*, reduce: Any) -> None:
-    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: over all of them."""
+    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: over them."""
     reduce.sum(0.0)
 
 
@@ -68,15 +68,13 @@ def all_arrived(*, reduce: Any) -> None:
 class Node:
     """One function of a graph, with the arguments of `add_node`.
 
-    node_id: its name. func: the function or its name; None for markers.
-    deps: nodes that must have run, besides those that write what it reads.
-    node_type: by default inferred from the function's engines. node_role: by default that of `@node`, else DEFAULT.
-    only_forward_compute: it computes with a train engine but changes no weights.
-    retry_limit: number of retries after a failure. options: values for the function's options.
-    The others have defaults by role (`ROLE_DEFAULTS`) and take precedence over `@node`:
-    config: the part of the config that it receives: a dotted key, or a mapping.
-    engine: the engine to use if its type needs one and no parameter names it. writes: the fields that it writes.
-    scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
+    node_id: its name. func: the function or its name; None for markers. deps: nodes that must run first, besides those
+    that write what it reads. node_type: inferred from the function's engines by default. node_role: that of `@node` by
+    default, else DEFAULT. only_forward_compute: it uses a train engine without changing weights. retry_limit: number of
+    retries after a failure. options: values for the function's options. The others have defaults by role
+    (`ROLE_DEFAULTS`) and take precedence over `@node`: config: the part of the config that it receives: a dotted key,
+    or a mapping. engine: the engine to use if its type needs one and no parameter names it. writes: the fields that it
+    writes. scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
     validates: whether validation runs it too. policy: the policy whose path it belongs to; None belongs to every path.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
@@ -142,7 +140,7 @@ class Node:
             default = NodeRole.DEFAULT if contract.form is Form.WIRED else NodeRole.REWARD
             object.__setattr__(self, "node_role", self.spec.role or default)
         if is_factory(self.fn):
-            return  # its function depends on the config
+            return  # the function depends on the config
         if self.node_type is None:
             engines = engines_of(self, contract)
             trains = any(engine != "rollout" for engine in engines)
@@ -184,8 +182,8 @@ def resolve_factory(node: Node, config: object) -> Node:
 
 
 def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
-    """The engines that the node uses: those its function names, else its own or its role's, if its type says that it
-    uses one or its function has a parameter `engine`."""
+    """The engines that the node uses: those that its function names; else, if its type uses one or its function has a
+    parameter `engine`, its own engine or its role's."""
     own = node.engine or node.by_role.engine
     if "engine" in contract.reserved:
         return tuple(dict.fromkeys((own, *contract.engines))) if own else ()
@@ -194,7 +192,7 @@ def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
 
 
 def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str] = ()) -> Contract:
-    """The contract of a node. Of a factory's node only the defaults of its role are known.
+    """The contract of a node. For a factory's node, only the defaults of its role are known.
 
     fields: names of fields, besides the registered ones. config: names in the config group of the node.
     """

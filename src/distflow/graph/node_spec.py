@@ -16,8 +16,8 @@ class NodeType(Enum):
     `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one of the node's role.
     `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark a reshard
     and change nothing: the plan decides where one is needed. These three need no function, and run in the training
-    loop. `ENV_INTERACT` is refused: environments are workflows. The others only say what a node does: rows of
-    the data set are there before the first node, also before one of type `DATA_LOAD`.
+    loop. `ENV_INTERACT` is rejected: environments are workflows. The other types are only descriptive: the data set's
+    rows exist before the first node, even before a `DATA_LOAD` node.
     """
 
     COMPUTE = "COMPUTE"
@@ -52,10 +52,10 @@ MARKER_TYPES = (NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRI
 ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 
 ENGINES = ("actor", "critic", "ref", "reward_model", "rollout")
-"""Those that a parameter may name; others are a node's by `add_node(engine=...)`. All but the rollout's work on whole
+"""Engines that a parameter may name; `add_node(engine=...)` selects any other. All except `rollout` work on whole
 steps."""
 SERVICES = ("reward_fn", "tokenizer")
-"""What a worker has besides engines and passes to the parameter of that name."""
+"""What a worker passes, besides engines, to the parameter of that name."""
 
 SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
 
@@ -114,11 +114,10 @@ def node(
 ) -> Callable[[_Fn], _Fn]:
     """Declare what a node function's signature cannot say.
 
-    writes: the fields it writes; a role may have a default. A mapping declares float32 columns of the pipeline's own by
-        the axis of each, e.g. {"bonus": "sample"}; see `register_field` for other types.
-    role: the role of its nodes, if `add_node` names none.
-    scope: which samples it must see together: one, a whole group, or all of all ranks.
-    reads: the fields it reads, if the parameters do not say; "?name" is optional.
+    writes: the fields it writes; a role may have a default. A mapping declares custom float32 columns by their axes,
+        e.g. {"bonus": "sample"}; see `register_field` for other types.
+    role: the role of its nodes, if `add_node` names none. scope: which samples it must see together: one, a whole
+    group, or all samples of all ranks. reads: the fields it reads, if the parameters do not say; "?name" is optional.
     Raises PipelineError for an unknown role or scope, ValueError for a column that already means something else.
     """
     if isinstance(writes, Mapping):
@@ -137,9 +136,9 @@ def node(
 
 
 def node_factory(fn: _Fn) -> _Fn:
-    """Mark a function of the config that returns the node function: for nodes whose columns depend on the config.
+    """Mark a function that returns the node function for a config: for nodes whose columns depend on the config.
 
-    `TaskGraph.bind` calls it. `@node(role=...)` on it gives the role of its nodes.
+    `TaskGraph.bind` calls it. `@node(role=...)` on it sets the role of its nodes.
     """
     return _marked(fn, _FACTORY, True)
 
@@ -162,7 +161,7 @@ def spec_of(fn: Callable[..., object]) -> NodeSpec:
 def _marked(fn: _Fn, attribute: str, value: object) -> _Fn:
     try:
         setattr(fn, attribute, value)
-    except (AttributeError, TypeError):  # builtins and bound methods take no attributes
+    except (AttributeError, TypeError):  # builtins and bound methods accept no attributes
         fn = functools.partial(fn)  # type: ignore[assignment]  # another type, called in the same way
         setattr(fn, attribute, value)
     return fn

@@ -1,4 +1,4 @@
-"""The graph of a pipeline's nodes: mutable until `bind`, which returns the frozen pipeline. Its builder, in Python
+"""The graph of a pipeline's nodes, mutable until `bind` returns the frozen pipeline, and its builders: in Python
 (`Pipeline`) and from a config file (`pipeline_from_config`)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ class TaskGraph:
         return removed
 
     def update_node(self, node_id: str, /, **changes: Any) -> Node:
-        """Change arguments of a node; other names are options of its function, added to the present ones.
+        """Change arguments of a node; other names are options of its function, added to the existing ones.
 
         Raises PipelineError if the node does not exist or a value does not fit.
         """
@@ -78,7 +78,7 @@ class TaskGraph:
         return [self.nodes[other] for other in dependents(self._wiring().deps)[node_id]]
 
     get_downstream_nodes = get_dependents
-    """siiRL's name of the same."""
+    """siiRL's name for it."""
 
     def get_topological_sort(self) -> list[str]:
         """Node ids such that each comes after its deps; of those that could come next, the one added first.

@@ -1,5 +1,5 @@
 """Order in a graph (topological order, cycles, ancestors), and checks of its wiring: which node writes what others
-read, in which order and plane."""
+read, in what order and plane."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def _check_edges(deps: Edges) -> None:
                 raise PipelineError(f"node '{node_id}' depends on '{dep}', which is not a node{hint(dep, others)}")
     try:
         TopologicalSorter(deps).prepare()
-    except CycleError as error:  # its second argument is the path, in the direction of the data
+    except CycleError as error:  # the second argument is the path, in the direction of the data
         raise PipelineError(
             f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or stop reading a "
             "column that a later node writes"
@@ -89,10 +89,9 @@ class Wiring:
     """Order, writers and planes of a graph. Raises PipelineError for no nodes, an unknown dependency, or a cycle by
     deps or by what nodes read and write.
 
-    A node runs after all that write what it reads, unless its deps say otherwise; one that updates a field (reads and
-    writes it) after those that create it.
-    deps: by node id, explicit and inferred ones. order: node ids, topological. planes: by node id.
-    writers: field → ids of the nodes that write it, in order.
+    A node runs after all nodes that write what it reads, unless its deps say otherwise; a node that updates a field
+    (reads and writes it) runs after those that create it. deps: explicit and inferred, by node id. order: node ids,
+    topological. planes: by node id. writers: field → ids of the nodes that write it, in order.
     """
 
     def __init__(self, nodes: Mapping[str, Node], contracts: Mapping[str, Contract]) -> None:
@@ -151,7 +150,7 @@ class Wiring:
     def _sources(self, node_id: str) -> Iterator[str]:
         """The fields that a node reads, with the sources of a derived one instead if no node writes that."""
         names = list(self.vertices[node_id].reads)
-        for name in names:  # grows
+        for name in names:  # grows in the loop
             others = [writer for writer in self.writers.get(name, ()) if writer != node_id]
             if name not in DERIVED or others:
                 yield name
@@ -198,12 +197,12 @@ class Wiring:
                     )
 
     def _share_a_path(self, one: str, other: str) -> bool:
-        """Whether one may read what the other writes: nodes of different policies have columns of their own."""
+        """Whether one may read what the other writes: nodes of different policies have separate columns."""
         policies = {self.vertices[one].node.policy, self.vertices[other].node.policy} - {None}
         return len(policies) < 2
 
     def _is_late(self, node_id: str) -> bool:
-        """Whether a factory makes its function, so that what it reads is unknown without a config."""
+        """Whether a factory makes its function, so that its reads are unknown without a config."""
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
@@ -212,14 +211,14 @@ class Wiring:
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:
-            if name not in self.vertices[writer].reads:  # one that updates the field needs it to exist already
+            if name not in self.vertices[writer].reads:  # a node that updates the field needs it to exist already
                 raise PipelineError(
                     f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}' before '{writer}'"
                     f"{self._in_plane(writer, node_id)} writes it; put '{node_id}' after '{writer}'"
                 )
 
     def _in_plane(self, node_id: str, other: str) -> str:
-        """The node's plane, if the other's differs."""
+        """Text that names the node's plane if the other's differs, else empty."""
         return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
 
 

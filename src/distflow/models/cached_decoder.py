@@ -1,7 +1,7 @@
-"""A Hugging Face decoder run by our own prefill and cached decode, over the module's own parameters.
+"""Runs a Hugging Face decoder by our own prefill and cached decode, over the module's parameters.
 
-The projections, norms and MLPs of the module are called as they are (so LoRA layers and replaced submodules take
-part); only the attention and the key-value memory are ours.
+The module's projections, norms and MLPs are called unchanged (so LoRA layers and replaced submodules work); only the
+attention and the key-value memory are ours.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from distflow.models.gpu_kernels.decode_step import PagedStep
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
-and the scaling of scores: keeps keys and values, and returns the attention's output, as many numbers as queries."""
+"""Takes layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token per
+row, and the scaling of scores; stores keys and values, and returns the attention's output, as large as the queries."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
@@ -37,7 +37,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not 
 class PromptKV:
     """Keys and values of prefilled prompts, and where their decoding starts.
 
-    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 where native code decodes in it;
+    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 if native code decodes in it;
     entries beyond a prompt's length are finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
     each prompt's last token.
     """
@@ -53,11 +53,11 @@ class DecoderView:
     def __init__(
         self, model: nn.Module, in_blocks: bool = False, native: bool = False, compute_dtype: torch.dtype | None = None
     ) -> None:
-        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) where there is some
-        for this machine and model; else `why_not_native` is the reason. compute_dtype: bfloat16 has products in it and
-        the rest in float32, as a trainer that computes by autocast; over float32 weights with attention in float32,
-        over bfloat16 weights with keys and values in bfloat16. None: everything in the dtype of the weights. Raises
-        UserError for a family that it cannot run, or computes with other logits than the module."""
+        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) if available for this
+        machine and model; else `why_not_native` is the reason. compute_dtype: bfloat16 means products in it and the
+        rest in float32, like a trainer with autocast; attention is in float32 with float32 weights, and keys and values
+        in bfloat16 with bfloat16 weights. None: everything in the weights' dtype. Raises UserError for a family that it
+        cannot run, or whose logits differ from the module's."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -113,12 +113,12 @@ class DecoderView:
             return self._module.lm_head(self._narrow(hidden))
 
     def refresh_weights(self) -> None:
-        """They may have changed in a way that torch does not count."""
+        """Reload weights, which may have changed without torch counting it."""
         if self._native is not None:
             self._native.expire()
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
-        """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
+        """Run prompts, padded on the right: under a causal mask no real token sees the padding."""
         lengths = send(torch.tensor([len(prompt) for prompt in prompts]), self.device)
         longest = max(len(prompt) for prompt in prompts)
         ids = send(torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts]), self.device)
@@ -145,8 +145,8 @@ class DecoderView:
         return PromptKV(keys, values, self._norm(self._body.norm, last))
 
     def prefill_after(self, prompts: list[tuple[int, ...]], prefixes: list[tuple[Tensor, Tensor]]) -> PromptKV:
-        """As `prefill`, where only the tokens after each prompt's prefix are run, at least one. prefixes: keys and
-        values of the first tokens, `(layers, kv_heads, tokens, head_dim)`."""
+        """As `prefill`, but only runs the tokens after each prompt's prefix, at least one. prefixes: keys and values of
+        the first tokens, `(layers, kv_heads, tokens, head_dim)`."""
         begins = [keys.shape[-2] for keys, _ in prefixes]
         rests = [prompt[begin:] for prompt, begin in zip(prompts, begins, strict=True)]
         width = max(len(rest) for rest in rests)
@@ -179,12 +179,12 @@ class DecoderView:
         return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
 
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One token for each row, written to the memory at its position and attending up to it.
+        """One token per row, written to the memory at its position and attending up to it.
 
         token_ids, positions: `(rows,)`. keys, values: `(layers, rows, kv_heads, extent, head_dim)`, written in place;
         `extent` is above every position, and the memory beyond a row's position must be finite. Each layer's rows
-        should lie together: over strided ones the products take up to three times as long. Returns `(rows, hidden)`
-        after the final norm.
+        should be contiguous: with strides the products take up to three times as long. Returns `(rows, hidden)` after
+        the final norm.
         """
         extent = keys.shape[-2]
         if self._native is not None and self._native.refresh():
@@ -226,7 +226,7 @@ class DecoderView:
         return self._decode_over(token_ids, positions, self.max_positions, attend_to_pages)
 
     def _decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
-        """One token for each row, over memory that `attend_to` writes and reads; `extent` is above every position."""
+        """One token per row, over memory that `attend_to` writes and reads; `extent` is above every position."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary_rows(extent, hidden)
         cos, sin = cos[positions, None], sin[positions, None]
@@ -261,35 +261,35 @@ class DecoderView:
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
+        """Output projection and MLP with their residuals. mixed: attention's result, equally many numbers per token."""
         with self._autocast():
             hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
             return hidden + layer.mlp(self._narrow(self._norm(layer.post_attention_layernorm, hidden)))
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """Of products with weights alone."""
+        """Autocast for products with weights only."""
         if self._low in (None, self.dtype):
             return nullcontext()
         return torch.autocast(self.device.type, self._low)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """The beginning of the residual stream, which is float32 where only products are in a lower precision."""
+        """The start of the residual stream, which is float32 if only products have a lower precision."""
         hidden = self._body.embed_tokens(token_ids)
         return hidden if self._low is None else hidden.float()
 
     def _narrow(self, normed: Tensor) -> Tensor:
-        """What weights in the dtype of the products are multiplied with; autocast does it for others."""
+        """Cast the input of products with weights of their dtype; autocast handles other weights."""
         return normed.to(self.dtype) if self._low == self.dtype else normed
 
     def _norm(self, module: Any, hidden: Tensor) -> Tensor:
-        """In float32 one kernel in place of six."""
+        """The norm; in float32 one kernel instead of six."""
         if self._fused and hidden.dtype == torch.float32:
             return rms_norm(hidden, hidden.shape[-1:], module.weight.float(), module.variance_epsilon)
         return module(hidden)
 
     def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself. The sines
-        of the first half are negative, see `_project`."""
+        """The rotary table `(positions, head_dim)`, at least `extent` long; computed once by the module itself. The
+        sines of the first half are negative, see `_project`."""
         table = self._cos
         if table.shape[0] < extent or table.dtype != like.dtype or table.device != like.device:
             positions = torch.arange(max(extent, 2 * table.shape[0]), device=like.device)[None]
@@ -302,7 +302,7 @@ class DecoderView:
     def _check_against_module(self) -> None:
         """Compare logits of a prefill and two decoded tokens with the module's forward.
 
-        The families agree to rounding; a variant that only looks like one of them is off by far more. The bound is
+        Supported families agree up to rounding; a variant that only looks like one is off by far more. The bound is
         1e-3 of the logits' size in float32 (absolute below size 1) and 0.1 of it in 16-bit types.
         """
         was_training = self._module.training
@@ -335,10 +335,10 @@ class DecoderView:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix.
+    """Batched products over (row, kv head); the query heads of a kv head are the rows of one matrix.
 
-    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`, like the scores in float32 where
-    keys are in a 16-bit type. There the weights are rounded once, as fused kernels do.
+    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`, in float32 like the scores if
+    keys are 16-bit, in which case the attention weights are rounded once, as in fused kernels.
     """
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
@@ -346,7 +346,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
     elif keys.device.type == "cuda":
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2), bias.dtype, alpha=scaling)
-    else:  # torch has that product for CUDA alone
+    else:  # torch has this product only for CUDA
         scores = torch.baddbmm(bias, query.to(bias.dtype), keys.transpose(1, 2).to(bias.dtype), alpha=scaling)
     return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
 

@@ -1,5 +1,5 @@
 """Loads language models and critics from Hugging Face folders, hub ids and GGUF files, whole or in shards, ready for
-packed training forwards; loads their tokenizers, and says which tokens end a generation."""
+packed training forwards; loads their tokenizers, and determines which tokens end a generation."""
 
 import logging
 from collections.abc import Iterator
@@ -48,15 +48,15 @@ _log = logging.getLogger(__name__)
 
 
 VALUE_HEAD = "score."
-"""How the names of a value head's weights begin."""
+"""The prefix of a value head's weight names."""
 
 
 class SourceOptions(TypedDict, total=False):
     """Which weights of a model's path.
 
-    init: "random" takes only the folder's config and draws fresh weights by `seed`. revision: of a hub id.
-    gguf_file: the name of a GGUF file in the folder, dequantised when it is loaded. scores: with a head that gives a
-    score in place of the language model's: a reward model.
+    init: "random" uses only the folder's config and draws fresh weights from `seed`. revision: of a hub id. gguf_file:
+    the name of a GGUF file in the folder, dequantised on loading. scores: a reward model, with a head for a score
+    instead of the language model's.
     """
 
     init: Init
@@ -77,16 +77,14 @@ def load_model(
     draws_head: bool = True,
     **options: Unpack[SourceOptions],
 ) -> PreTrainedModel:
-    """A causal language model, or with `critic` one with a value head, its dropout off and its packed forward checked.
+    """A causal language model, or with `critic` one with a value head; dropout is off and the packed forward checked.
 
-    path: as `resolve_path` takes it. critic: a `transformers` token classifier with one label, from the folder of a
-    language model or a critic; a folder without a value head (`score`) gets a fresh one by `seed`, small enough that
-    values start near 0, or is refused unless `draws_head`. A reward model (`scores`) is a critic without a bias, as
-    sequence classifiers are. sharding: each rank has its part of every weight, and reads only that of the folder's
-    safetensors. Fresh weights and those of a GGUF file cannot be had in parts: each rank makes them whole first. All
-    ranks call this; `dtype` is float32 then.
-    Raises UserError if the model cannot be found, read or run packed, and, read in parts, where the weights are not
-    stored as the model names and shapes them.
+    path: see `resolve_path`. critic: a `transformers` token classifier with one label, from the folder of a language
+    model or a critic; without a value head (`score`) it gets a fresh one from `seed`, small enough that values start
+    near 0, or is rejected unless `draws_head`. A reward model (`scores`) is a critic without a bias, like sequence
+    classifiers. sharding: each rank has its part of every weight, and reads only that part of the folder's safetensors;
+    it creates fresh or GGUF weights whole first. All ranks call this; then `dtype` is float32. Raises UserError if the
+    model cannot be found, read or run packed, or if weights read in parts have other names or shapes than the model's.
     """
     source = ModelSource(path, **options)
     critic = critic or source.scores
@@ -107,14 +105,14 @@ def load_model(
         if not hasattr(model, "score"):
             raise _no_critic(source, config)
         if source.scores:
-            model.score.bias = None  # found by its name
+            model.score.bias = None  # looked up by name
             missing = [name for name in missing if name != f"{VALUE_HEAD}bias"]
         if f"{VALUE_HEAD}weight" in missing and not draws_head:
             raise UserError(f"{source} is not a reward model: its weights lack {VALUE_HEAD}weight")
         if any(name.startswith(VALUE_HEAD) for name in missing):
             _fresh_value_head(model, source.seed)
         missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
-    if missing:  # `transformers` would have made them up
+    if missing:  # `transformers` would have initialised them
         raise UserError(f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
     if in_parts:
         refuse_garbage(model)
@@ -127,7 +125,7 @@ def load_model(
 
 
 def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | None:
-    """Tokens that a model's prompt and response may have together, as its config says; None if it says nothing.
+    """The most tokens of prompt and response together according to the model's config; None if it has no limit.
 
     Loads no weights. Raises UserError as `load_model` does.
     """
@@ -136,7 +134,7 @@ def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | 
 
 
 class ModelSource:
-    """Where a model comes from, and how to read it. `str()` names it in messages."""
+    """A model's source, and how to read it. `str()` names it in messages."""
 
     def __init__(self, path: str | Path, **options: Unpack[SourceOptions]) -> None:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
@@ -180,8 +178,8 @@ class ModelSource:
     ) -> tuple[PreTrainedModel, list[str]]:
         """The model with its stored weights, and the names of its weights that were not stored.
 
-        Stored weights that it has no place for are warned of, but for those whose names begin as in `surplus`.
-        only_safetensors: whatever else is there is not read.
+        Warns of stored weights that the model lacks, except those with a prefix in `surplus`. only_safetensors: other
+        files are not read.
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
@@ -196,7 +194,7 @@ class ModelSource:
             )
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:
-            quantizer.remove_quantization_config(model)  # its weights are plain numbers by now, to be saved as such
+            quantizer.remove_quantization_config(model)  # its weights are plain by now, and are saved as such
         unused = [name for name in info["unexpected_keys"] if not name.startswith(surplus)]
         if unused:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
@@ -208,10 +206,10 @@ class ModelSource:
     def parts(
         self, auto_class: Any, config: PreTrainedConfig, sharding: Sharding, device: torch.device | str
     ) -> tuple[PreTrainedModel, list[str]]:
-        """As `pretrained`, in float32 and sharded: made without weights first, as no rank ever holds the whole."""
+        """As `pretrained`, in float32 and sharded: first created without weights, as no rank ever holds them all."""
         model = empty_model(auto_class, config)
         if self.scores and hasattr(model, "score"):
-            model.score.bias = None  # found by its name
+            model.score.bias = None  # looked up by name
         disable_dropout(model)
         attach_packed_forward(model)
         shard_model(model, sharding)
@@ -235,7 +233,7 @@ class ModelSource:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without its progress bars and load report: they tear a live view, and we report the important part ourselves."""
+    """Silence progress bars and the load report: they would break the live view, and we report what matters."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -248,7 +246,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Fresh float32 weights that depend on `seed` alone; the global random state is left as it was."""
+    """Fresh float32 weights that depend only on `seed`; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -259,7 +257,7 @@ def _random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTr
 
 def _fresh_value_head(model: nn.Module, seed: int) -> None:
     """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
-    score: nn.Linear = model.score  # type: ignore[assignment]  # found by its name
+    score: nn.Linear = model.score  # type: ignore[assignment]  # looked up by name
     weights = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
     fill(score.weight, weights / (score.in_features + 1))
     if score.bias is not None:
@@ -274,8 +272,8 @@ def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:
 
 
 def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and give it its
-    `packed_forward`. Raises UserError if a weight is no model's."""
+    """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and attach
+    `packed_forward`. Raises UserError for implausible weights."""
     model = model.to(device=torch.device(device), dtype=dtype)
     refuse_garbage(model)
     own_aligned_memory(model)
@@ -286,7 +284,7 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Old and new log-probs of a policy must differ by its weights alone, and so do without dropout."""
+    """Switch dropout off, so that a policy's old and new log-probs differ only through its weights."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -295,7 +293,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def refuse_garbage(model: nn.Module) -> None:
-    """Raises UserError if a weight is no model's; of a sharded one each rank looks at its part."""
+    """Raises UserError for implausible weights; each rank checks its part of sharded ones."""
     wrong = unsound(magnitudes(model.named_parameters()))
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -303,10 +301,10 @@ def refuse_garbage(model: nn.Module) -> None:
 
 
 def own_aligned_memory(model: nn.Module) -> None:
-    """Take the weights off the file they are mapped from.
+    """Copy the weights out of the file that they are mapped from.
 
-    There they start wherever the file's header ended. Matrix products round differently by alignment, so the same
-    weights from another file would not give the same bits; and a mapped file that changes changes the model.
+    There they start wherever the file's header ends. Rounding of matrix products depends on alignment, so the same
+    weights from another file would not give the same bits; and changing a mapped file would change the model.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT_BYTES:
@@ -318,7 +316,7 @@ def _few(names: list[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-# Ends of a chat turn. They count only where the tokenizer has them as one special token.
+# Ends of a chat turn. They count only if the tokenizer has them as one special token.
 CHAT_END_TOKENS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|return|>"),
 )
@@ -334,9 +332,9 @@ def load_tokenizer(
     gguf_file: str | None = None,
     generates: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder; with a pad token where it has an end.
+    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder; with a pad token if it has an end.
 
-    Raises UserError if there is none, or if it has no end-of-sequence token and something is generated with it.
+    Raises UserError if there is none, or it has no end-of-sequence token but `generates`.
     """
     source = resolve_path(path)
     if gguf_file is None:
@@ -348,8 +346,8 @@ def load_tokenizer(
         config, own_class = Path(source) / "tokenizer_config.json", None
         if is_local(source) and config.is_file() and (config.parent / "tokenizer.json").is_file():
             own_class = read_object(config).get("tokenizer_class")
-        # `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary even where the folder says that
-        # its tokenizer is nothing but its tokenizer.json, and so changes how text is split.
+        # `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary even if the folder declares
+        # that tokenizer.json is the whole tokenizer, which changes how text is split.
         loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
     if generates and tokenizer.eos_token_id is None:
@@ -369,8 +367,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a turn, ascending: the tokenizer's eos id, and the ends of a chat turn that its chat template
-    writes."""
+    """Ids that end a turn, ascending: the tokenizer's eos id, and the turn ends that its chat template writes."""
     ids = {int(tokenizer.eos_token_id)}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()

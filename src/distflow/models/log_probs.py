@@ -1,9 +1,9 @@
-"""Log-probs of chosen tokens and entropies from logits, with no other matrix beside these.
+"""Log-probs of chosen tokens and entropies from logits, without further matrices of that size.
 
-Autograd by the formulas keeps, and makes on its way back, five matrices of the size of the logits. Here the log-probs
-are written over the logits, the gradient over the log-probs, and intermediate results are made for a few rows at a
-time, which stay in the processor's cache; on another device, where many small operations cost more than they save, for
-all rows at once.
+Autograd over the formulas keeps, or creates in the backward pass, five matrices of the size of the logits. Here the
+log-probs overwrite the logits, the gradient overwrites the log-probs, and intermediate results are computed for a few
+rows at a time, which stay in the processor's cache; on other devices, where many small operations cost more than they
+save, for all rows at once.
 
 Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist.
 """
@@ -18,13 +18,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 BLOCK_ELEMENTS = 2**19
-_NEVER = -1e4  # kept in place of what is below: e to it is 0 in any precision, and 0 times it is 0
+_NEVER = -1e4  # lower values are clamped to this: exp of it is 0 in any precision, and 0 times it is 0
 
 
 class _LogProbs(Function):
-    """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, where wanted, its entropies,
-    both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits that are differentiated are written
-    over.
+    """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, if wanted, its entropies, both
+    `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits that require a gradient are overwritten.
     """
 
     @staticmethod
@@ -64,8 +63,8 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
 
 
-# Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's gradient. A chunk is made
-# again in the backward pass, unless one chunk is all there is.
+# Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's gradient. Chunks are
+# recomputed in the backward pass, unless there is only one.
 CHUNK_ELEMENTS = 2**25
 CHUNK_ON_DEVICE = 2**27
 
@@ -85,9 +84,9 @@ def token_log_probs(
     """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with gradient.
 
     hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or float `(n,)`.
-    vocabulary: logits a row. The softmax is taken in float32 (float64 where the model is), whatever the precision of
-    the head. A logit of −inf adds 0 to the entropy, which is None unless it is asked for. Raises ValueError for a
-    temperature that is not above 0; those that lie on a device already are not looked at.
+    vocabulary: logits per row. The softmax is in float32 (float64 for such models), whatever the head's precision. A
+    logit of −inf adds 0 to the entropy, which is None unless requested. Raises ValueError for a temperature that is not
+    above 0; those already on a device are not checked.
     """
     if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
         check_temperature(temperature)
@@ -106,7 +105,7 @@ def token_log_probs(
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Raises ValueError for one that is not above 0."""
+    """Raises ValueError for a temperature that is not above 0."""
     if not bool(torch.as_tensor(temperature > 0).all()):
         raise ValueError(f"temperature is {temperature}: it must be above 0 (softmax(logits / temperature))")
 

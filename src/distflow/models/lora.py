@@ -1,4 +1,4 @@
-"""Low-rank adapters through `peft` (LoRA, Hu et al. 2021, arXiv 2106.09685), loaded when asked for."""
+"""Low-rank adapters through `peft` (LoRA, Hu et al. 2021, arXiv 2106.09685), which is imported on demand."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,8 +27,8 @@ def add_lora(
     """Freeze the model and put a trainable adapter of that rank on its linear layers.
 
     W x becomes W x + (alpha / rank) · B A x, with B = 0 at the start. target_modules: "all-linear" (all but the output
-    head), or names of modules. The adapter's weights are float32 and depend on `seed` alone.
-    Raises UserError if `peft` is not installed or no module has such a name.
+    head), or names of modules. The adapter's weights are float32 and depend only on `seed`. Raises UserError if `peft`
+    is not installed or no module has such a name.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -56,8 +56,8 @@ def add_lora(
 
 
 def base_of_adapter(folder: str) -> str | None:
-    """The model below the adapter of a folder that `peft` wrote; None for another folder. Raises UserError if it is
-    no LoRA adapter in safetensors, or names no model."""
+    """The base model of the adapter in a folder that `peft` wrote; None for another folder. Raises UserError if it is
+    not a LoRA adapter in safetensors, or names no model."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file() or (Path(folder) / "config.json").is_file():
         return None
     require_files(folder, ("adapter_model.safetensors",), "adapter weights")
@@ -69,7 +69,7 @@ def base_of_adapter(folder: str) -> str | None:
 
 
 def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with the adapter of a folder in its weights."""
+    """The model with a folder's adapter merged into its weights."""
     from peft import PeftModel
 
     adapted: Any = PeftModel.from_pretrained(model, folder, use_safetensors=True)
@@ -88,7 +88,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the adapter is off: the model is the frozen reference. Nothing happens to a plain model."""
+    """Inside, the adapter is off: the model is the frozen reference. A plain model is unchanged."""
     return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]  # peft's
 
 

@@ -1,15 +1,14 @@
-"""Attention over packed sequences: each sequence to itself, at the cost of its own length, on any device.
+"""Attention over packed sequences: each attends to itself, at the cost of its own length, on any device.
 
-It is registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`. The file also has
+It is registered with `transformers`; a forward without `packing` is exactly its `sdpa`. The file also has
 
 - `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of `index_select`
-  must assume that all do: additions in no fixed order on a GPU.
+  must assume that all do, with additions in no fixed order on a GPU.
 - `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in float64, and without
-  native code (`cpu_kernels/layer.py`). The processor's fused kernel splits a sequence into small products: below
-  some hundred tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time.
-  Here a batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the
-  cache.
-- `attend_in_blocks`: attention of one token a row; its result does not depend on the memory after the row's position.
+  native code (`cpu_kernels/layer.py`). The fused CPU kernel splits a sequence into small products: below some hundred
+  tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time. Here a
+  batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the cache.
+- `attend_in_blocks`: attention of one token per row; the result does not depend on memory after the row's position.
 """
 
 import math
@@ -31,7 +30,7 @@ from distflow.models.shared_prefixes_and_buckets import Buckets, Packing
 
 
 def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:
-    """`values[index]` along dimension 0. repeats: `index` may name a row many times."""
+    """`values[index]` along dimension 0. repeats: whether `index` may contain a row many times."""
     return _Rows.apply(values, index, repeats)
 
 
@@ -50,10 +49,10 @@ class _Rows(Function):
 
 
 def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
-    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, where given, as those
-    of its rows that `again` names.
+    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, if given, as the rows
+    in `again`.
 
-    The other rows are filling: `source` may repeat there, and the caller sees to it that they get no gradient.
+    The other rows are padding: `source` may repeat there, and the caller ensures that they get no gradient.
     """
     return _SpreadRows.apply(values, source, home, again)
 
@@ -72,21 +71,21 @@ class _SpreadRows(Function):
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """In place, and everywhere in the same order each time."""
+    """Add rows in place, in the same order each time."""
     if total.device.type == "cpu":
         return total.index_add_(0, index, rows)
     return total.index_put_((index,), rows, accumulate=True)
 
 
 LONGEST = 128
-"""Of sequences that gain by it, in tokens: the matrix of weights that is kept has at most so many columns."""
+"""Longest sequence that benefits, in tokens: the stored matrix of weights has at most this many columns."""
 
 _BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
 
 
 def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """query `(sequences, heads, tokens, head_dim)`, key `(sequences, kv_heads, tokens, head_dim)`, value `(sequences,
-    kv_heads, tokens, value_dim)`, of one type, float32 or float64; each token looks at those up to it. Returns
+    kv_heads, tokens, value_dim)`, all float32 or all float64; each token attends to those up to it. Returns
     `(sequences, heads, tokens, value_dim)`, differentiable once."""
     num_matrices = len(key) * key.shape[1]
     matrices = (x.reshape(num_matrices, -1, x.shape[3]) for x in (query, key, value))
@@ -128,7 +127,7 @@ class _ShortAttention(Function):
 
 
 def _blocks(queries: Tensor, keys: Tensor) -> Iterator[slice]:
-    """Of matrices whose scores stay in the caches of the threads that make them."""
+    """Blocks of matrices whose scores stay in the caches of the threads that compute them."""
     size = max(1, torch.get_num_threads() * _BLOCK_ELEMENTS // (queries.shape[1] * keys.shape[1]))
     return (slice(start, start + size) for start in range(0, len(queries), size))
 
@@ -138,11 +137,11 @@ BLOCK = 64
 
 def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
     """query: `(rows, heads, head_dim)`; keys, values `(rows, kv_heads, extent, head_dim)`; bias: `(rows * kv_heads,
-    heads of each, extent)`, -inf where a row does not look.
+    heads of each, extent)`, -inf where a row does not attend.
 
-    Keys and values are gone through in blocks of 64 tokens, each by products of one shape, and their sums are added in
-    order. A block that a row does not look at adds exact zeros, so a row's bits are the same whatever the extent is, as
-    long as that is a multiple of a block. Returns `(rows * kv_heads, heads of each, head_dim)`.
+    Keys and values are processed in blocks of 64 tokens, each by products of one shape, and the sums are added in
+    order. A block that a row does not attend to adds exact zeros, so a row's bits do not depend on the extent, as long
+    as it is a multiple of a block. Returns `(rows * kv_heads, heads of each, head_dim)`.
     """
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
@@ -155,7 +154,7 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
         dim=-1,
     )
     masses = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
-    # From +0 on, and no sum of it with zeros of either sign is -0: what adds nothing changes no bit.
+    # Start at +0, whose sum with zeros of either sign is never -0: adding nothing changes no bit.
     mixed = masses.new_zeros(query.shape)
     total = masses.new_zeros(*query.shape[:-1], 1)
     for block in blocks:
@@ -177,8 +176,8 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns `(1, tokens, heads,
-    value_dim)`. With `packing` the mask is not read, and of the other arguments, which are those of
-    `sdpa`, dropout and scaling alone."""
+    value_dim)`. Arguments are those of `sdpa`; with `packing`, only dropout and scaling are read besides the tensors,
+    and not the mask."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout: float = kwargs.get("dropout", 0.0)

@@ -1,17 +1,17 @@
-"""Packed forwards: sequences one after the other in one row, no padding, no attention mask, no cache.
+"""Packed forwards: sequences one after another in a single row, without padding, attention mask or cache.
 
-With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other, so every model is
-checked before use: each packed sequence against itself alone, through the model's own forward. In some families no
-attention keeps them apart: recurrent layers (Mamba, Qwen3.5) go on from the sequence before, and ALiBi (BLOOM, MPT)
-counts positions over the whole row. Their sequences are padded on the right instead, one a row: no real token of a
+With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other, so each model is
+first checked: every packed sequence against itself alone, through the model's own forward. In some families attention
+cannot keep them apart: recurrent layers (Mamba, Qwen3.5) continue from the previous sequence, and ALiBi (BLOOM, MPT)
+counts positions over the whole row. Their sequences are padded on the right instead, one per row: no real token of a
 causal model sees the padding.
 
-The whole pass, embedding to log-probs, is one method of the model: a wrapper that gathers or moves weights around a
-forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that uses all of them, output head included.
+The whole pass, from embedding to log-probs, is one method of the model: a wrapper that gathers or moves weights around
+a forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that uses all of them, even the output head.
 
-A decoder's layers run by native code (`packed_layers`). On a CPU in float32 a layer is three operations in place of
-some fifty, which stay in the processor's cache; in a larger layer, in bfloat16, and on a CUDA device torch computes the
-products and native code the rest. `transformers` computes models and machines without native code.
+A decoder's layers run in native code (`packed_layers`). On a CPU in float32 a layer is three operations, which stay in
+the processor's cache, instead of some fifty; in larger layers, in bfloat16, and on CUDA, torch computes the products
+and native code the rest. `transformers` computes everything if there is no native code for a model or machine.
 """
 
 import functools
@@ -41,13 +41,14 @@ from distflow.models.sharding import is_spread
 from distflow.models.shared_prefixes_and_buckets import Packing, Sharing, shared_prefixes
 
 LARGEST = 2**19
-"""Numbers of a matrix of a gated MLP in float32: above it the cache no longer holds a thread's data, and
-torch's products are faster than ours."""
+"""Elements of a gated MLP's float32 matrix above which the cache cannot hold a thread's data, so torch's products are
+faster than ours."""
 
 
 def runs_natively(decoder: Any) -> bool:
-    """Whether `packed_layers` computes what the decoder does, as it is now, with only modules of `transformers`: on a
-    CPU under autocast to bfloat16 or none, with its weights in float32; on a CUDA device with products in bfloat16."""
+    """Whether `packed_layers` computes the same as the decoder in its present state, with only modules of
+    `transformers`: on a CPU with float32 weights, perhaps under autocast to bfloat16; on CUDA with products in
+    bfloat16."""
     config = decoder.config
     if config.model_type not in FAMILIES or (device := decoder.embed_tokens.weight.device.type) not in ("cpu", "cuda"):
         return False
@@ -56,12 +57,12 @@ def runs_natively(decoder: Any) -> bool:
     if not has_code or _products_of(decoder) not in dtypes:
         return False
     head_dim, modules = decoder.layers[0].self_attn.head_dim, list(layer_modules(decoder))
-    if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # a part of each head is rotated
+    if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # only a part of each head is rotated
         return False
     if device == "cuda":
-        if head_dim & (head_dim - 1):  # Triton counts in powers of two
+        if head_dim & (head_dim - 1):  # Triton needs powers of two
             return False
-        modules.remove(decoder.embed_tokens)  # it may have a hook, for activation checkpointing, and is called
+        modules.remove(decoder.embed_tokens)  # it is called, as it may have a checkpointing hook
     if decoder.training and config.attention_dropout:
         return False
     if decoder.training and device == "cpu" and any(layer.gradient_checkpointing for layer in decoder.layers):
@@ -75,7 +76,7 @@ def runs_natively(decoder: Any) -> bool:
 
 @functools.cache
 def gpu_layer() -> Any:
-    """The kernels of `gpu_kernels/training_layer.py`; None without Triton, or where it cannot compile."""
+    """The kernels of `gpu_kernels/training_layer.py`; None without Triton, or if it cannot compile."""
     try:
         from distflow.models.gpu_kernels import decode_step, training_layer
 
@@ -92,7 +93,7 @@ def _products_of(decoder: Any) -> torch.dtype:
 
 
 def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
-    """Last hidden states `(rows, hidden)`, in float32 where the weights are, of a row of tokens, both `(rows,)`;
+    """Last hidden states `(rows, hidden)` of a row of tokens, both `(rows,)`, in float32 if the weights are;
     differentiable once."""
     dtype, weight, config = _products_of(decoder), decoder.embed_tokens.weight, decoder.config
     hidden = decoder.embed_tokens(input_ids).float()
@@ -116,7 +117,7 @@ def _on_cpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, sca
 
 
 def _on_gpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Rows that sequences share are rows of each of them here."""
+    """Attention on a GPU; rows that sequences share are duplicated for each."""
     if packing.sharing is None:
         return gpu_layer().attend(queries, keys, values, packing.bounds, packing.longest, scale)
     whole = packing.whole
@@ -133,10 +134,10 @@ def _by_torchs_products(
     attend: Callable[..., Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """kernels: what stands between the products, and, with `attend`, between these and attention. dtype: of the
+    """kernels: the operations between the products, and, with `attend`, between these and attention. dtype: of the
     products' inputs and outputs."""
 
-    def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # what each makes of x, side by side
+    def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # the outputs of each for x, side by side
         return linear(x, *side_by_side(modules, dtype))
 
     def through(layer: Any, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -157,13 +158,13 @@ def _by_torchs_products(
     return hidden if added is None else hidden + added
 
 
-# Largest error of a logit, relative to the largest logit: rounding stays well below, another rule is far above.
+# Largest error of a logit, relative to the largest logit: rounding stays well below, a wrong formula far above.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
-# The same where the tokens of other sequences change and no shape does: zero, but for the experts of a mixture, whose
-# products have as many rows as tokens chose them.
+# The same if tokens of other sequences change and no shape does: zero, except for experts of a mixture, whose products
+# have as many rows as tokens chose them.
 _LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
-_CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)  # padded, some share a bucket
-_IN_ROWS = "sequences_in_rows"  # of a model: its sequences are padded, not packed
+_CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)  # when padded, some share a bucket
+_IN_ROWS = "sequences_in_rows"  # marks a model whose sequences are padded, not packed
 
 
 def packed_hidden_states(
@@ -177,8 +178,8 @@ def packed_hidden_states(
     """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
     positions `wanted` `(n,)`, each once. The output head is not run.
 
-    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; an attention that is
-    not ours computes them for each sequence.
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; attention other than ours
+    computes them for each sequence.
     """
     causal = unwrapped(model)
     decoder = causal.model if causal.base_model is causal else causal.base_model  # Llama 4 names itself its base
@@ -202,7 +203,7 @@ def packed_hidden_states(
             input_ids=input_ids[None],
             position_ids=send(position_ids, input_ids.device)[None],
             use_cache=False,
-            # `transformers` passes a mask of four dimensions on as it is; without one it would find the bounds of the
+            # `transformers` passes a four-dimensional mask on unchanged; without one it would find the bounds of the
             # sequences by their positions, which waits for the device, and build one of (tokens, tokens).
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
             packing=packing,
@@ -214,8 +215,8 @@ def packed_hidden_states(
 
 
 def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | None) -> Tensor:
-    """As `packed_hidden_states`, each sequence in a row of its own, padded on the right."""
-    if is_spread(decoder):  # all ranks gather the same layers equally often: one table, whatever their lengths
+    """As `packed_hidden_states`, but each sequence in its own row, padded on the right."""
+    if is_spread(decoder):  # all ranks must gather the same layers equally often: one table, whatever their lengths
         buckets = Packing(lengths, input_ids.device).table
     else:
         buckets = Packing(lengths, input_ids.device).buckets
@@ -230,8 +231,8 @@ def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Hidden states `(n, hidden)` → logits `(n, vocabulary)`, or `(n, 1)` for a value model.
 
-    With the scale or soft cap of the families that have one. `choose_attention` compares with the model's own
-    logits, so a family with another rule is refused, not wrong.
+    It applies the scale or soft cap of families that have one. `choose_attention` compares with the model's own logits,
+    so a family with another rule is rejected rather than wrong.
     """
     causal = unwrapped(model)
     config = causal.config
@@ -256,10 +257,10 @@ def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing:
 
 
 def choose_attention(model: nn.Module) -> str:
-    """Set and return the fastest attention that keeps packed sequences apart in this model, which has its
-    `packed_logits`; where none does, "sdpa, padded" or "eager, padded".
+    """Set and return the fastest attention that keeps packed sequences apart in this model, which has `packed_logits`;
+    if there is none, "sdpa, padded" or "eager, padded".
 
-    Raises UserError if padded sequences are not themselves either.
+    Raises UserError if padded sequences do not match either.
     """
     causal = unwrapped(model)
     # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
@@ -273,7 +274,7 @@ def choose_attention(model: nn.Module) -> str:
         tried = f"{name}, padded" if in_rows else name
         try:
             causal.set_attn_implementation(name)
-        except ValueError:  # an attention that the family does not have
+        except ValueError:  # an attention that the family lacks
             errors[tried] = math.inf
             continue
         setattr(causal, _IN_ROWS, in_rows)
@@ -289,9 +290,9 @@ def choose_attention(model: nn.Module) -> str:
 
 @torch.no_grad()
 def packed_error(model: nn.Module) -> tuple[float, float]:
-    """Largest difference of a logit between packed sequences, two of which begin alike, and each alone, relative to
-    the largest logit, and how large rounding may make it; or, where that is exceeded, the same between packed
-    sequences whose neighbours have other tokens.
+    """Largest difference of a logit between packed sequences (two of which begin alike) and each one alone, relative to
+    the largest logit, and the limit for rounding; if exceeded, the same between packed sequences whose neighbours have
+    other tokens.
 
     `inf` if the attention that is set cannot run the model.
     """
@@ -310,7 +311,7 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
         packed = packed_logits(ids, lengths, sharing)
         before, after = (packed_logits(each, lengths) for each in (ids, torch.where(is_kept, ids, others)))
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
-    except (TypeError, ValueError):  # a keyword that the family's layers do not take, softcap under sdpa, ...
+    except (TypeError, ValueError):  # a keyword that the family's layers lack, softcap under sdpa, ...
         return math.inf, 0.0
     finally:
         model.train(was_training)
@@ -326,8 +327,8 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
 class ModelInputs:
     """Packed sequences on the model's device.
 
-    input_ids: int64 `(tokens,)`, at least one. lengths: int64 `(sequences,)` of them, on the CPU. predicting: int64
-    `(n,)`, the positions whose outputs are wanted, each once. targets: int64 `(n,)`, the tokens that follow them.
+    input_ids: int64 `(tokens,)`, at least one. lengths: of the sequences, int64 `(sequences,)`, on the CPU. predicting:
+    int64 `(n,)`, the positions whose outputs are wanted, each once. targets: int64 `(n,)`, the tokens that follow them.
     sharing: the tokens that need not be computed for each sequence, on the CPU; None computes all.
     """
 
@@ -339,8 +340,8 @@ class ModelInputs:
 
 
 def attach_packed_forward(model: nn.Module) -> None:
-    """Give the model its methods `packed_forward` and `packed_logits`; an adapter's wrapper hands them on, a copy of
-    the model has its own."""
+    """Give the model the methods `packed_forward` and `packed_logits`; an adapter's wrapper forwards them, and a copy
+    of the model has its own."""
     model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]  # nn.Module declares no methods
     model.packed_logits = MethodType(packed_logits, model)  # type: ignore[assignment]  # likewise
 
@@ -363,7 +364,7 @@ def packed_forward(
         found["values"] = values if values.dtype == torch.float64 else values.float()
     if "text_scores" in outputs:
         wide, weight = torch.promote_types(hidden.dtype, torch.float32), unwrapped(model).score.weight[0]
-        with torch.autocast(hidden.device.type, enabled=False):  # the head is always float32, as `load_reward_model`'s
+        with torch.autocast(hidden.device.type, enabled=False):  # the head is always float32, as in `load_reward_model`
             found["text_scores"] = hidden.to(wide) @ weight.to(wide)
     if "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(

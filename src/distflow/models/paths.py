@@ -1,6 +1,6 @@
 """Resolves model paths: a local folder, a Hugging Face hub id, a model that ships with distflow (`builtin:NAME`) or
 with another Python package (`package:NAME`). Also finds Python code in a model's folder, which `transformers` runs if
-trusted.
+it is trusted.
 """
 
 import importlib.util
@@ -47,12 +47,12 @@ def resolve_path(path: str | Path) -> str:
     if fault := model_fault(text):
         what, advice = fault
         raise UserError(f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME")
-    unreachable()  # in seconds, and the libraries know
+    unreachable()  # within seconds, and the libraries are informed
     return text
 
 
 def is_local(resolved: str) -> bool:
-    """Whether a resolved path is a folder of this machine, not a hub id."""
+    """Whether a resolved path is a local folder, not a hub id."""
     return Path(resolved).is_dir()
 
 
@@ -71,9 +71,9 @@ def why_not_loaded(resolved: str, reason: str) -> str:
 
 @contextmanager
 def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = None) -> Iterator[None]:
-    """Turns an error of `transformers` about a user's files into one message, a UserError that begins with `what`.
+    """Turns an error of `transformers` about a user's files into a UserError that begins with `what`.
 
-    runs_code: Python code that comes with the files is run. extra: of distflow, with the packages that they need.
+    runs_code: whether Python code in the files is run. extra: of distflow, with the packages that they need.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = N
         if extra is not None:
             raise UserError(f"{what} needs the packages of the extra: pip install 'distflow[{extra}]'") from error
         raise UserError(f"{what} needs a package that is not installed: {error}") from error
-    except Exception as error:  # a foreign library reads somebody's files: for broken ones it raises anything
+    except Exception as error:  # a third-party library may raise anything for broken files
         reason = why_not_loaded(resolved, first_lines(error))
         if _CUT in reason:
             reason = f"a file of weights is cut off ({reason}): download or copy the folder again"
@@ -96,21 +96,21 @@ def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = N
         raise UserError(f"{what} cannot be loaded: {reason}") from error
 
 
-_CUT = "not fully covered"  # what safetensors says of a file that is shorter than its header promises
+_CUT = "not fully covered"  # safetensors' message for a file that is shorter than its header says
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:
-    """The beginning of an error's text, in one line."""
+    """The beginning of an error's text, as one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
-    """Raise UserError if a local folder holds none of the files, or one that cannot be a model's. A hub id passes: its
-    files are known later."""
+    """Raise UserError if a local folder has none of the files, or one that cannot be a model's. A hub id passes, since
+    its files are not yet known."""
     if not is_local(resolved):
         return
-    for file in Path(resolved).iterdir():  # links may lead elsewhere, as those of the hub's cache do
+    for file in Path(resolved).iterdir():  # links may lead elsewhere, e.g. into the hub's cache
         if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
             try:
                 check_file(file, max_bytes=_MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
@@ -124,15 +124,15 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
 
 _TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin", ".gguf")
 _MAX_TEXT_BYTES = 64 * 2**20
-"""Twice as large as the largest published tokenizers."""
+"""Twice the size of the largest published tokenizers."""
 
 _NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 def code_of(path: str | Path) -> list[str]:
-    """What `auto_map` names in the files of a model's or tokenizer's folder, as `FILE.py:CLASS`; sorted.
+    """The classes that `auto_map` lists in the files of a model's or tokenizer's folder, as `FILE.py:CLASS`; sorted.
 
-    Of a hub id, whose files are known once they are loaded, the repository. Raises UserError as `resolve_path`.
+    For a hub id, whose files are not yet known, the repository. Raises UserError as `resolve_path` does.
     """
     source = resolve_path(path)
     if not is_local(source):
@@ -148,7 +148,7 @@ def code_of(path: str | Path) -> list[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """An entry is a text, or a list of them with gaps (a slow and a fast tokenizer)."""
+    """The strings of an entry: a str, or a list with gaps (a slow and a fast tokenizer)."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

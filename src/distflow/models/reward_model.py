@@ -20,8 +20,8 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """A sequence classifier with one label, for `score_ids`; its head is always float32.
 
-    path: as `resolve_path` takes it. Only safetensors are read, and no code that comes with the model is run.
-    Raises UserError for a model that cannot be found or read, that has another head or none (a language model, say).
+    path: see `resolve_path`. Only safetensors are read, and no code that comes with the model is run. Raises UserError
+    for a model that cannot be found or read, or has another head or none (e.g. a language model).
     """
     source = ModelSource(path, revision=revision)
     if is_local(source.path):
@@ -60,7 +60,7 @@ def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
 
 
 def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Tokens that the model can read, by its config and its tokenizer (which has 1e30 if it knows no limit)."""
+    """The most tokens that the model can read, by its config and tokenizer (which has 1e30 if it knows no limit)."""
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
     return min((int(each) for each in limits if each is not None and 0 < each < 2**31), default=None)
 
@@ -69,12 +69,12 @@ def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
 def score_ids(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int, max_tokens: int) -> list[float]:
     """The score of each text.
 
-    ids: its tokens, none empty. pad_id: the padding token; it may occur in the texts too. max_tokens:
-    of a forward, padding counted; a longer text has one of its own.
+    ids: tokens of each text, none empty. pad_id: the padding token, which may also occur in texts. max_tokens: of a
+    forward, including padding; a longer text runs alone.
     """
     scores = [0.0] * len(ids)
     order = sorted(range(len(ids)), key=lambda i: (-len(ids[i]), i))
-    while order:  # the first of a micro-batch is the longest, and says how wide it is
+    while order:  # the first text of a micro-batch is the longest, and determines its width
         number = max(max_tokens // len(ids[order[0]]), 1)
         chosen, order = order[:number], order[number:]
         for i, score in zip(chosen, _score(model, [ids[i] for i in chosen], pad_id).tolist(), strict=True):
@@ -84,14 +84,14 @@ def score_ids(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int,
 
 def _score(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int) -> Tensor:
     """`(n,)`. Padded on the right, so that no position moves; a decoder's head is read at each text's last token by its
-    length: `transformers` looks for the last token that is no padding, and finds another where texts end with it."""
+    length: `transformers` looks for the last non-padding token, and finds another one if texts end with it."""
     lengths = torch.tensor([len(each) for each in ids], device=model.device)
     padded = torch.full((len(ids), int(lengths.max())), pad_id, device=model.device)
     for row, each in zip(padded, ids, strict=True):
         row[: len(each)] = torch.tensor(each, device=model.device)
     mask = (torch.arange(padded.shape[1], device=model.device) < lengths[:, None]).long()
     head = getattr(model, HEAD, None)
-    if not isinstance(head, nn.Linear):  # an encoder, which reads all of the text
+    if not isinstance(head, nn.Linear):  # an encoder, which reads the whole text
         return model(input_ids=padded, attention_mask=mask).logits[:, 0].float()
     hidden = model.base_model(input_ids=padded, attention_mask=mask).last_hidden_state
     last = hidden[torch.arange(len(ids), device=model.device), lengths - 1]

@@ -1,6 +1,6 @@
-"""Shards a model over ranks: tensor parallelism by the plan of its family, and FSDP2 with summed gradients, as losses
-over exact global counts need. Fills and reads sharded tensors (`DTensor`) in part and whole; a plain tensor is its own
-part and whole.
+"""Shards a model over ranks: tensor parallelism by the plan of its family, and FSDP2 with summed gradients, as needed
+by losses over exact global counts. Fills and reads sharded tensors (`DTensor`) in part and in whole; for a plain tensor
+both are the tensor itself.
 """
 
 import json
@@ -29,19 +29,19 @@ _HEADS_DIM = 2  # of (batch, tokens, heads, width), the input of norms of querie
 _STYLES: dict[str, Callable[[], parallel.ParallelStyle]] = {
     "colwise": parallel.ColwiseParallel,
     "rowwise": parallel.RowwiseParallel,
-    # each rank has some of the heads: the weight is whole on all, its gradient is summed over them
+    # each rank has some of the heads: the weight is whole on all ranks, its gradient is summed over them
     "replicated_with_grad_allreduce": lambda: parallel.SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
 }
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave each rank of `mesh`, of one dimension, its columns and rows of the matrices that the plan names, in place;
-    a head of its own is divided by rows and gives whole logits. All else is whole on every rank, which computes it from
-    the same tokens.
+    """Leave each rank of the one-dimensional `mesh` its columns and rows of the matrices in the plan, in place; an
+    untied head is divided by rows and gives whole logits. Everything else is whole on every rank, which computes it
+    from the same tokens.
 
-    Raises UserError for a family without a plan, a plan with other kinds of layers, an adapter, and for sizes that the
-    number of ranks does not divide.
+    Raises UserError for a family without a plan, a plan with other kinds of layers, an adapter, and sizes not divisible
+    by the number of ranks.
     """
     causal, size = unwrapped(model), mesh.size()
     check_divisible(causal.config, size, adapted=causal is not model)
@@ -55,8 +55,8 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
-    """Whether `size` ranks can compute the layers of such a model together. adapted: with an adapter. Raises UserError
-    as `divide_layers` does."""
+    """Check that `size` ranks can compute the layers of such a model together. adapted: with an adapter. Raises
+    UserError as `divide_layers` does."""
     text, plan, family = config.get_text_config(), _plan_of(config), config.model_type
     if not plan:
         raise UserError(
@@ -85,15 +85,13 @@ DATA, REPLICA, SHARD, TENSOR = "dp", "dp_replicate", "dp_shard", "tp"
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over which ranks, and in which precision.
+    """The ranks to shard over, and the precision.
 
-    mesh: of one dimension; or of two with names, replicas and shards: each row holds all weights, and rows add up their
-    gradients. One more, the last, is named `tp`, where the ranks along it compute each layer together; then the first
-    ones are named `dp`, or `dp_replicate` and `dp_shard`.
-    compute_dtype: weights are gathered, and the model computes, in it; those that are kept, and the sums of gradients
-    over ranks, are float32.
-    on_host: weights and gradients are kept in the host's memory, whatever the mesh's device, and so are an optimizer's
-    moments; a layer is copied to the device when it runs.
+    mesh: one-dimensional; or of two named dimensions, replicas and shards: each row holds all weights, and rows sum
+    their gradients. A further last dimension is named `tp`, along which ranks compute each layer together; then the
+    first ones are named `dp`, or `dp_replicate` and `dp_shard`. compute_dtype: of gathered weights and the model's
+    computation; stored weights, and sums of gradients over ranks, are float32. on_host: keep weights, gradients and an
+    optimizer's moments in host memory, whatever the mesh's device; a layer is copied to the device when it runs.
     """
 
     mesh: DeviceMesh
@@ -106,14 +104,14 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
 
     Embeddings and head, which may be tied, are gathered together for the whole pass: the head runs in chunks. Gradients
     are summed over the ranks, not averaged, as the backward pass goes; ranks that compute a layer together count as
-    one, and are given the same tokens. Every rank runs the model as often as others.
-    Raises UserError for a family that does not name its layers, and as `divide_layers` does.
+    one, and get the same tokens. All ranks run the model equally often. Raises UserError for a family that does not
+    name its layers, and as `divide_layers` does.
     """
     mesh, dims = sharding.mesh, sharding.mesh.mesh_dim_names or ()
     if TENSOR in dims:
         divide_layers(model, mesh[TENSOR])
         mesh = mesh[tuple(name for name in dims if name != TENSOR)]
-    # log-probs and logits are views; the warning is of changes in place, and nothing makes any
+    # log-probs and logits are views; the warning concerns in-place changes, and there are none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = fsdp.MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     place = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else fsdp.OffloadPolicy()
@@ -126,29 +124,29 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
             "(_no_split_modules): set actor.strategy=torch"
         )
     for module in (*layers, model):
-        # also the root: between passes nothing but parts is there, and parameters are what optimizers know
+        # the root too: between passes only parts exist, as the parameters that optimizers know
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that scales
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support a scaling sum
     for name in ("packed_forward", "packed_logits"):
         fsdp.register_fsdp_forward_method(model, name)
 
 
 class Sliceable(Protocol):
-    """A tensor, or one in a file of which a part can be read."""
+    """A tensor, or one in a file that can be read in part."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it: the same storage."""
+    """The part of a tensor that this rank holds, in the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it on every rank of its mesh, which all call this; on the mesh's device, wherever the parts are kept."""
+    """The whole tensor on every rank of its mesh, which all call this; on the mesh's device, wherever the parts are."""
     if not isinstance(tensor, DTensor):
         return tensor
     here: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]  # declared as any tensor
@@ -156,17 +154,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """The device of results computed with it; parts of a sharded tensor may be kept in the host's memory."""
+    """The device of results computed with a tensor; parts of a sharded one may be in host memory."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a parameter of it lies over ranks."""
+    """Whether any of the model's parameters is sharded."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def square_sum(tensors: Iterable[Tensor]) -> float:
-    """Of all entries, in float64; of spread tensors the whole's, on every rank of their mesh, which all call this."""
+    """The sum of squares of all entries, in float64; of sharded tensors as a whole, on every rank of the mesh, which
+    all call this."""
     sums: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, Tensor] = {}
     for tensor in tensors:
         over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -174,7 +173,7 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
         sums[over] = sums[over] + own if over in sums else own
     total = torch.zeros((), dtype=torch.float64)
     for over, own in sums.items():
-        if over is not None:  # added up over the dimensions along which the tensors are divided
+        if over is not None:  # summed over the dimensions along which the tensors are divided
             mesh, placements = over
             parts = [Partial("sum") if placement.is_shard() else Replicate() for placement in placements]
             own = DTensor.from_local(own, mesh, parts, run_check=False).full_tensor()
@@ -184,7 +183,7 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 @torch.no_grad()
 def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
-    """Copy values of the whole shape into a tensor; of a spread one each rank takes, and reads, its own part alone."""
+    """Copy values of the whole shape into a tensor; for a sharded one each rank reads only its own part."""
     if isinstance(values, DTensor):
         tensor.copy_(values)
         return
@@ -194,7 +193,7 @@ def fill(tensor: Tensor, values: Sliceable | Tensor) -> None:
 
 
 def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements at flat places `(n,)` of the whole that this rank holds: indices into `places`, and values."""
+    """The elements at flat positions `(n,)` of the whole that this rank holds: indices into `places`, and values."""
     if not isinstance(tensor, DTensor):
         return torch.arange(len(places)), tensor.detach().reshape(-1)[send(places, tensor.device)]
     start, shape = _place(tensor)
@@ -209,7 +208,7 @@ def at_places(tensor: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dict[str, bool]:
-    """By the name of each tensor, whether it holds for a part of it on any rank; all ranks of its mesh call this."""
+    """By tensor name, whether `found` holds for a part on any rank; all ranks of its mesh call this."""
     agreed = dict(found)
     for mesh in dict.fromkeys(t.device_mesh for t in tensors.values() if isinstance(t, DTensor)):
         names = [name for name, t in tensors.items() if isinstance(t, DTensor) and t.device_mesh == mesh]
@@ -220,7 +219,7 @@ def on_any_rank(found: Mapping[str, bool], tensors: Mapping[str, Tensor]) -> dic
 
 
 def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where in the whole this rank's part begins, and its shape."""
+    """Where this rank's part begins in the whole, and its shape."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -228,11 +227,11 @@ def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model with parameters that have a shape and no memory; its buffers are real, as no file has them."""
+    """The model with parameters without memory; its buffers are real, as they are not stored in files."""
     register = nn.Module.register_parameter
 
     def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # tied ones stay one
+        if parameter is not None and not parameter.is_meta:  # tied parameters remain tied
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
@@ -244,8 +243,8 @@ def empty_model(auto_class: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
-    """Fill a model from its folder's safetensors, of sharded weights this rank's part alone; returns the names of the
-    weights that are not stored: these keep arbitrary values. Raises UserError for another shape or another format."""
+    """Fill a model from its folder's safetensors, only with this rank's part of sharded weights; returns the names of
+    weights that are not stored, which keep arbitrary values. Raises UserError for another shape or format."""
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text("utf-8"))
         files = {name: folder / file for name, file in index["weight_map"].items()}
@@ -258,7 +257,7 @@ def read_own_parts(model: PreTrainedModel, folder: Path) -> list[str]:
     own: dict[str, Tensor] = dict(model.named_parameters())
     own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name in sorted(own.keys() & files.keys()):
-        with safe_open(files[name], "pt") as tensors:  # opened for each: what is mapped of a file stays until then
+        with safe_open(files[name], "pt") as tensors:  # mapped memory stays until a file is closed
             values = tensors.get_slice(name)
             if list(values.get_shape()) != list(own[name].shape):
                 raise UserError(

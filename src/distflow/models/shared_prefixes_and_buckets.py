@@ -1,4 +1,4 @@
-"""How sequences lie in a packed row: prefixes that they share, and buckets of similar length.
+"""The layout of sequences in a packed row: shared prefixes, and buckets of similar length.
 
 A causal model's state of a token depends only on the tokens before it, so prefixes that packed sequences share are
 computed once. The responses to one prompt share its tokens, and any common prefix; all prompts share a template's head.
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from distflow.device_transfer import send
 
-# A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
+# A bucket is padded to its longest sequence; those shorter than this share of it go to the next bucket.
 _SHORTEST_IN_BUCKET = 0.75
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """positions: int64 `(kept tokens,)`, the packed positions of the tokens that are computed, ascending. place: int64
-    `(tokens,)`, where among them each packed token's state is. Both on the CPU."""
+    """positions: int64 `(kept tokens,)`, the packed positions of the computed tokens, ascending. place: int64
+    `(tokens,)`, the index among them of each packed token's state. Both on the CPU."""
 
     positions: Tensor
     place: Tensor
 
 
 def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
-    """What each packed sequence has in common with the one before it; None where that is nothing anywhere.
+    """The prefixes that packed sequences share with their predecessor; None if there are none.
 
     input_ids: int64 `(tokens,)`, lengths: int64 `(sequences,)`, both on the CPU.
     """
@@ -42,16 +42,16 @@ def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
     positions = is_kept[is_token].nonzero()[:, 0]
     if len(positions) == len(input_ids):
         return None
-    # Down a column the last kept token is the one that all shared ones below it repeat; numbers grow downwards.
+    # In a column, shared tokens repeat the last kept token above them; numbers grow downwards.
     numbers = torch.full(is_token.shape, -1).masked_scatter_(is_kept, torch.arange(len(positions)))
     return Sharing(positions, numbers.cummax(0).values[is_token])
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, of each token its row. starts: `(sequences + 1,)`, in
-    `place`. shared: `(sequences,)`, number of leading tokens that share an earlier sequence's rows; the other rows
-    are consecutive."""
+    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, the row of each token. starts: `(sequences + 1,)`, in
+    `place`. shared: `(sequences,)`, number of leading tokens that share an earlier sequence's rows; the other rows are
+    consecutive."""
 
     place: Tensor
     starts: Tensor
@@ -73,9 +73,9 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Sequences in a packed row on `device`. What attention needs to know of them is computed once; layers share it.
+    """Sequences in a packed row on `device`. What attention needs to know is computed once, and shared by layers.
 
-    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens alone.
+    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has only its kept tokens.
     Both on the CPU.
     """
 
@@ -93,12 +93,12 @@ class Packing:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """int32 `(sequences + 1,)` on the device: where each whole sequence begins, and the end."""
+        """int32 `(sequences + 1,)` on the device: the start of each whole sequence, and the end."""
         return send(torch.cat((self.lengths.new_zeros(1), self.lengths.cumsum(0))).int(), self.device)
 
     @cached_property
     def whole(self) -> "Buckets":
-        """The sequences one after the other, each whole; nothing is padded. There is a `sharing`."""
+        """The whole sequences one after another, without padding. Requires `sharing`."""
         assert self.sharing is not None
         place, positions = self.sharing.place, self.sharing.positions
         is_repeated = torch.ones_like(place, dtype=torch.bool).index_fill_(0, positions, False)
@@ -115,7 +115,7 @@ class Packing:
         return self._padded([torch.arange(len(self.lengths))])
 
     def _padded(self, groups: list[Tensor]) -> "Buckets":
-        """groups: of the numbers of sequences that share a bucket."""
+        """groups: the numbers of the sequences in each bucket."""
         lengths, sharing = self.lengths, self.sharing
         starts = lengths.cumsum(0) - lengths
         home = torch.empty(int(lengths.sum()), dtype=torch.int64)
@@ -144,8 +144,8 @@ class Buckets:
 
     shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
     packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
-    home: int64 `(tokens,)`, where each packed token stands among the padded ones. again: where those stand that share
-    their packed token with another sequence, all but the one that `home` names; None if none does.
+    home: int64 `(tokens,)`, the position of each packed token among the padded ones. again: further positions of packed
+    tokens that sequences share; None if there are none.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -155,7 +155,7 @@ class Buckets:
     _by_heads: dict[int, "HeadRows"] = field(default_factory=dict)
 
     def of_heads(self, num_heads: int) -> "HeadRows":
-        """The same of rows that are one head of a token each."""
+        """The buckets for rows that are one head of a token each."""
         if num_heads not in self._by_heads:
             device = self.source.device
             heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
@@ -181,7 +181,7 @@ class HeadRows(NamedTuple):
 
 
 def _similar(lengths: Tensor) -> list[Tensor]:
-    """Indices of sequences, grouped so that none is much shorter than the longest of its group."""
+    """Indices of sequences, grouped so that none is much shorter than the longest in its group."""
     by_length = lengths.tolist()
     groups: list[list[int]] = []
     longest = 0

@@ -1,5 +1,5 @@
-"""Identifies a model by a fingerprint, as the files of a path may change, and finds weights that are not finite or
-implausibly large, such as the 1e30 of a flipped bit.
+"""Identifies a model by a fingerprint, since a path's files may change, and finds weights that are not finite or
+implausibly large, e.g. 1e30 after a bit flip.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ _PIECES, _PIECE_BYTES = 64, 2**16
 
 
 def identity(path: str, revision: str | None = None) -> dict[str, str]:
-    """`path`, `revision` and `fingerprint`: of a hub id its commit; of a folder a hash of its files' names and sizes,
-    of all that small ones hold and of pieces from all over the weights, which training changes everywhere.
+    """`path`, `revision` and `fingerprint`: the commit of a hub id; for a folder a hash of its files' names and sizes,
+    of the content of small ones, and of samples of the weights, all of which training changes.
 
     Raises UserError for a missing folder, and for a model that is not on the hub.
     """
@@ -46,8 +46,8 @@ def identity(path: str, revision: str | None = None) -> dict[str, str]:
 
 
 def bit_hash(tensor: Tensor) -> str:
-    """Of all bits of a tensor, of a sharded one of this rank's part, with shape and dtype: the sums of rows and of
-    columns, as 1,024 integers a row, weighted by odd numbers, so that changes of opposite sign do not cancel."""
+    """A hash of all bits of a tensor (this rank's part of a sharded one) with shape and dtype: the sums of rows and
+    columns, with 1,024 integers per row, weighted by odd numbers so that opposite changes do not cancel."""
     own = own_part(tensor.detach()).contiguous()
     raw = own.reshape(-1).view(torch.uint8)
     rows = torch.nn.functional.pad(raw, (0, -len(raw) % 8192)).view(torch.int64).view(-1, 1024)
@@ -62,12 +62,12 @@ LARGEST: Final = 65504.0
 """The largest number of float16, into which the weights of published models fit; healthy ones stay below 1,000."""
 
 GROWTH: Final = 1000.0
-"""How many times its largest element, or 1 where that is less, a tensor may grow to: far beyond what training does,
-which moves an element by about the learning rate a step."""
+"""How many times its largest element (at least 1) a tensor may grow to: far beyond what training does, which moves an
+element by about the learning rate per step."""
 
 
 def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """The largest absolute value of each tensor, of a sharded one of this rank's part; NaN where it has one."""
+    """The largest absolute value of each tensor (this rank's part of a sharded one); NaN if it contains one."""
     found = {}
     for name, tensor in tensors:
         if (part := own_part(tensor.detach())).numel():
@@ -77,10 +77,9 @@ def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
 
 
 def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:
-    """The tensors whose magnitude is garbage, in words.
+    """Descriptions of tensors with implausible magnitudes.
 
-    start: their magnitudes when they were last known to be sound; without it, or without a tensor's, `LARGEST` alone
-    counts.
+    start: their magnitudes when last known to be sound; for tensors without one, only `LARGEST` counts.
     """
     limits = {name: min(GROWTH * max(value, 1.0), LARGEST) for name, value in (start or {}).items()}
     wrong = [(name, value, limits.get(name, LARGEST)) for name, value in found.items()]

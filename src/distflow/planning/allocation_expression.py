@@ -5,7 +5,7 @@ devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
 sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e expert
 
-The last two are AReaL's older form, `sglang.d4p1m1+d2`: sizes alone are the trainer's, by FSDP if it has no stages.
+The last two are AReaL's older form, `sglang.d4p1m1+d2`: sizes alone are the trainer's, with FSDP if it has no stages.
 Keys that are not set follow the allocation; a key that contradicts it is an error.
 """
 
@@ -31,7 +31,7 @@ _SIZE = re.compile(r"([a-zA-Z])([0-9]{1,6})")
 
 @dataclass(frozen=True)
 class AllocatedPart:
-    """An engine for a role, and its sizes. at: its first character in the text."""
+    """An engine for a role, and its sizes. at: the position of its first character in the text."""
 
     engine: str
     role: str
@@ -64,8 +64,8 @@ class Allocation:
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Raises UserError with a caret below the first character that cannot be read, or below the part that is wrong.
-    Engines that are not implemented yet pass: see `require_engines`."""
+    """Raises UserError with a caret below the first unreadable character or the part that is wrong. Engines that are
+    not implemented yet pass: see `require_engines`."""
     return _Parser(Allocation(" ".join(text.split()), ())).allocation()
 
 
@@ -141,8 +141,8 @@ class _Parser:
 
     def _role(self, engine: str) -> str:
         at, role = self._word("a role")
-        role = "reward_model" if role == "reward" else role  # as other systems call it
-        if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):  # others have names of the config's
+        role = "reward_model" if role == "reward" else role  # the name in other systems
+        if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):  # others have names from the config
             does = "generates, and cannot train" if engine in ROLLOUT_ENGINES else "trains, and cannot generate"
             table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
             self._written.refuse(at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}")
@@ -200,7 +200,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
     """The config in which keys that are not set follow the allocation; `check_agreement` rejects others that differ.
 
     Raises UserError for an invalid expression or an engine that is not implemented yet, ConfigError for other keys that
-    do not go with its engines."""
+    contradict its engines."""
     if not loaded.config.trainer.allocation:
         return loaded
     allocation = parse_allocation(loaded.config.trainer.allocation)
@@ -226,7 +226,7 @@ def check_agreement(allocation: Allocation, config: Config) -> None:
 
 
 def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, object, object]]:
-    """Keys of engines that the allocation decides: (key, value, value by the allocation)."""
+    """Keys of engines that the allocation determines: (key, value, value by the allocation)."""
     rollout, actor = allocation.find("rollout"), allocation.find("actor")
     settings = config.actor_rollout_ref
     if rollout is not None:
@@ -238,7 +238,7 @@ def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, obje
 
 
 def _devices(allocation: Allocation, loaded: Loaded) -> Iterator[tuple[str, object, object]]:
-    """Machines and devices of each; a number that was set stays if it divides the devices."""
+    """Keys of machines and devices per machine; a number that was set stays if it divides the devices."""
     nodes, devices = loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node
     total = allocation.num_devices
     if is_free(loaded.origins, _DEVICES) and total % nodes == 0:

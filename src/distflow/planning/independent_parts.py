@@ -1,4 +1,4 @@
-"""The independent parts of a pipeline, and the devices of each."""
+"""Divides a pipeline into independent parts, and assigns devices to each."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -23,10 +23,10 @@ class Part:
 
 
 def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
-    """The irreducible parts of a graph: each exit with all that it depends on; exits that share an engine are one part.
+    """The irreducible parts of a graph: each exit with all it depends on; exits that share an engine are one part.
 
-    A node without an engine that leads to several parts is in each. holds: the engines of each node; a run has each
-    engine once. Nodes of a part are in topological order, parts by their first exit in the order of `deps`.
+    A node without an engine that leads to several parts is in each. holds: the engines of each node; each engine exists
+    once per run. Nodes of a part are in topological order, parts by their first exit in the order of `deps`.
     """
     before, after = ancestors(deps), dependents(deps)
     closures = [{exit_, *before[exit_]} for exit_ in deps if not after[exit_]]
@@ -49,9 +49,9 @@ def pipeline_parts(
 ) -> list[Part]:
     """The parts of a pipeline in the order in which they get devices: the largest model first, then the longest chain.
 
-    If the rollout loop has an engine, it is in the part that trains the policy, and all parts read what it makes; else
-    each part has that loop. A part without an engine joins the first part with one. If there are more parts
-    than `num_devices`, all is one part. sizes: parameters of the model of each role.
+    If the rollout loop has an engine, it is in the part that trains the policy, and all parts read its output; else
+    each part has that loop. A part without an engine joins the first part with one. If there are more parts than
+    `num_devices`, all is one part. sizes: parameters of the model of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
     holds = {node.node_id: node.engines for node in pipeline.nodes}
@@ -73,15 +73,15 @@ def pipeline_parts(
 
 
 def priority(part: Part) -> tuple[int, int]:
-    """The part with the lowest gets devices first: the largest, then the one with the most nodes."""
+    """Sort key: the part with the lowest gets devices first: the largest, then the one with the most nodes."""
     return -part.size, -len(part.nodes)
 
 
 def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[int]:
-    """Devices of each part, in total all and at least 1 each. Earlier parts get the remainder of a division.
+    """Devices of each part, at least 1, all devices in total. Earlier parts get the remainder of a division.
 
-    strategy: `even`, or `param_aware`: in proportion to `sizes`, the rest by largest remainder; a part whose
-    proportion is below 1 gets 1, and the others share the rest. Raises UserError for too few devices.
+    strategy: `even`, or `param_aware`: in proportion to `sizes`, by largest remainder; a part with a proportion below 1
+    gets 1, and the others share the rest. Raises UserError for too few devices.
     """
     if num_devices < len(sizes):
         raise UserError(
@@ -124,7 +124,7 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
 
 def _part(pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
     engines = dict.fromkeys(engine for node_id in node_ids for engine in pipeline.node(node_id).engines)
-    models = [engine for engine in engines if engine != "rollout"]  # it uses the actor's weights
+    models = [engine for engine in engines if engine != "rollout"]  # rollout uses the actor's weights
     return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
 
 

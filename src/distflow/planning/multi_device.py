@@ -1,4 +1,4 @@
-"""The plan of a pipeline over many devices: by the allocation if there is one, else by the scheduler.
+"""The plan of a pipeline over many devices, from the allocation if there is one, else from the scheduler.
 
 `place` then chooses the ranks of each part, on machines with equally many devices."""
 
@@ -27,7 +27,7 @@ from distflow.planning.plan import (
 
 @dataclass(frozen=True)
 class DpGroup:
-    """Ranks that run the same nodes. roles: engine and sizes of each role whose model they have."""
+    """Ranks that run the same nodes. roles: engine and sizes of each role whose model they hold."""
 
     num_devices: int
     nodes: frozenset[str]
@@ -35,7 +35,7 @@ class DpGroup:
 
 
 def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:
-    """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each, or `trainer.devices` of them.
+    """One rank per device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each, or `trainer.devices` of them.
 
     device: of each worker, as it sees it. sizes: parameters of the model of each role, for the scheduler.
     Raises UserError for an allocation that cannot be read, contradicts another key or does not fit the pipeline, and
@@ -99,7 +99,7 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation, config: Config) 
     main = next((roles for roles in groups if "actor" in roles), groups[0])
     for role in sorted(pipeline.engines):
         if allocation.find(role) is None:
-            if role == "rollout" or "actor" not in main:  # any other may sit with it
+            if role == "rollout" or "actor" not in main:  # any other role may be placed with it
                 raise UserError(f"{KEY}='{allocation.text}' lacks the {role}, which pipeline '{pipeline.graph_id}' has")
             main[role] = (rollout_engine if role in judges else main["actor"][0], main["actor"][1])
     return [
@@ -111,7 +111,7 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation, config: Config) 
 def share_devices(pipelines: Sequence[Sequence[Part]], config: Config) -> list[tuple[tuple[int, ...], ...]]:
     """The devices of each part of pipelines that run side by side: device d is on machine d // `n_gpus_per_node`.
 
-    pipelines: the parts of each, as `pipeline_parts` sorts them. Raises UserError for fewer devices than parts.
+    pipelines: the parts of each, in the order of `pipeline_parts`. Raises UserError for fewer devices than parts.
     """
     trainer, dag = config.trainer, config.dag
     of_pipelines = ((part, number) for number, parts in enumerate(pipelines) for part in parts)
@@ -124,13 +124,13 @@ def share_devices(pipelines: Sequence[Sequence[Part]], config: Config) -> list[t
 
 
 def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...], ...]:
-    """`trainer.devices`, else all. Raises UserError if they are for another number of parts."""
+    """The devices in `trainer.devices`, else all. Raises UserError if they are for another number of parts."""
     given, num_devices = config.trainer.devices, config.trainer.nnodes * config.trainer.n_gpus_per_node
     if not given and len(parts) == 1:
         return (tuple(range(num_devices)),)
     if not given:
         return share_devices([parts], config)[0]
-    # Those keys were used where the command divided the devices over several pipelines: they are no mistake.
+    # Those keys were used when the command divided devices over several pipelines, so they are not a mistake.
     _ = config.dag.apportion_strategy, config.dag.consider_node_cohesion, config.dag.consider_node_load
     named = [number for own in given for number in own]
     if not all(given) or len(given) != len(parts) or len({*named} & {*range(num_devices)}) < len(named):
@@ -140,7 +140,7 @@ def _devices_of(parts: Sequence[Part], config: Config) -> tuple[tuple[int, ...],
 
 
 def _scheduled(parts: Sequence[Part], shares: Sequence[int], config: Config) -> list[DpGroup]:
-    """Independent parts get devices of their own."""
+    """Give independent parts separate devices."""
     return [
         DpGroup(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
         for part, share in zip(parts, shares, strict=True)
@@ -161,7 +161,7 @@ def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
 
 
 def _rollout_group(own: RankPlan, ranks: Sequence[RankPlan], layouts: Sequence[Layout]) -> tuple[int, ...]:
-    """Empty where each device has an engine. Raises UserError for a group that lies on several machines."""
+    """The ranks that share a rollout engine; empty if each device has one. Raises UserError if they span machines."""
     layout = next((layout for layout in layouts if layout.role == "rollout" and own.rank in layout.ranks), None)
     if layout is None or layout.sizes.tensor == 1:
         return ()
@@ -203,7 +203,7 @@ def _idle_ends(pipeline: BoundPipeline) -> set[str]:
 
 def _check_engines_lie_together(pipeline: BoundPipeline, dp_groups: Sequence[DpGroup]) -> None:
     """Raises UserError for a node with engines on different devices, and for a rollout engine on devices that train
-    another model than the policy: new weights cannot get there during that training."""
+    another model than the policy: new weights cannot arrive during that training."""
     training_nodes = {node.node_id for node in pipeline.training_nodes}
     for dp_group in dp_groups:
         is_apart = "rollout" in dp_group.roles and "actor" in pipeline.engines - set(dp_group.roles)
@@ -245,9 +245,9 @@ def place(
     """The ranks of each part, ascending; rank r is on machine r // size. shares: devices of each part; together all of
     the `num_nodes` machines with `size` devices each.
 
-    cohesion: parts that fit on one machine are each placed on one, so that the rest can follow best (`_cost` looks
-    ahead); all others then take as few machines as they can. load: of machines that suit a part equally, the one with
-    fewer busy devices; at last the lower ranks.
+    cohesion: place each part that fits on one machine on one, best for later parts (`_cost` looks ahead); all others
+    then take as few machines as they can. load: among equally suitable machines, prefer the one with fewer busy
+    devices; then lower ranks.
     """
     assert sum(shares) == num_nodes * size, f"shares {shares} are not the {num_nodes * size} devices"
     free = [list(range(node * size, node * size + size)) for node in range(num_nodes)]
@@ -273,7 +273,7 @@ def place(
 
 
 def _best_node(share: int, holes: list[int], later: list[int], size: int, load: bool) -> int | None:
-    """The machine with room for a part at the least cost for later parts; None if no machine has room."""
+    """The machine with room for a part that costs later parts least; None if no machine has room."""
     costs: dict[int, tuple[int, int]] = {}
     for hole in {hole for hole in holes if hole >= share}:
         left = holes.copy()
@@ -284,7 +284,7 @@ def _best_node(share: int, holes: list[int], later: list[int], size: int, load: 
 
 
 def _cost(shares: list[int], holes: list[int], size: int) -> tuple[int, int]:
-    """(parts that fit on one machine and lie on several, pieces of parts) after tight packing."""
+    """(parts that fit on one machine but span several, pieces of parts) after tight packing."""
     left = sorted((share for share in shares if share <= size), reverse=True)
     holes = sorted(holes)
     pieces = 0
@@ -302,8 +302,8 @@ def _cost(shares: list[int], holes: list[int], size: int) -> tuple[int, int]:
 
 
 def _filling(shares: list[int], hole: int) -> list[int]:
-    """Of the shares, descending, those that fill a hole best, with the largest shares."""
-    best: dict[int, list[int]] = {0: []}  # by their sum
+    """Those of the descending shares that fill a hole best, preferring the largest ones."""
+    best: dict[int, list[int]] = {0: []}  # shares by their sum
     for share in shares:
         for total, chosen in list(best.items()):
             if total + share <= hole:

@@ -1,5 +1,5 @@
-"""The plan of a run: the nodes of each rank, the channels between them, the layout of each model (the ranks of a
-role in a mesh of sizes), and the process groups of the ranks.
+"""The plan of a run: the nodes of each rank, the channels between them, the layout of each model (a role's ranks as a
+mesh), and the process groups of the ranks.
 
 Plain frozen data that needs no device.
 """
@@ -17,14 +17,14 @@ AXES: tuple[Axis, ...] = ("data", "tensor", "pipeline", "context", "expert")
 Part = Literal["shard", "replica"]
 """Axes within the ranks along data."""
 
-# Outermost first: ranks that differ in the last axis only are neighbours.
+# Outermost first: ranks that differ only in the last axis are neighbours.
 _TRAINING: tuple[Axis, ...] = ("pipeline", "data", "context", "tensor")
 _INFERENCE: tuple[Axis, ...] = ("data", "pipeline", "context", "tensor")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Number of ranks along each axis. expert: of the ranks along data × context, those that share the experts."""
+    """Number of ranks along each axis. expert: how many ranks along data × context share the experts."""
 
     data: int = 1
     tensor: int = 1
@@ -39,9 +39,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The model of one role. ranks: all that hold a part of it, ascending; as many as `sizes` asks for.
+    """The layout of one role's model. ranks: all that hold a part of it, ascending; as many as `sizes` requires.
 
-    shard: number of neighbours along data that share one copy of the weights; others hold replicas. None is all.
+    shard: number of neighbours along data that share one copy of the weights; others hold replicas. None for all.
     """
 
     role: str
@@ -56,14 +56,14 @@ class Layout:
         return self._places()[rank]
 
     def line(self, axis: Axis | Part, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from one of its ranks along that axis alone, itself included, ascending."""
+        """The ranks that differ from one of its ranks only along that axis, including itself, ascending."""
         return next(line for line in self.groups(axis) if rank in line)
 
     def groups(self, axis: Axis | Part) -> list[tuple[int, ...]]:
-        """The ranks that differ along that axis alone, one tuple for each coordinate of the others, each ascending.
+        """The ranks that differ only along that axis, one tuple for each coordinate of the others, each ascending.
 
-        Experts are shared by `sizes.expert` neighbours among the ranks that differ along data and context. Of the ranks
-        along data `shard` are neighbours that share one copy of the weights, `replica` those that have the same part.
+        Experts are shared by `sizes.expert` neighbours among the ranks that differ along data and context. Along data,
+        `shard` groups neighbours that share one copy of the weights, `replica` ranks that have the same part.
         """
         size = self.shard or self.sizes.data
         if axis == "expert":
@@ -98,7 +98,7 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Ranks that communicate. uses: each (role, axis) along which they lie; the axis `all` is the role's mesh."""
+    """Ranks that communicate. uses: each (role, axis) that they form; the axis `all` is the role's whole mesh."""
 
     name: str
     ranks: tuple[int, ...]
@@ -106,8 +106,8 @@ class ProcessGroup:
 
 
 def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
-    """Every group of at least two ranks, once for all its uses: `process_group_1`, ... in the order of their ranks, in
-    which each rank must create them."""
+    """Every group of at least two ranks, once for all its uses: `process_group_1`, ... in the order in which each rank
+    must create them."""
     uses: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for layout in layouts:
         axes: tuple[Axis | Part, ...] = (*AXES, "replica", "shard") if layout.shard else AXES
@@ -122,7 +122,7 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
 
 
 def choose_backends(device: str, num_ranks: int, threshold: int) -> tuple[Backend, ...]:
-    """The backend of tensors first; from `threshold` ranks on gloo beside nccl, for objects."""
+    """The backends, that for tensors first; from `threshold` ranks on, gloo is added to nccl for objects."""
     if not device.startswith("cuda"):
         return ("gloo",)
     return ("nccl", "gloo") if num_ranks >= threshold else ("nccl",)
@@ -144,7 +144,7 @@ class Channel:
 @dataclass(frozen=True)
 class RankPlan:
     """A worker's nodes by plane, in order, and the engines and services that they need. node: its machine.
-    rollout_group: the ranks on whose devices its rollout engine computes, where these are several."""
+    rollout_group: the ranks on whose devices its rollout engine computes, if there are several."""
 
     rank: int
     device: str
@@ -160,8 +160,8 @@ class RankPlan:
 class Plan:
     """Placement of a pipeline.
 
-    layouts: of each role's model, if there are several ranks. groups: their process groups, in the order in which
-    every rank creates them. backends: of these groups, that of tensors first.
+    layouts: of each role's model, if there are several ranks. groups: their process groups, in the order in which every
+    rank creates them. backends: of these groups, that for tensors first.
     """
 
     pipeline: str
@@ -177,14 +177,14 @@ class Plan:
         return any("rollout" in rank.engines for rank in self.ranks)
 
     def layout(self, role: str) -> Layout:
-        """Raises UserError for a role that the plan does not place."""
+        """The layout of a role's model. Raises UserError for a role that the plan does not place."""
         for layout in self.layouts:
             if layout.role == role:
                 return layout
         raise UserError(f"the plan of '{self.pipeline}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
 
     def placed(self) -> str:
-        """Which workers hold the model of each role, for people."""
+        """Text that says which workers hold the model of each role."""
         machines = len({rank.node for rank in self.ranks})
         roles = "; ".join(f"{layout.role} on {_listed(layout.ranks)}" for layout in self.layouts)
         return f"{len(self.ranks)} on {count_of(machines, 'machine')}: {roles}"
@@ -220,7 +220,7 @@ def rank_plan(
 
 def check_plan(plan: Plan, pipeline: BoundPipeline) -> None:
     """Raises UserError for a node that the pipeline lacks or no rank runs, a missing engine or service, one that no
-    node of its rank uses, and a layout of other ranks than those with the engine."""
+    node of its rank uses, and a layout whose ranks are not those with the engine."""
     for rank in plan.ranks:
         wanted = rank_plan(pipeline, rank.rank, rank.device, rank.rollout_nodes, rank.training_nodes)
         pairs = (("engine", rank.engines, wanted.engines), ("service", rank.services, wanted.services))
@@ -257,7 +257,7 @@ def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def make_channels(pipeline: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
-    """How each node gets the columns of its deps: by reference if every rank that runs it runs the other too."""
+    """How each node gets the columns of its deps: by reference if every rank that runs it also runs the other."""
     homes = {
         node.node_id: {rank.rank for rank in ranks if node.node_id in (*rank.rollout_nodes, *rank.training_nodes)}
         for node in pipeline.nodes

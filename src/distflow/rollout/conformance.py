@@ -1,4 +1,4 @@
-"""What every engine must do as `rollout/engine.py` says, asked of a running one. The truth is a plain forward of
+"""Tests a running engine against the protocol of `rollout/engine.py`. The references are a plain forward of
 transformers, and truncations computed here in float64."""
 
 import asyncio
@@ -22,7 +22,7 @@ from distflow.scheduling.group_states import Version
 
 NUM_DRAWS: Final = 1000
 LEAST_CHANCE: Final = 1e-6
-"""One faithful engine in a million has draws whose frequencies are further off."""
+"""The least p-value accepted: one correct engine in a million fails."""
 _MOST_TOKENS: Final = 24
 _QUIET_S: Final = 0.2
 _DEADLINE_S: Final = 300.0
@@ -30,16 +30,16 @@ _HOT: Final[dict[str, Any]] = {"temperature": 1.5}
 
 
 class Fails(Exception):
-    """The engine does not do it; the message has the figures."""
+    """The engine violates a property; the message has the figures."""
 
 
 class NotTested(Exception):
-    """It could not be asked; the message says why."""
+    """A property could not be tested; the message says why."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one check. outcome: of a property "held", "failed", "not supported", "not tested". text: figures, or why."""
+    """One check's result. outcome: "held", "failed", "not supported" or "not tested". text: figures, or the reason."""
 
     name: str
     outcome: str
@@ -48,9 +48,9 @@ class Finding:
 
 @dataclass(eq=False)
 class Bench:
-    """An entered engine and the model that it serves. longest: tokens of a prompt and its response. limit: of
-    |Δ log-prob|. dtype: of weights as they are sent. num_prompts: of greedy responses. served: models by the step of
-    their version."""
+    """An entered engine and the model that it serves. longest: tokens of a prompt with its response. limit: on |Δ
+    log-prob|. dtype: of the sent weights. num_prompts: for the greedy check. served: models by the step of their
+    version."""
 
     engine: RolloutEngine
     model: Any
@@ -69,7 +69,7 @@ class Bench:
 
     @property
     def counted(self) -> int:
-        """Tokens that the engine has generated, where it counts them."""
+        """The tokens that the engine has generated; 0 if it does not count them."""
         return getattr(self.engine, "num_generated_tokens", 0)
 
     def prompt(self, length: int, number: int = 0) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Bench:
     async def ask(
         self, prompt: tuple[int, ...], samples: tuple[int, ...] = (0,), row: int = 0, seed: int = 1, **params: Any
     ) -> tuple[Generation, ...]:
-        """Generations of the right form: lists of one length, known versions, an end where one is due."""
+        """Generations, whose form is checked: lists of equal length, known versions, an end where one is due."""
         wanted = SamplingParams(**{"max_tokens": self.num_tokens, **params})
         request = GenerateRequest(prompt, samples, wanted, Stream(seed, "check", 0, row))
         generations = (await self.engine.generate(request)).generations
@@ -108,8 +108,8 @@ class Bench:
 
     @torch.no_grad()
     def logits(self, prompt: tuple[int, ...], generation: Generation, keeps_kv: bool = True) -> Tensor:
-        """`(tokens, vocabulary)`, of each token under the weights of its version; keeps_kv: over the keys and values
-        that those of the versions before have left, else over their own."""
+        """`(tokens, vocabulary)`: the logits of each token under the weights of its version. keeps_kv: use keys and
+        values that earlier versions computed, else recompute them."""
         ids, start, cache, rows = [*prompt, *generation.token_ids], len(prompt), None, []
         for version, run in groupby(generation.versions):
             count, model = len([*run]), self.served[version]
@@ -120,7 +120,7 @@ class Bench:
         return torch.cat(rows)
 
     def gap(self, prompt: tuple[int, ...], generation: Generation, logits: Tensor, **params: Any) -> float:
-        """The largest |Δ| of its log-probs, both kinds."""
+        """The largest |Δ| of the generation's log-probs, of both kinds."""
         wanted, ids = SamplingParams(1, **params), torch.tensor(generation.token_ids)[:, None]
         seen = ([*prompt, *generation.token_ids[:index]] for index in range(len(logits)))
         drawn = torch.stack([distribution(row, ids, wanted) for row, ids in zip(logits, seen, strict=True)])
@@ -129,18 +129,18 @@ class Bench:
         return float((found - truth[:, 0]).abs().max())
 
     def compare(self, prompt: tuple[int, ...], generations: Iterable[Generation], **params: Any) -> str:
-        begun = [each for each in generations if each.token_ids]  # one may be aborted before its first token
+        begun = [each for each in generations if each.token_ids]  # some may be aborted before their first token
         return self.within(self.gap(prompt, each, self.logits(prompt, each), **params) for each in begun)
 
     def within(self, gaps: Iterable[float]) -> str:
-        """The largest, as a text. Raises Fails beyond the limit."""
+        """Text with the largest gap. Raises Fails if it exceeds the limit."""
         largest = max(gaps, default=0.0)
         if not largest <= self.limit:
             raise Fails(f"log-probs differ by {largest:.2g}, the limit is {self.limit:g}")
         return f"largest |Δ| {largest:.1e}"
 
     async def ask_long(self, patience: int = 8) -> list["asyncio.Task[tuple[Generation, ...]]"]:
-        """Requests for all tokens that there is room for. patience: milliseconds in which the first is to be there."""
+        """Requests for as many tokens as fit. patience: milliseconds to wait for the first token."""
         before, most = self.counted, self.longest - 2
         asked = (self.ask(self.prompt(2, row), (0, 1), row, max_tokens=most) for row in range(4))
         tasks = [asyncio.create_task(each) for each in asked]
@@ -150,7 +150,7 @@ class Bench:
         return tasks
 
     def changed(self) -> Any:
-        """A model of other weights."""
+        """A model with other weights."""
         other, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(len(self.served))
         with torch.no_grad():
             for weight in other.parameters():
@@ -159,14 +159,14 @@ class Bench:
         return other
 
     def as_sent(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """Its weights as a trainer sends them."""
+        """The model's weights as a trainer sends them."""
         return [(name, weight.detach().to(self.dtype)) for name, weight in model.named_parameters()]
 
     def next_version(self) -> Version:
         return Version(self.engine.version.restart, self.engine.version.step + 1)
 
     async def load(self, model: Any) -> str:
-        """Have the engine serve it. Raises Fails where receipt or engine have the hashes of other weights."""
+        """Make the engine serve the model. Raises Fails if the receipt or the engine has hashes of other weights."""
         version, weights = self.next_version(), self.as_sent(model)
         self.served[version.step] = model
         receipt, truth = await self.engine.load_weights(version, weights), stripe_hashes(weights)
@@ -179,7 +179,7 @@ class Bench:
 
 
 def distribution(logits: Tensor, seen: Iterable[int], wanted: SamplingParams) -> Tensor:
-    """What the next token is drawn from; seen: prompt and response so far."""
+    """The distribution of the next token. seen: prompt and response so far."""
     ids, penalty = torch.tensor(sorted(set(seen))), wanted.repetition_penalty
     punished = torch.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
     probs = (logits.scatter(0, ids, punished) / wanted.temperature).softmax(-1)
@@ -191,7 +191,7 @@ def distribution(logits: Tensor, seen: Iterable[int], wanted: SamplingParams) ->
 
 
 def chance(counts: Tensor, probs: Tensor) -> float:
-    """Of frequencies that are further from the probabilities, by chi-square; rare tokens count as one."""
+    """The p-value of a chi-square test of the frequencies against the probabilities; rare tokens are pooled."""
     expected = probs * counts.sum()
     likely = expected >= 5
     observed, expected = (torch.cat((each[likely], each[~likely].sum()[None])) for each in (counts, expected))
@@ -201,7 +201,7 @@ def chance(counts: Tensor, probs: Tensor) -> float:
 
 
 async def log_probs(bench: Bench) -> str:
-    """After prompts of all lengths, the last as long as can be."""
+    """Log-probs are right after prompts of all lengths, up to the longest possible."""
     lengths = sorted({1, 2, 3, bench.longest // 4 or 1, bench.longest // 2, bench.longest - bench.num_tokens})
     gaps = []
     for heat in (1.0, 0.7, 1.5):
@@ -213,7 +213,7 @@ async def log_probs(bench: Bench) -> str:
 
 
 async def greedy(bench: Bench) -> str:
-    """A response each of whose tokens is the likeliest is that of `hf`, up to the first near tie."""
+    """A greedy response equals that of `hf`, up to the first near tie."""
     prompts, ties = [bench.prompt(2 + row % 7, row) for row in range(bench.num_prompts)], 0
     asked = (bench.ask(prompt, greedy=True, max_tokens=min(8, bench.num_tokens)) for prompt in prompts)
     for prompt, (generation,) in zip(prompts, await asyncio.gather(*asked), strict=True):
@@ -227,7 +227,7 @@ async def greedy(bench: Bench) -> str:
 
 
 async def draws(bench: Bench, **params: Any) -> str:
-    """They have the frequencies and the log-probs of the distribution that the parameters make."""
+    """Draws have the frequencies and the log-probs of the distribution that the parameters define."""
     prompt, samples = bench.prompt(3), tuple(range(50))
     asked = (bench.ask(prompt, samples, row, max_tokens=1, **params) for row in range(NUM_DRAWS // len(samples)))
     drawn = [each for group in await asyncio.gather(*asked) for each in group]
@@ -252,7 +252,7 @@ def _middle_text(bench: Bench, ids: list[int]) -> dict[str, Any]:
 
 
 def _long_character(bench: Bench, ids: list[int]) -> dict[str, Any]:
-    """One that took several tokens: up to the last of them it was none."""
+    """A stop string of one character that spans several tokens; empty if the response has none."""
     texts = [bench.text(ids[:end]) for end in range(1, len(ids) + 1)]
     none = "\N{REPLACEMENT CHARACTER}"
     found = [text[-1] for before, text in pairwise(texts) if before.endswith(none) and not text.endswith(none)]
@@ -260,7 +260,7 @@ def _long_character(bench: Bench, ids: list[int]) -> dict[str, Any]:
 
 
 async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any]]) -> str:
-    """A response ends with the token that completes what it is to stop at. choose: that, from a response without."""
+    """A response ends with the token that completes its stop. choose: picks it from a response without one."""
     for row in range(64):
         prompt = bench.prompt(5, row)
         (free,) = await bench.ask(prompt, greedy=True)
@@ -273,7 +273,7 @@ async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any
 
 
 async def seeds(bench: Bench) -> str:
-    """The request decides what is drawn: a sample is the same alone and in its group, and no other."""
+    """The request determines the draws: a sample is the same alone and in its group, and differs from all others."""
     prompt = bench.prompt(4)
     group = await bench.ask(prompt, (4, 0, 9), **_HOT)
     same = [await bench.ask(prompt, (sample,), **_HOT) for sample in (4, 0, 9)]
@@ -289,7 +289,7 @@ async def seeds(bench: Bench) -> str:
 
 
 async def limits(bench: Bench) -> str:
-    """A response has as many tokens as asked for at most; what cannot be done is refused, and harms nothing."""
+    """A response has at most the requested number of tokens; impossible requests are rejected without side effects."""
     prompt, counts = bench.prompt(3), (1, 2, bench.longest - 3)
     wrong: list[tuple[tuple[int, ...], dict[str, Any]]]
     wrong = [((), {}), ((10**9,), {}), (prompt, {"max_tokens": bench.max_positions}), (prompt, {"top_p": 0.0})]
@@ -302,7 +302,7 @@ async def limits(bench: Bench) -> str:
 
 
 async def pauses(bench: Bench) -> str:
-    """Nothing is generated in a pause, and all continues after it."""
+    """Nothing is generated during a pause, and everything continues after it."""
     tasks = await bench.ask_long()
     await bench.engine.pause()
     before, late = bench.counted, asyncio.create_task(bench.ask(bench.prompt(2)))
@@ -315,7 +315,7 @@ async def pauses(bench: Bench) -> str:
 
 
 async def cancels(bench: Bench) -> str:
-    """What is cancelled is not generated, and the rest is."""
+    """Cancelled requests are not generated, and the others are."""
     tasks, prompt = await bench.ask_long(), bench.prompt(4)
     for task in tasks:
         task.cancel()
@@ -331,7 +331,7 @@ async def cancels(bench: Bench) -> str:
 
 
 async def new_weights(bench: Bench) -> str:
-    """They are those that were sent; tokens are of them and say so. None older are taken."""
+    """The engine has the weights that were sent, uses them, and reports their version. Older versions are rejected."""
     prompt, other = bench.prompt(5), bench.changed()
     hashes = await bench.load(other)
     found = bench.compare(prompt, await bench.ask(prompt, (0, 1)))
@@ -348,7 +348,7 @@ async def new_weights(bench: Bench) -> str:
 
 
 async def half_updates(bench: Bench) -> str:
-    """They are refused. The engine then serves what it had, or nothing until it has a whole one."""
+    """Partial updates are rejected. The engine then serves its old weights, or nothing until a complete update."""
     prompt, before, then = bench.prompt(5), bench.engine.version, []
     weights = bench.as_sent(bench.changed())
     for half in (weights[:-1], iter(weights[: len(weights) // 2])):
@@ -364,7 +364,8 @@ async def half_updates(bench: Bench) -> str:
 
 
 async def in_flight(bench: Bench) -> str:
-    """Each token of a response that new weights meet is of its version's, over old keys and values or over new."""
+    """After a weight update within a response, tokens come from their version's weights, with old or new keys and
+    values."""
     for attempt in range(8):
         tasks, met, gaps = await bench.ask_long(2 ** (attempt + 3)), set[str](), [0.0]
         await bench.load(bench.changed())
@@ -382,7 +383,7 @@ async def in_flight(bench: Bench) -> str:
 
 
 async def release(bench: Bench) -> str:
-    """Freed memory comes back with the next weights."""
+    """Freed memory is restored with the next weights."""
     await bench.engine.pause(release=True)
     hashes = await bench.load(bench.model)
     await bench.engine.resume()
@@ -417,16 +418,16 @@ PROPERTIES: dict[str, Callable[[Bench], Awaitable[str]]] = {
     "released memory": release,
 }
 MAY_REFUSE: Final = ("top_k", "top_p", "min_p", "repetition_penalty", "seeds", "weights in flight")
-"""What an engine may answer with UserError: a run that asks for it gets that message at its start."""
+"""Properties that an engine may reject with UserError; a run that needs one gets that message at its start."""
 
 
 async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> AsyncIterator[Finding]:
-    """A finding as soon as it is there. The last property leaves the engine with the weights of the first."""
+    """Yields each finding as soon as it is known. The last property leaves the engine with its first weights."""
     for name in names:
         work = asyncio.wait_for(PROPERTIES[name](bench), _DEADLINE_S)
         (found,) = await asyncio.gather(work, return_exceptions=True)
         if isinstance(found, BaseException) and not isinstance(found, Exception):
-            raise found  # somebody ends the process
+            raise found  # the process is being ended
         outcome, text = "held", str(found)
         if isinstance(found, NotTested):
             outcome = "not tested"
@@ -437,4 +438,4 @@ async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> Async
             text = text if isinstance(found, Fails) else f"{type(found).__name__}: {text}"
         yield Finding(name, outcome, text)
         if (name, outcome) == (FIRST, "failed"):
-            return  # nothing else means anything
+            return  # no other check is meaningful then

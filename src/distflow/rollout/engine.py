@@ -13,19 +13,18 @@ from torch import Tensor
 
 from distflow.scheduling.group_states import TRAIN, Version
 
-_LONGEST_LOG: Final = 10_000  # if nobody reads it
+_LONGEST_LOG: Final = 10_000  # unless it is read
 
 FinishReason = Literal["stop", "length", "abort"]
-"""A stop token or text; the maximum length; or aborted by new weights (`KVOnUpdate`)."""
+"""A stop token or string; the maximum length; or an abort by new weights (`KVOnUpdate`)."""
 
 KVOnUpdate = Literal["keep", "recompute", "abort"]
-"""Effect of new weights on begun sequences: they continue with the old keys and values; these are recomputed; the
-sequences end."""
+"""Effect of new weights on begun sequences: continue with the old keys and values, recompute these, or end."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties come after it.
+    """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties apply after it.
 
     top_k: -1 means off. top_p: 1.0 is off. min_p: 0.0 is off. repetition_penalty: 1.0 is off.
     max_tokens: the most tokens of one generation. stop: strings that end it (kept in the tokens).
@@ -46,8 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random stream of a group: with the sample index and the number of tokens drawn before it determines every
-    draw."""
+    """The random stream of a group. Stream, sample index and number of tokens drawn so far determine every draw."""
 
     seed: int
     name: str
@@ -55,17 +53,17 @@ class Stream:
     row: int
 
     def fork(self, name: str) -> "Stream":
-        """Of a further conversation of each episode; of the first one if the name is empty."""
+        """The stream of a further conversation of each episode; of the first one if the name is empty."""
         return replace(self, name=f"{self.name}/fork {name}") if name else self
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
+    """One prompt with the requested sample indices, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
 
     num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
-    may_continue: prompts of later requests may begin with this prompt and its response, so an engine may keep their
-    keys and values until its weights change. policy: which one draws, where an engine serves several.
+    may_continue: later prompts may begin with this prompt and its response, so an engine may keep their keys and values
+    until its weights change. policy: the one that draws, if an engine serves several.
     """
 
     prompt_ids: tuple[int, ...]
@@ -79,12 +77,12 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One sample. All lists have one entry a token, the stop token included.
+    """One sample. All lists have one entry per token, including the stop token.
 
-    rollout_log_probs: under softmax(logits / T), before truncations and penalties.
-    sampling_log_probs: under the distribution that tokens were drawn from.
-    versions: the step of the weights that produced each token.
-    num_cached_tokens: of the prompt, whose keys and values an earlier request left; None if the engine does not say.
+    rollout_log_probs: under softmax(logits / T), before truncations and penalties. sampling_log_probs: under the
+    distribution that the tokens were drawn from. versions: the step of the weights that produced each token.
+    num_cached_tokens: prompt tokens with keys and values from an earlier request; None if the engine does not report
+    it.
     """
 
     sample: int
@@ -98,7 +96,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """One generation for each wanted sample, in the order of the request."""
+    """One generation per requested sample, in the order of the request."""
 
     generations: tuple[Generation, ...]
 
@@ -106,7 +104,7 @@ class GenerateResult:
 async def generate_whole(
     ask: Callable[[GenerateRequest], Awaitable[GenerateResult]], request: GenerateRequest
 ) -> GenerateResult:
-    """The result of `ask`, an engine's `generate`; samples that a weight update aborted are generated again."""
+    """The result of `ask`, an engine's `generate`, after samples aborted by a weight update were generated again."""
     result = await ask(request)
     while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
         again = await ask(replace(request, samples=aborted))
@@ -117,10 +115,10 @@ async def generate_whole(
 
 @dataclass(frozen=True)
 class WeightReceipt:
-    """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
+    """What an engine holds after a weight update: a hash of a stripe of each tensor.
 
-    shared: the engine computes on the trainer's own storage, so nothing was copied. version_only: no weights were
-    sent, those that it has get a new version; there are no hashes then.
+    shared: the engine computes on the trainer's storage, so nothing was copied. version_only: no weights were sent,
+    only a new version for those it has; then there are no hashes.
     """
 
     version: Version
@@ -130,41 +128,41 @@ class WeightReceipt:
 
 
 Stretch = Callable[[Callable[[], bool]], None]
-"""Computes until there is nothing left to do, or its argument returns that the thread is wanted back."""
+"""Computes until there is nothing left to do, or its argument returns that the thread is needed elsewhere."""
 
 
 class Host(Protocol):
-    """Lends a thread that else would only wait."""
+    """Lends a thread that would otherwise wait."""
 
     @property
     def waits(self) -> bool:
-        """Whether it has one to lend."""
+        """Whether it has a thread to lend."""
         ...
 
     def compute(self, stretch: Stretch) -> bool:
-        """Have a stretch computed there, and return when that thread has left it; False where there is none to lend."""
+        """Have the lent thread compute a stretch, and return when it is done; False if there is no thread to lend."""
         ...
 
 
 @runtime_checkable
 class Hosted(Protocol):
-    """An engine that computes on the thread of a host, if one is set before it is entered; on one of its own as long as
-    that has none to lend."""
+    """An engine that computes on a host's thread, if a host is set before it is entered; while the host has none to
+    lend, it uses its own thread."""
 
     host: Host | None
 
 
 class RolloutEngine(Protocol):
-    """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes.
+    """Generates token ids. As an async context manager, it starts on entry, and ends its threads and processes on exit.
 
     An engine that counts its tokens in `num_generated_tokens` shows that a long request makes progress; without it an
     engine must complete some request within `actor_rollout_ref.rollout.timeout_s`. An engine with an activity log has
-    `take_activity`, one whose draws do not follow from the request alone `repeats_draws = False`.
+    `take_activity`; one whose draws depend on more than the request has `repeats_draws = False`.
     """
 
     @property
     def version(self) -> Version:
-        """Of the weights that it serves."""
+        """The version of the weights that it serves."""
         ...
 
     async def __aenter__(self) -> object: ...
@@ -174,12 +172,12 @@ class RolloutEngine(Protocol):
     ) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate all wanted samples; cancelling the task aborts them."""
+        """Generate all requested samples; cancelling the task aborts them."""
         ...
 
     async def pause(self, release: bool = False) -> None:
-        """Stop between two decode steps; running sequences stay. `release` also frees KV and
-        weights of the engine's own, which it needs again, by `load_weights`, before it decodes."""
+        """Stop between two decode steps; running sequences stay. `release` also frees KV and the engine's own weights,
+        which `load_weights` must restore before it decodes."""
         ...
 
     async def resume(self) -> None:
@@ -187,23 +185,23 @@ class RolloutEngine(Protocol):
         ...
 
     async def hashes(self) -> dict[str, str]:
-        """Of a stripe of each tensor that it computes with, as in a receipt, by Hugging Face name."""
+        """The hash of a stripe of each tensor that it computes with, as in a receipt, by Hugging Face name."""
         ...
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts.
 
-        None: only the version changes. The weights stay, and all that was made with them, and are those of `version`.
+        None: only the version changes. Weights and everything computed with them then count as of `version`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A stretch in which one lane was decoded under one version, and its slots were never empty.
+    """A stretch in which one lane was decoded under one version without running empty.
 
-    t0, t1: `time.time()`. One that directly follows another (with a new version or lane) starts at its `t1`: the time
-    of a weight sync counts to the one before. version: the step whose weights drew the `tokens`.
+    t0, t1: `time.time()`. A stretch that directly follows another (with a new version or lane) starts at its `t1`, so
+    the time of a weight sync counts for the earlier one. version: the step whose weights drew the `tokens`.
     """
 
     t0: float
@@ -214,7 +212,7 @@ class Activity:
 
 
 class ActivityLog:
-    """Written by the decoding thread, read by any."""
+    """The activities of an engine, written by the decoding thread, read by any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -222,7 +220,7 @@ class ActivityLog:
         self._open: Activity | None = None
 
     def decoded(self, t0: float, t1: float, version: int, lane: str, tokens: int) -> None:
-        """A step drew these tokens; there was work before it since the last step, unless `stopped` was called."""
+        """Record that a step drew these tokens; there was work since the last step, unless `stopped` was called."""
         with self._lock:
             last = self._open
             if last is not None and (last.version, last.lane) == (version, lane):
@@ -230,18 +228,18 @@ class ActivityLog:
                 return
             if last is not None:
                 self._end(replace(last, t1=t0))
-                t0 = t0 if last.tokens else last.t0  # one that was just read ends where this begins
+                t0 = t0 if last.tokens else last.t0  # an activity that was just read ends where this one begins
             self._open = Activity(t0, t1, version, lane, tokens)
 
     def stopped(self) -> None:
-        """Nothing is decoded from the end of the last step on."""
+        """Record that nothing is decoded after the last step."""
         with self._lock:
             if self._open is not None:
                 self._end(self._open)
             self._open = None
 
     def take(self) -> list[Activity]:
-        """All since the last call; a stretch that continues is cut here."""
+        """All activities since the last call; a stretch that continues is cut here."""
         with self._lock:
             if self._open is not None:
                 self._end(self._open)
@@ -251,12 +249,12 @@ class ActivityLog:
             return activities
 
     def _end(self, activity: Activity) -> None:
-        if activity.tokens > 0:  # else it was read already
+        if activity.tokens > 0:  # else it has been read already
             self._ended.append(activity)
 
 
 class RequestLog(ActivityLog):
-    """Of an engine that learns of tokens when a response has come."""
+    """The activity log of an engine that learns of tokens only with whole responses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +262,7 @@ class RequestLog(ActivityLog):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While a request is open."""
+        """Marks that a request is open."""
         if self._num_busy == 0:
             self._since = time.time()
         self._num_busy += 1
@@ -290,6 +288,6 @@ def take_activity(engine: object) -> list[Activity]:
 
 
 def server_metrics(engine: object) -> dict[str, float]:
-    """Of each server of an engine that has several; empty for others."""
+    """Metrics of each server of an engine with several; empty for others."""
     found = getattr(engine, "server_metrics", None)
     return found() if found is not None else {}

@@ -1,5 +1,5 @@
-"""Loads a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name. Its receipt
-has a hash of a stripe of each tensor, computed alike by sender and receiver."""
+"""Loads a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name. The receipt
+has a hash of a stripe of each tensor, which sender and receiver compute the same way."""
 
 import hashlib
 from collections import Counter
@@ -17,7 +17,7 @@ STRIPE_LENGTH = 1024
 
 
 def striped_places(numel: int) -> Tensor:
-    """Which elements of a tensor of that size are looked at: at most `STRIPE_LENGTH`, evenly spaced.
+    """The positions of the hashed elements of a tensor of that size: at most `STRIPE_LENGTH`, evenly spaced.
 
     The stride is odd, so that it does not stay in a few columns of a matrix whose width is a power of two.
     """
@@ -27,8 +27,8 @@ def striped_places(numel: int) -> Tensor:
 def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
     """The hash of each named tensor, as in a receipt: of its elements at `striped_places`, its shape and its dtype.
 
-    dtype: of the receiver's weights, where the sender keeps another; stripes are cast before they are hashed. No tensor
-    is kept: they may be gathered one by one.
+    dtype: of the receiver's weights, if different; stripes are cast before they are hashed. No tensor is kept, so they
+    may be gathered one by one.
     """
     shapes, stripes = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
     for name, tensor in weights:
@@ -45,28 +45,28 @@ def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
 
 
 class PartialWeightsError(RuntimeError):
-    """Weights that came one after another did not fit, and those before are taken: the module is of two versions."""
+    """Weights sent one by one did not fit after some were already loaded: the module has a mix of two versions."""
 
 
 @dataclass(eq=False)
 class EngineWeights:
-    """The weights of an engine's module, which are replaced as a whole or not at all. shared: the module is the
-    trainer's, so nothing is copied."""
+    """The weights of an engine's module, replaced as a whole or not at all. shared: the module is the trainer's, so
+    nothing is copied."""
 
     module: nn.Module
     shared: bool
     is_whole: bool = True
     _released: dict[str, str] = field(default_factory=dict, init=False)
-    """Hashes of weights whose memory is free."""
+    """Hashes of weights whose memory was freed."""
 
     def check_whole(self) -> None:
-        """Raises RuntimeError after a copy that failed in the middle, and while the memory of the weights is free."""
+        """Raises RuntimeError after a copy that failed midway, and while the memory of the weights is freed."""
         if not self.is_whole:
             had = "has released its weights" if self._released else "loaded only a part of its last weights"
             raise RuntimeError(f"the rollout engine {had}, and does not use them")
 
     def release(self) -> None:
-        """Free the memory of the engine's own weights until the next `load`. `hashes` stay as they are."""
+        """Free the memory of the engine's own weights until the next `load`. `hashes` stay unchanged."""
         if not self.shared and self.is_whole:
             self._released, self.is_whole = self.hashes(), False
             for weight in self.module.parameters():
@@ -77,10 +77,10 @@ class EngineWeights:
         return self._released or stripe_hashes(self.module.named_parameters(remove_duplicate=False))
 
     def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Take the weights of a version, between two steps; None: those that are there get that version.
+        """Load the weights of a version between two steps; None: the present weights get that version.
 
-        Raises ValueError, with nothing changed, when the version goes back, when names or shapes do not fit, or, on
-        shared storage, when a sent tensor is not the module's own.
+        Raises ValueError, with nothing changed, if the version goes back, if names or shapes do not fit, or, on shared
+        storage, if a sent tensor is not the module's own.
         """
         if version < current:
             raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
@@ -106,9 +106,9 @@ class EngineWeights:
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Copy every parameter in place, cast to the module's types. Returns the hashes of what the module now holds.
 
-    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, when a name is
-    unknown, missing or doubled, when a shape differs, or when two names of one tensor bring different values: a
-    sequence is looked at as a whole first. Other iterables are copied as they come, and raise PartialWeightsError.
+    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, if a name is
+    unknown, missing or repeated, a shape differs, or two names of one tensor have different values: a sequence is first
+    checked as a whole. Other iterables are copied as they arrive, and raise PartialWeightsError.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(weights, Sequence):
@@ -127,7 +127,7 @@ def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> di
 
 
 Sent = dict[int, dict[str, Tensor]]
-"""Tensors so far by name, for the id of each parameter: one that is tied has several names."""
+"""The tensors so far by name, for the id of each parameter; a tied parameter has several names."""
 
 
 def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Tensor]]) -> None:
@@ -146,9 +146,9 @@ def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Ten
 
 
 def checked(own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they come. Raises ValueError at the first that does not fit, and at the end for missing ones.
+    """The weights as they arrive. Raises ValueError at the first that does not fit, and at the end for missing ones.
 
-    Only those of parameters that have several names are kept meanwhile.
+    Only tensors of parameters with several names are kept meanwhile.
     """
     num_names = Counter(map(id, own.values()))
     sent: Sent = {}
@@ -163,7 +163,7 @@ def checked(own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor
 
 
 def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Tensor) -> str | None:
-    """Why a tensor cannot follow those that were sent before."""
+    """Why a tensor cannot follow those already sent; None if it can."""
     if name not in own:
         return f"{name}: unknown"
     if tensor.shape != own[name].shape:
@@ -179,7 +179,7 @@ def _problem(own: Mapping[str, nn.Parameter], sent: Sent, name: str, tensor: Ten
 
 
 def _missing(own: Mapping[str, nn.Parameter], sent: Sent) -> list[str]:
-    """Parameters of which no name was sent, each by its first name."""
+    """Parameters that were not sent under any name, each by its first name."""
     names: dict[int, str] = {}
     for name, parameter in own.items():
         names.setdefault(id(parameter), name)
@@ -187,7 +187,7 @@ def _missing(own: Mapping[str, nn.Parameter], sent: Sent) -> list[str]:
 
 
 def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError for a sent tensor that is not the module's own storage: it would never be computed with."""
+    """Raises ValueError for a sent tensor that is not the module's own storage: it would never be used."""
     own = dict(module.named_parameters(remove_duplicate=False))
     foreign = [name for name, tensor in weights if name not in own or tensor.data_ptr() != own[name].data_ptr()]
     if foreign:

@@ -1,4 +1,4 @@
-"""The plain reference engine: `generate` of transformers, for any of its causal language models."""
+"""The reference engine: `generate` of transformers, for any of its causal language models."""
 
 import asyncio
 import threading
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
-    """A `RolloutEngine` in which forward, cache, penalties and truncations are those of transformers.
+    """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
-    Requests run one after another, each as one call of `generate`; its log-probs come from a plain forward over the
-    finished sequences. Only the draw itself is ours, as the last logits processor: one counter-based uniform number
-    a token, the same as in the embedded engine, so both draw the same tokens up to rounding.
+    Requests run one after another, each as one call of `generate`; log-probs come from a plain forward over the
+    finished sequences. Only the draw is ours, as the last logits processor: one counter-based uniform number per token,
+    the same as in the embedded engine, so both draw the same tokens up to rounding.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate all wanted samples, in one batch; cancelling ends it after the token that is computed.
+        """Generate all requested samples in one batch; cancelling ends it after the current token.
 
         Raises UserError for a request that cannot run.
         """
@@ -75,7 +75,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Requests that run are finished first: transformers' loop cannot be halted. They leave no KV to release."""
+        """Wait for running requests, since transformers' loop cannot be halted. They leave no KV to release."""
         self._open.clear()
         await self._call(self._weights.release if release else lambda: None)
 
@@ -87,8 +87,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         return self._weights.hashes()
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Take weights between two requests, never below a running one; raises ValueError as the embedded engine
-        does."""
+        """Load weights between two requests, never during one; raises ValueError as the embedded engine does."""
         return await self._call(partial(self._load_weights, version, weights))
 
     async def _call(self, work: Callable[[], T]) -> T:
@@ -117,7 +116,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         )
         if cancelled.is_set():
             raise asyncio.CancelledError
-        # Of a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
+        # From a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
         logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1].float()
         policy = (logits / params.temperature).log_softmax(dim=-1)
         log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
@@ -139,7 +138,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
 
 def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
-    """transformers' own, in the order in which it applies them."""
+    """transformers' own warpers, in the order in which it applies them."""
     warpers: list[transformers.LogitsProcessor] = []
     if params.repetition_penalty != 1.0:
         warpers.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -155,7 +154,7 @@ def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
 
 @dataclass
 class _Draw(transformers.LogitsProcessor):
-    """Chooses a token a row by its uniform number and leaves only that one. log_probs: of each step, a number a row."""
+    """Chooses one token per row by its uniform number, and masks the rest. log_probs: of each step, one per row."""
 
     keys: list[int]
     num_drawn: int
@@ -176,8 +175,8 @@ class _Draw(transformers.LogitsProcessor):
 
 @dataclass
 class _Stop(transformers.StoppingCriteria):
-    """Ends a row at its own stop, and counts the engine's tokens. ends: number of response tokens and finish reason of
-    each finished row (rows continue as padding after it)."""
+    """Ends each row at its own stop, and counts the engine's tokens. ends: number of response tokens and finish reason
+    of each finished row (which continues as padding)."""
 
     engine: HFEngine
     prompt_length: int

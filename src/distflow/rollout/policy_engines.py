@@ -1,4 +1,4 @@
-"""A rollout engine of several policies, of the agents of episodes: each policy has an engine of its own."""
+"""A rollout engine for several policies, those of the agents of episodes: each policy has its own engine."""
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -17,8 +17,8 @@ from distflow.scheduling.group_states import Version
 
 
 class PolicyEngines:
-    """A `RolloutEngine`. A request is answered by the engine of its policy. engines: by policy. trained: the policies
-    that get weights, whose names begin with that of their policy and a dot; the weights of the others never change."""
+    """A `RolloutEngine` that passes each request to the engine of its policy. engines: by policy. trained: the policies
+    that get weights, whose names begin with the policy's and a dot; the weights of the others never change."""
 
     def __init__(self, engines: Mapping[str, RolloutEngine], trained: Collection[str]) -> None:
         self._engines, self._trained = engines, trained
@@ -35,7 +35,7 @@ class PolicyEngines:
 
     @property
     def version(self) -> Version:
-        """The oldest of them: by it the bound of staleness counts."""
+        """The oldest of the engines' versions, from which the staleness bound counts."""
         return min(engine.version for engine in self._engines.values())
 
     @property
@@ -63,7 +63,7 @@ class PolicyEngines:
 
     async def pause(self, release: bool = False) -> None:
         for policy, engine in self._engines.items():
-            await engine.pause(release and policy in self._trained)  # the weights of others would not come again
+            await engine.pause(release and policy in self._trained)  # frozen weights would not be sent again
 
     async def resume(self) -> None:
         for engine in self._engines.values():

@@ -1,5 +1,5 @@
-"""What all engines share: checks of requests, the end of a generation (stop token, stop string or length), and random
-numbers by counter, which depend on the sample and never on its batch.
+"""Code common to all engines: checks of requests, the end of a generation (stop token, stop string or length), and
+counter-based random numbers, which depend on the sample and never on its batch.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ def check_request(
     vocab_size: int,
     max_positions: int | None,
 ) -> None:
-    """Raises UserError for a request that cannot be run: names the value and the key to change.
+    """Raises UserError for an impossible request; the message names the value and the key to change.
 
-    max_positions: None if the model has no bound, as a recurrent one.
+    max_positions: None if the model has no bound, like recurrent ones.
     """
     if not prompt_ids:
         raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")
@@ -51,16 +51,16 @@ def check_request(
         )
 
 
-CONTEXT_TOKENS = 4  # decoded before the part that could hold the stop string: some tokenizers join across tokens
+CONTEXT_TOKENS = 4  # decoded in front of the part that may hold the stop string: some tokenizers join across tokens
 
 
 def finish_reason(
     token_ids: list[int], params: SamplingParams, tokenizer: PreTrainedTokenizerBase
 ) -> FinishReason | None:
-    """Call after each token; token_ids: the response so far. None: it continues."""
+    """Call after each token; token_ids: the response so far. Returns None if it continues."""
     if token_ids[-1] in params.stop_token_ids:
         return "stop"
-    if params.stop:  # the last token may extend beyond the string
+    if params.stop:  # the last token may extend beyond the stop string
         # A token holds at least one byte, so a string of b bytes ends within the last b tokens.
         longest = max(len(string.encode()) for string in params.stop)
         tail = tokenizer.decode(token_ids[-(longest + CONTEXT_TOKENS) :], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Protocols of a run's checks and audit: what they are called with, and when. `launch` builds the implementations."""
+"""Protocols of a run's checks and audit: their calls, and when these are made. `launch` builds the implementations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,31 +15,31 @@ from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, LossFn, TrainEngine
 
 AUDIT_STATE = "trust.audit"
-"""Key of the audit's state in the node state: no node's id has a dot."""
+"""Key of the audit's state in the node state; node ids have no dots."""
 
 
 class GroupRecorder(Protocol):
-    """Records the requests to the engine for a prompt group and their results, in the task of that group."""
+    """Records a prompt group's engine requests and their results, in the task of that group."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        """The running task works for this group from here on."""
+        """From here on the running task works for this group."""
 
     def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
         """The engine has returned a result."""
 
     def keep(self, batch: Batch | None = None) -> None:
-        """The running task's group goes to the sample queue. Records of all others are discarded with their tasks.
-        batch: its columns; None in a validation."""
+        """The running task's group goes to the sample queue. Records of other groups are discarded with their tasks.
+        batch: its columns; None in validation."""
 
     def drop(self, reason: str, batch: Batch) -> None:
         """A node dropped the running task's group. batch: its columns."""
 
 
 class StepChecks(Protocol):
-    """The checks of every step. Failures raise TrustError; doubts are noted."""
+    """The checks of every step. Failures raise TrustError; suspicions are noted."""
 
     def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
-        """A step has left the sample queue. synced_version: of the last weight sync, None if nothing generates."""
+        """A step has left the sample queue. synced_version: of the last weight sync; None if nothing generates."""
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
@@ -53,20 +53,20 @@ class StepChecks(Protocol):
 
 
 class StepAuditor(Protocol):
-    """Proves some steps again from recorded data. Raises TrustError if one was computed wrongly."""
+    """Recomputes some steps from recorded data. Raises TrustError if one was computed wrongly."""
 
     def loop_begins(self) -> None:
-        """The training loop begins: nothing was generated, drawn or trained since the start."""
+        """The training loop begins; nothing has been generated, drawn or trained since the start."""
 
     def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
-        """Describes as JSON what this worker has in memory, for the checkpoint that is being written. nodes: their
-        state. point: of the sample queue, on the first rank."""
+        """Describes this worker's memory as JSON, for the checkpoint being written. nodes: their state. point: of the
+        sample queue, on the first rank."""
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
         """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all ranks."""
 
     def node_finished(self, batch: Batch, measured: Sequence[Measured]) -> None:
-        """A node of the training loop has run. measured: by all of the step's nodes so far, on this rank."""
+        """A node of the training loop has run. measured: by all nodes of the step so far, on this rank."""
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """The loss function to call in this optimizer step: `loss`, or a wrapper that records its calls."""
@@ -78,10 +78,10 @@ class StepAuditor(Protocol):
         """All nodes of the step have run."""
 
     def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """The sample queue has noted that the step is trained. metrics: of the step, with the queue's."""
+        """The sample queue has recorded the step as trained. metrics: of the step, with the queue's."""
 
     def part_validated(self, rows: SampleRows) -> SampleRows:
-        """This worker has validated its part. Returns what `validated` needs of each sample. On any thread."""
+        """This worker has validated its part. Returns what `validated` needs of each sample. Callable on any thread."""
 
     def validated(self, step: int, rows: SampleRows, metrics: Mapping[str, float]) -> None:
         """A validation after `step` steps. rows: of all workers. Called on the ranks that have the metrics."""
@@ -89,9 +89,9 @@ class StepAuditor(Protocol):
 
 @dataclass
 class Updates:
-    """Runs checks and audit before and after each optimizer step, whoever takes it.
+    """Runs checks and audit before and after each optimizer step, from wherever it is taken.
 
-    It references no worker, so that the worker is freed with its last user. critic: None if the worker trains none.
+    It does not reference the worker, so that the worker can be freed. critic: None if the worker trains none.
     """
 
     checks: StepChecks
@@ -107,7 +107,7 @@ class Updates:
             return fault_injection.in_backward(self.auditor.before_update(self._role(engine), engine, batch, loss))
 
     def after(self, engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool, step: int) -> None:
-        """first: it was the engine's first optimizer step of the training step."""
+        """first: whether it was the engine's first optimizer step of the training step."""
         role = self._role(engine)
         self.checks.updated(role, engine, batch, metrics, step, first)
         self._num_unsent += int(role != "critic" and not metrics.get("skipped"))
@@ -115,7 +115,7 @@ class Updates:
             self.auditor.after_update(role, metrics)
 
     def _role(self, engine: TrainEngine) -> str:
-        """Of several policies each engine has the name of its own."""
+        """The role of an engine; with several policies, the policy's name."""
         return "critic" if engine is self.critic else getattr(engine, "policy", "actor")
 
     def since_sent(self) -> bool:

@@ -1,5 +1,5 @@
-"""A node as it is called: with everything that does not change closed over, a context for what does, and its output
-checked and stored. A training or rollout loop iterates over such steps."""
+"""A node compiled for calling: everything fixed is closed over, a context passes the rest, and its output is checked
+and stored. Training and rollout loops iterate over such steps."""
 
 from collections import UserDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -34,13 +34,13 @@ from distflow.scheduling.row_order_and_step_sizes import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
-"""(engine, mini-batch, metrics, whether it was the first of this step): called after each optimizer step."""
+"""(engine, mini-batch, metrics, whether it was the first of the step): called after each optimizer step."""
 
 Watched = Callable[[TrainEngine, Batch, LossFn], LossFn]
 """(engine, mini-batch, loss function) → the loss function to call: that one, or one that records its arguments."""
 
 NodeState = dict[str, dict[str, Any]]
-"""JSON values of each node by its id: they persist across steps and are in every checkpoint."""
+"""JSON values of each node, by its id; they persist across steps and are in every checkpoint."""
 
 
 async def _no_user_calls(function: Callable[[], Awaitable[Any]], *identity: object) -> Any:
@@ -51,15 +51,14 @@ async def _no_user_calls(function: Callable[[], Awaitable[Any]], *identity: obje
 class NodeContext:
     """Passed to nodes that name `ctx`.
 
-    step: the training step, from 0; in the rollout loop the one in which the group was issued.
-    state: the node's own JSON values; they persist across steps and are in every checkpoint. A node of the rollout loop
-    has none if another worker generates, or trains.
-    before_update: returns the loss function to call in an optimizer step, so that the step can be proven again.
-    after_update: to be called after each optimizer step of an engine, so that it is checked.
+    step: the training step, from 0; in the rollout loop, the one in which the group was issued. state: the node's own
+    JSON values; they persist across steps and are in every checkpoint. A node of the rollout loop has none if another
+    worker generates, or trains. before_update: returns the loss function to call in an optimizer step, so that the
+    audit can recompute the step. after_update: must be called after each optimizer step of an engine, which it checks.
     group_ids: of the whole step, over all ranks, in order; they determine the mini-batches. Empty in the rollout loop.
-    group: in the rollout loop only. validating: the group is of a validation set. router: the reward functions of
-    `reward_fn`; None in the training loop, and if the pipeline starts none. call_user: awaits an async function of the
-    user's with a deadline in seconds and random generators of its own (`run_async`); what follows identifies the call.
+    group: only in the rollout loop. validating: the group is of a validation set. router: the reward functions of
+    `reward_fn`; None in the training loop, and if the pipeline starts none. call_user: awaits a user's async function
+    with a deadline in seconds and separate random generators (`run_async`); further arguments identify the call.
     """
 
     config: Config
@@ -77,7 +76,7 @@ class NodeContext:
     def minibatches(self, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         """This rank's part of each mini-batch of one pass over the step, of `num_prompts` whole groups each.
 
-        Decided over the groups of all ranks, so that the mini-batches are the same for any number of ranks.
+        The division is over the groups of all ranks, so that mini-batches are the same for any number of ranks.
         """
         order = minibatches(
             len(self.group_ids), self.group_ids, num_prompts, self.config.trainer.seed, self.step, epoch
@@ -96,18 +95,18 @@ class NodeContext:
                 "ctx.reward_fn has no reward functions: they run with the rollout loop of pipelines in which a node "
                 "has a parameter `reward_fn`. Add it to your function, and call `await reward_fn(samples)`"
             )
-        with deadline_paused():  # the reward functions have deadlines of their own
+        with deadline_paused():  # reward functions have their own deadlines
             return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
 
 
 async def score_samples(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    """What a node's `reward_fn` is, with router and waits bound."""
+    """The function behind a node's `reward_fn`, which binds router and waits."""
     with waits("reward", "scores", on="reward functions"), deadline_paused():
         return await router(samples)
 
 
 def episode_results(samples: Sequence[Sample]) -> list[RewardResult] | None:
-    """Of the episodes that their workflow did not reject; None for samples that no workflow has scored."""
+    """The results of episodes that their workflow did not reject; None for samples that no workflow has scored."""
     results = [sample.outcome.reward_result for sample in samples if isinstance(sample.outcome, RewardOutcome)]
     return results if results or any(sample.rejected for sample in samples) else None
 
@@ -116,8 +115,8 @@ def episode_results(samples: Sequence[Sample]) -> list[RewardResult] | None:
 class Contexts:
     """Makes the contexts of one worker's nodes.
 
-    updates: None for a worker that updates nothing. keeps: whether nodes of the rollout loop may keep state: only if
-    all groups and checkpoints are of this worker.
+    updates: None for a worker that updates nothing. keeps: whether nodes of the rollout loop may keep state, i.e.
+    whether this worker has all groups and checkpoints.
     """
 
     config: Config
@@ -151,7 +150,7 @@ class Contexts:
 
 
 class _NoState(UserDict[str, Any]):
-    """Raises UserError on writes: each worker would have its own state, and no checkpoint would hold them all."""
+    """Raises UserError on writes: each worker would have separate state, which no checkpoint would hold in full."""
 
     def __init__(self, node_id: str, restored: dict[str, Any]) -> None:
         self._node_id = node_id
@@ -170,12 +169,11 @@ Inputs = Callable[[Batch | Group, Mapping[str, object]], Arguments]
 
 
 def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
-    """The arguments of the node's function, from its columns. Engines, services and options are looked up now.
+    """Compile the arguments of the node's function. Engines, services and options are looked up now.
 
-    resources: engines and services by name; `reduce`, over the ranks that have samples of their own; for a barrier
-    `dp_group`, over all that run the node. The function itself is not called here, so that a stack shows it right below
-    the loop over nodes.
-    Raises PipelineError if the node needs an engine or a service that this worker does not have.
+    resources: engines and services by name; `reduce`, over the ranks with separate samples; for a barrier `dp_group`,
+    over all ranks that run the node. The function is not called here, so that stacks show it right below the loop over
+    nodes. Raises PipelineError if the node needs an engine or a service that this worker lacks.
     """
     contract = node.contract
     found = {name: name for name in (*contract.engines, *contract.services)}
@@ -205,17 +203,17 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
 
 @dataclass(frozen=True)
 class Step:
-    """fn: the node's function in our own form. inputs: its arguments."""
+    """fn: the node's function in our form. inputs: its arguments."""
 
     node: BoundNode
     fn: Callable[..., object]
     inputs: Inputs
 
     def __call__(self, batch: Batch, ctx: NodeContext) -> tuple[Batch, Measured]:
-        """In the training loop: the batch with the node's columns, and its metrics. Raises NodeError.
+        """In the training loop: the batch with the node's columns, and the node's metrics. Raises NodeError.
 
-        A node that fails is retried up to its `retry_limit`; errors of a check or of the user's config are no failure
-        of the node and pass through.
+        A failing node is retried up to its `retry_limit`; errors of a check or of the user's config are not failures of
+        the node and pass through.
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
@@ -224,7 +222,7 @@ class Step:
                 break
             except (NodeError, TrustError, UserError):
                 raise
-            except Exception as err:  # the border to user code
+            except Exception as err:  # the boundary to user code
                 if not retries_left:
                     raise node_error(self.node, err) from err
         with self._fitting():
@@ -239,7 +237,7 @@ class Step:
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
         """In the rollout loop: the group stores the node's columns and metrics. Raises NodeError.
 
-        A function of the user, and any sync one, may take `timeout_s` for each sample.
+        A user's function, and any sync one, may take `timeout_s` for each sample.
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
@@ -247,7 +245,7 @@ class Step:
                 break
             except (NodeError, UserError):
                 raise
-            except (Exception, SystemExit, KeyboardInterrupt) as err:  # the border to user code
+            except (Exception, SystemExit, KeyboardInterrupt) as err:  # the boundary to user code
                 if not retries_left:
                     raise node_error(self.node, err) from err
         with self._fitting():
@@ -268,7 +266,7 @@ class Step:
         try:
             if not is_async(self.fn):
                 return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity)
-            if is_ours(self.node.fn):  # waits for engine and reward functions, which end by themselves
+            if is_ours(self.node.fn):  # waits for engine and reward functions, which have their own deadlines
                 return await self.fn(*positional, **keyword)
             work = partial(self.fn, *positional, **keyword)
             return await run_async(work, deadline_s, plain_calls.turn, *identity)
@@ -317,7 +315,7 @@ class Step:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """Errors inside are due to what the node returned."""
+        """Reports errors inside as due to what the node returned."""
         try:
             yield
         except (ValueError, TypeError) as err:

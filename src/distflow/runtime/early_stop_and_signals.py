@@ -1,7 +1,7 @@
-"""What ends a run before its last step: a metric's value, and signals.
+"""Ends a run before its last step: by a metric's value, or by signals.
 
 Signals are Ctrl-C, SIGTERM, the terminal's hang-up. The first finishes the step, saves and exits; the second exits at
-once. Whatever was saved, the exit status is 128 + the signal's number.
+once. In both cases the exit status is 128 + the signal's number.
 
 A hang-up never counts as the second: closing a terminal causes two, from the shell and from the system, and systemd
 sends one after its SIGTERM.
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came while there is nothing to save. number: of the signal."""
+    """A signal came while there was nothing to save. number: of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_status(number: int) -> int:
-    """Of a process that a signal asked to end, as in shells."""
+    """The exit status of a process that a signal ended, as in shells."""
     return 128 + number
 
 
@@ -41,9 +41,9 @@ def ended_by(number: int) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While it is entered, the first signal raises `Interrupted` in the main thread, so that resources are closed, and
-    the second ends the process. While a module is imported the first ends it too: libraries catch what is raised there,
-    and go on or fail with another error."""
+    """Inside, the first signal raises `Interrupted` in the main thread, so that resources are closed, and the second
+    ends the process. During imports the first one does too: libraries catch what is raised there, and continue or fail
+    with another error."""
     came: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -63,10 +63,10 @@ def interruptible() -> Iterator[None]:
 
 
 class MetricStop:
-    """Ends a run at a metric's value. For the rank that has the metrics of all. condition: None for never."""
+    """Ends a run at a metric's value, on the rank that has the metrics of all ranks. condition: None for never."""
 
     def __init__(self, condition: str | None, warn: Callable[[str], None]) -> None:
-        from distflow.config.keys.trainer_async_dag import StopCondition  # not at the start of every command
+        from distflow.config.keys.trainer_async_dag import StopCondition  # not at every command's start
 
         self.condition, self._warn = None if condition is None else StopCondition.of(condition), warn
         self._seen, self._has_warned = set[str](), False
@@ -79,9 +79,9 @@ class MetricStop:
             return ""
         if condition.metric in metrics and condition.holds(metrics[condition.metric]):
             return f"{condition.metric} is {metrics[condition.metric]:g} (trainer.stop_when={condition})"
-        from distflow.observe.metrics import find_metric  # not at the start of every command
+        from distflow.observe.metrics import find_metric  # not at every command's start
 
-        may_come = find_metric(condition.metric) is not None and not condition.is_of_validation  # of a later step
+        may_come = find_metric(condition.metric) is not None and not condition.is_of_validation  # in a later step
         if not self._has_warned and not may_come and (was_validated or not condition.is_of_validation):
             self._has_warned = True
             self.report_missing(f"no metric of that name so far{', with a validation done' if was_validated else ''}")
@@ -89,7 +89,7 @@ class MetricStop:
 
     def report_missing(self, what: str = "the run ended without a metric of that name") -> None:
         """Warn if the metric has not been seen yet."""
-        from distflow.errors import nearest  # not at the start of every command
+        from distflow.errors import nearest  # not at every command's start
 
         if self.condition is not None and self.condition.metric not in self._seen:
             near = nearest(self.condition.metric, self._seen)
@@ -97,18 +97,18 @@ class MetricStop:
 
 
 class Stop:
-    """Checked between two steps. wanted: whether the run is to end, on all its ranks."""
+    """Checked between two steps. wanted: whether the run is to end, on all of its ranks."""
 
     wanted = False
 
 
 class StopRequest(Stop):
-    """While it is entered, the first signal is stored in `signal`, and the second ends the process. It gets signals
-    only on the main thread, which alone may handle them.
+    """Inside, the first signal is stored in `signal`, and the second ends the process. It works only on the main
+    thread, which alone may handle signals.
 
-    ends_process: if False, the second signal raises KeyboardInterrupt, and the process continues.
-    on_first: called with the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also
-    while it holds the lock that writing a message needs.
+    ends_process: if False, the second signal raises KeyboardInterrupt, and the process continues. on_first: called with
+    the signal's name, on another thread: a handler interrupts the main thread anywhere, even while that holds the lock
+    needed to write a message.
     """
 
     def __init__(self, on_first: Callable[[str], None], ends_process: bool = True) -> None:
@@ -147,24 +147,24 @@ class StopRequest(Stop):
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the process that started this one ends, also where this one is stopped, or inside C code."""
+    """Have this process killed when its parent ends, even if it is stopped or inside C code."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         leave_at_once(1)
 
 
 def leave_at_once(status: int) -> None:
     """Exit without locks or waiting; reward processes die with this one."""
-    with suppress(OSError):  # a terminal that was closed fails the write, and it must not keep the process
+    with suppress(OSError):  # writing to a closed terminal fails, and must not keep the process alive
         if os.isatty(1):
-            os.write(1, SHOW_CURSOR)  # the live view had hidden it
+            os.write(1, SHOW_CURSOR)  # the live view hid the cursor
     os._exit(status)
 
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` is called for signals. A hang-up that is ignored stays ignored, as `nohup` requests. Only the
-    main thread may set handlers: in another nothing changes."""
+    """Inside, `handler` is called for signals. An ignored hang-up stays ignored, as `nohup` requests. Only the main
+    thread may set handlers: in others nothing changes."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -191,7 +191,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave_dead_terminals() -> None:
-    """Output to a terminal that is gone would raise, and end the run before it has saved."""
+    """Redirect output from a closed terminal, where it would raise and end the run before it has saved."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):

@@ -1,8 +1,8 @@
 """A deadline for rollout engines: one with an open request and no sign of life for too long is abandoned.
 
-A sign of life is a reply, or a token if the engine counts them (`num_generated_tokens`), so that a long request is no
-hang. Time is counted in polls, each after a short sleep: a process that is stopped, or a machine that is suspended or
-overloaded, does not use up the deadline. Neither does a debugger's prompt.
+A sign of life is a reply, or a token if the engine counts them (`num_generated_tokens`), so a long request is not a
+hang. Time is counted in polls, each after a short sleep, so a stopped process, or a suspended or overloaded machine,
+does not use up the deadline. Neither does a debugger's prompt.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ class EngineHangs(LoopGivenUp):
 
 @dataclass(frozen=True)
 class Deadline:
-    """timeout_s: how long an engine may give no sign of life. stacks: the file to which the stacks of
-    all threads are then appended; None is standard error."""
+    """timeout_s: how long an engine may give no sign of life. stacks: the file to which the stacks of all threads are
+    then appended; None for standard error."""
 
     timeout_s: float
     stacks: Path | None
@@ -53,7 +53,7 @@ class Deadline:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """A request to an engine, and its time (`time.time()`). while_paused: a paused engine replies to it, too."""
+    """A request to an engine, and its time (`time.time()`). while_paused: even a paused engine replies to it."""
 
     what: str
     since: float
@@ -61,14 +61,14 @@ class _Asked:
 
 
 class WatchedEngine:
-    """A `RolloutEngine` that forwards to another, and watches it while entered.
+    """A `RolloutEngine` that forwards to another one, which it watches while entered.
 
-    hangs: called on a thread of its own, once.
+    hangs: called once, on another thread.
     """
 
     def __init__(self, engine: RolloutEngine, deadline: Deadline, hangs: Callable[[EngineHangs], None]) -> None:
         self._engine, self._deadline, self._hangs = engine, deadline, hangs
-        # Changed by the asyncio thread alone; for the polling thread, `list()` of a set is atomic.
+        # Only the asyncio thread changes it; for the polling thread, `list()` of a set is atomic.
         self._asked: set[_Asked] = set()
         self._num_replies = 0
         self._paused = False
@@ -80,7 +80,7 @@ class WatchedEngine:
 
     @property
     def num_generated_tokens(self) -> int:
-        """As the engine counts them; 0 for one that does not."""
+        """The engine's count; 0 for an engine that does not count."""
         return getattr(self._engine, "num_generated_tokens", 0)
 
     @property
@@ -127,7 +127,7 @@ class WatchedEngine:
             return await self._engine.load_weights(version, weights)
 
     def take_activity(self) -> list[Activity]:
-        """What the engine decoded since the last call; empty if it does not record it."""
+        """The engine's activity since the last call; empty if it does not record it."""
         return take_activity(self._engine)
 
     def server_metrics(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ class WatchedEngine:
     def _asking(self, what: str, while_paused: bool = True) -> Iterator[None]:
         asked = _Asked(what, time.time(), while_paused)
         self._asked.add(asked)
-        replied = True  # an error is a reply as well
+        replied = True  # an error is a reply too
         try:
             yield
         except asyncio.CancelledError:
@@ -201,7 +201,7 @@ def _is_debugged() -> bool:
 
 
 def write_stacks(path: Path | None) -> str:
-    """Append the stacks of all threads, below their names; returns where they are."""
+    """Append the stacks of all threads, below their names; returns where they were written."""
     names = "".join(f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate())
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()
     with suppress(OSError):  # a full disk must not keep the hang from being reported

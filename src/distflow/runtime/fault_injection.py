@@ -1,7 +1,7 @@
 """Fault injection for tests: points in the code at which processes are killed, stopped or delayed.
 
-Off unless the environment variable DISTFLOW_FAULTS names a file when a worker starts: a JSON list of faults. Each point
-then counts how often it is reached; a fault that is due records that it fires, and strikes this process.
+Off unless the environment variable DISTFLOW_FAULTS names a JSON file with a list of faults when a worker starts. Each
+point then counts how often it is reached; a due fault records that it fires, and hits this process.
 """
 
 import errno
@@ -27,9 +27,9 @@ _LONG_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """point: the argument of `reach` there. rank: of the worker that it strikes. call: which time the point is reached,
-    from 1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes at the point. again: also in each
-    process that replaces one that it struck."""
+    """point: the argument of `reach`. rank: of the worker to hit. call: the visit of the point at which it fires, from
+    1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes at the point. again: also fires in
+    processes that replace one that it hit."""
 
     point: str
     rank: int
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 
 
 def arm(rank: int) -> None:
-    """In a worker's process, at its start."""
+    """Load the faults, at the start of a worker's process."""
     global _own
     plan = Path(os.environ.get(VARIABLE, ""))
     if plan.is_file():
@@ -55,7 +55,7 @@ def arm(rank: int) -> None:
 
 
 def reach(point: str, data: memoryview | None = None) -> None:
-    """This process has reached the point. data: bytes at the point."""
+    """Called where this process reaches the point. data: bytes at the point."""
     if _own is None:
         return
     with _lock:

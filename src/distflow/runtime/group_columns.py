@@ -18,7 +18,7 @@ from distflow.scheduling.group_states import PromptGroup
 
 
 def rows_by_group(batch: Batch) -> dict[int, list[int]]:
-    """The rows of each group of a batch, by its number."""
+    """The rows of each group of a batch, by group number."""
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(batch["group_index"].tolist()):
         rows.setdefault(number, []).append(row)
@@ -29,9 +29,9 @@ def rows_by_group(batch: Batch) -> dict[int, list[int]]:
 class Group:
     """A prompt, its responses, and the results of nodes.
 
-    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty stands for all. samples:
-    empty until a node has generated. written: the columns of later nodes, by name. measured: metrics of each node.
-    stream: the random stream of the samples.
+    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty for all. samples: empty until
+    a node has generated. written: the columns of later nodes, by name. measured: metrics of each node. stream: the
+    random stream of the samples.
     """
 
     prompt_group: PromptGroup
@@ -78,7 +78,7 @@ class Group:
         return name in self.batch()
 
     def __getitem__(self, name: str) -> object:
-        """A column as a node gets it: `(n,)`, padded `(n, longest)`, or a list."""
+        """A column as nodes receive it: `(n,)`, padded `(n, longest)`, or a list."""
         return self.batch()[name]
 
     def write(self, columns: Mapping[str, Written]) -> None:
@@ -101,7 +101,7 @@ class Group:
     def batch(self) -> Batch:
         """The group as columns, with the score of each sample on the last token of the policy.
 
-        Cached until the group changes; callers may add columns of their own.
+        Cached until the group changes; callers may add columns.
         """
         if self._columns is None:
             samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
@@ -116,16 +116,16 @@ class Group:
                 batch["acc"] = batch["scores"]
             for name in ("token_level_scores", "token_level_rewards"):
                 if name in batch:
-                    batch[name] = batch.flat(name)  # stored, so that it is derived once
+                    batch[name] = batch.flat(name)  # stored, so that it is derived only once
             self._batch = batch
         return self._batch.only(self._batch.names)
 
 
 def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> FinishedGroup[Batch]:
-    """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by them."""
+    """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by the nodes."""
     failed = "reward_errors" in batch and not bool(batch["valid"].any())
     versions = batch.flat("versions")
-    versions = versions[versions >= 0]  # of the policy's tokens
+    versions = versions[versions >= 0]  # only those of the policy's tokens
     return FinishedGroup(
         prompt_group,
         batch,
@@ -138,7 +138,7 @@ def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[M
 
 
 def accuracy_of(batch: Batch) -> Accuracy | None:
-    """Of a group's responses; None if they were not scored."""
+    """The accuracy of a group's responses; None if they were not scored."""
     if "acc" not in batch:
         return None
     scored = batch["acc"][batch["valid"]].tolist()

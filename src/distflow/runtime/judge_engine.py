@@ -1,4 +1,4 @@
-"""A judge as an engine of the run: a language model that writes the score of a response."""
+"""A judge that runs as an engine of the run: a language model that writes the score of a response."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ from distflow.training.torch_engine import FrozenWeights, TorchScorer
 
 
 class ReplyStore(NamedTuple):
-    """The file of a judge's replies, "" for none; its model's fingerprint; the budget of all that use the file."""
+    """The file of a judge's replies ("" for none), the model's fingerprint, and the budget of all users of the file."""
 
     file: str = ""
     model: str = ""
@@ -33,7 +33,7 @@ class ReplyStore(NamedTuple):
     max_tokens: int = 0
 
     def of_model(self, path: str, revision: str | None) -> "ReplyStore":
-        """Raises UserError for a file that cannot be used."""
+        """The store of a model. Raises UserError for an unusable file."""
         if not self.file:
             return self
         try:
@@ -47,9 +47,9 @@ class ReplyStore(NamedTuple):
 class Judge(FrozenWeights):
     """Scores the responses of a whole step at once, by the most likely answer to the filled template.
 
-    make_engine: a rollout engine over the model. Each step has its own, so that between two of them nothing but the
-    weights takes memory. max_positions: tokens of a question and its answer; None if the model has no limit.
-    choices: the only scores that it may give; empty where it writes one.
+    make_engine: a rollout engine over the model. Each step makes one, so that between steps only the weights take
+    memory. max_positions: tokens of a question and its answer; None if the model has no limit. choices: the only scores
+    that it may give; empty if it writes a score.
     """
 
     model: nn.Module
@@ -62,7 +62,7 @@ class Judge(FrozenWeights):
     choices: tuple[float, ...] = ()
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
-        """Of each response `score`, from 0 to 1, and `reason`; or `error`, which is never a score of 0."""
+        """For each response, `score` from 0 to 1 and `reason`; or `error`, which never counts as a score of 0."""
         asked = [self._question(batch, row) for row in range(len(batch))]
         with closing(JudgeCache(self.replies.file)) as cache:
             found: list[dict[str, object] | None] = [
@@ -83,10 +83,10 @@ class Judge(FrozenWeights):
         return [each or {} for each in found]
 
     def _known(self, cache: JudgeCache, ids: Sequence[int]) -> dict[str, object] | None:
-        """The reply that is stored, or why none may be asked for; None counts a call."""
+        """The stored reply, or why no call may be made; None counts a call."""
         try:
             if (content := cache.find(self._key(ids))) is not None:
-                with suppress(ValueError):  # damaged: it is asked for again
+                with suppress(ValueError):  # damaged: ask again
                     return read_score(content)
             cache.spend_call(self.replies.max_calls, self.replies.max_tokens)
         except ValueError as error:
@@ -98,7 +98,7 @@ class Judge(FrozenWeights):
         return hashlib.sha256(json.dumps([self.replies.model, limits, list(ids)]).encode()).hexdigest()
 
     def _choose(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
-        """Of each question the choice whose JSON object is the likeliest to follow; no token is written."""
+        """For each question, the choice whose JSON object is the likeliest to follow; nothing is generated."""
         texts = [f'{{"score": {choice:g}}}' for choice in self.choices]
         replies: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         pairs = [(ids, reply) for ids in wanted.values() for reply in replies]
@@ -115,11 +115,11 @@ class Judge(FrozenWeights):
         ]
 
     def _write(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
-        """What each reply says, and how many tokens it has."""
+        """The content of each reply, and its number of tokens."""
         requests = [
             GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row)) for row, ids in wanted.items()
         ]
-        with ThreadPoolExecutor(1) as thread:  # this one may have a loop that runs, as a notebook's has
+        with ThreadPoolExecutor(1) as thread:  # this thread may have a running loop, e.g. in a notebook
             results = thread.submit(asyncio.run, self._answer(requests)).result()
         return [(self._read(result), len(result.generations[0].token_ids)) for result in results]
 
@@ -130,21 +130,21 @@ class Judge(FrozenWeights):
                 return list(await asyncio.gather(*map(engine.generate, requests)))
         finally:
             del engine
-            gc.collect()  # its parts refer to each other
+            gc.collect()  # its parts reference each other
             forget_packed(self.model)
 
     def _question(self, batch: Batch, row: int) -> list[int] | str:
-        """Tokens of what the model is asked, or why it cannot be."""
+        """The tokens of the model's question, or why it cannot be asked."""
         extra, truth = (batch[name][row] if name in batch else None for name in ("extra_info", "ground_truth"))
         response = str(batch["responses"][row])
-        for token in self.tokenizer.get_added_vocab():  # none of them may end the question
+        for token in self.tokenizer.get_added_vocab():  # no added token may end the question
             response = response.replace(token, f"{token[:1]} {token[1:]}") if len(token) > 1 else response
         values = {**(extra or {}), "prompt": batch["prompts"][row], "response": response, "ground_truth": truth}
         try:
             text = fill_template(self.template, values, RESPONSE_CHARACTERS)
         except ValueError as error:
             return str(error)
-        tokenizer: Any = self.tokenizer  # its methods have too many types
+        tokenizer: Any = self.tokenizer  # its methods have too many types to annotate
         if self.tokenizer.chat_template:
             message = {"role": "user", "content": text}
             text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)

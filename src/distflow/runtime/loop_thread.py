@@ -1,5 +1,5 @@
-"""The asyncio thread of a process: the rollout loop runs there, the training loop on the main thread. And threads for
-single calls that may hang."""
+"""The asyncio thread of a process, which runs the rollout loop (the training loop is on the main thread), and threads
+for single calls that may hang."""
 
 import asyncio
 import concurrent.futures
@@ -21,23 +21,23 @@ _POLL_S = 0.25
 
 
 class LoopEnded(RuntimeError):
-    """The thread ended while something ran there, or was to run: no result would ever come."""
+    """The thread ended while a call was running or queued there, whose result would never come."""
 
 
 class LoopGivenUp(LoopEnded):
-    """The thread, or what it waits for, does not end: it is abandoned, and the process must end without it."""
+    """The thread, or what it waits for, does not end; it is abandoned, and the process must end without it."""
 
 
 class LoopBlocked(LoopGivenUp, UserError):
-    """A function of the user blocks the thread, so that nothing else runs there."""
+    """A user's function blocks the thread, so that nothing else runs there."""
 
 
 class LoopThread:
-    """Runs coroutines on a thread of its own. A context manager; leaving cancels what still runs there, and waits for
-    tasks that swallow the cancellation no longer than `LEAVES_WITHIN_S`.
+    """Runs coroutines on a separate thread. A context manager; leaving it cancels what still runs there, and waits at
+    most `LEAVES_WITHIN_S` for tasks that swallow the cancellation.
 
-    If the thread ends by itself (a task that raises SystemExit ends its loop), all open calls fail with LoopEnded; if
-    code of the user blocks it for `blocked_after_s`, with LoopBlocked.
+    If the thread ends by itself (a task that raises SystemExit ends its loop), all open calls fail with LoopEnded; if a
+    user's code blocks it for `blocked_after_s`, with LoopBlocked.
     """
 
     def __init__(self, name: str, blocked_after_s: float = math.inf) -> None:
@@ -46,8 +46,8 @@ class LoopThread:
         self._blocked_after_s = blocked_after_s
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
-        # By each result's future, what computes it: asyncio holds its tasks weakly, and a waiting one that nothing else
-        # references would be collected. Changed by any thread: each change of a dict is atomic.
+        # Maps each result's future to what computes it: asyncio references tasks weakly, and a waiting task without
+        # other references would be collected. Any thread may change it: each change of a dict is atomic.
         self._owed: dict[concurrent.futures.Future[Any], concurrent.futures.Future[Any]] = {}
 
     def __enter__(self) -> "LoopThread":
@@ -58,7 +58,7 @@ class LoopThread:
 
     def __exit__(self, *exception: object) -> None:
         self.cancel_all()
-        with suppress(RuntimeError):  # closed already if the thread ended by itself
+        with suppress(RuntimeError):  # already closed if the thread ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
         if not isinstance(self._ended, LoopGivenUp):
             self._thread.join()
@@ -68,7 +68,7 @@ class LoopThread:
         return self.start(work).result()
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
-        with self._lock:  # or the thread could end between the check and the submission: no result would come
+        with self._lock:  # else the thread could end between check and submission, and no result would come
             if self._ended is not None:
                 work.close()
                 raise self._ended
@@ -80,7 +80,7 @@ class LoopThread:
         return result
 
     def cancel_all(self) -> None:
-        """Cancel everything that runs there, and wait until it has ended."""
+        """Cancel everything on the thread, and wait until it has ended."""
         with suppress(LoopEnded):
             self.call(self._cancel_all())
 
@@ -90,7 +90,7 @@ class LoopThread:
         cause = "it was stopped"
         try:
             self._loop.run_forever()
-        except BaseException as err:  # the border of the thread: whoever waits gets the error
+        except BaseException as err:  # the thread's boundary: whoever waits gets the error
             cause = f"{type(err).__name__}: {err}"
         finally:
             self.end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
@@ -99,7 +99,7 @@ class LoopThread:
             self._loop.close()
 
     def end(self, error: LoopEnded) -> None:
-        """Nobody waits for the thread any more: open and later calls fail."""
+        """Give up on the thread: open and later calls fail."""
         with self._lock:
             self._ended = self._ended or error
         for future in list(self._owed):  # complete: once `_ended` is set, `start` adds no more
@@ -107,9 +107,9 @@ class LoopThread:
                 future.set_exception(self._ended)
 
     def _watch(self) -> None:
-        """Ask the thread to tick until it ends. One that does not, while it runs the user's code, is abandoned.
+        """Ask the thread to tick until it ends. If it does not tick while it runs user code, it is abandoned.
 
-        Time is counted in polls: a process that is stopped meanwhile does not use it up.
+        Time is counted in polls, so a stopped process does not use it up.
         """
         assert self._thread.ident is not None
         while self._ended is None:
@@ -118,7 +118,7 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(ticked.set)
             while not ticked.wait(_POLL_S) and self._ended is None:
                 place = users_place_of(self._thread.ident)
-                blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # what runs is ours, and ends
+                blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # our own code runs, and will end
                 if place is not None and blocked_s > self._blocked_after_s:
                     error = LoopBlocked(
                         f"an async function has blocked everything else for {self._blocked_after_s:g} s (at "
@@ -137,14 +137,14 @@ class LoopThread:
 
 
 def on_a_thread(blocking: Callable[[], T], name: str = "waits") -> "concurrent.futures.Future[T]":
-    """Call it on a daemon thread of its own, which does not keep the process alive if it hangs."""
+    """Call a function on a new daemon thread, which does not keep the process alive if it hangs."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled: the call settles it
+    future.set_running_or_notify_cancel()  # from now on only the call settles it, and it cannot be cancelled
 
     def work() -> None:
         try:
             future.set_result(blocking())
-        except BaseException as err:  # the border of the thread: whoever waits gets it
+        except BaseException as err:  # the thread's boundary: whoever waits gets the error
             future.set_exception(err)
 
     threading.Thread(target=work, name=name, daemon=True).start()
@@ -152,15 +152,15 @@ def on_a_thread(blocking: Callable[[], T], name: str = "waits") -> "concurrent.f
 
 
 def _keep_to_one_core() -> None:
-    """For this thread alone: PyTorch's own call would affect later threads as well.
+    """Limit this thread alone to one core: PyTorch's own call would affect later threads too.
 
     A second thread that computes on all cores has a second OpenMP pool, and if pools have more threads than there are
-    cores, OpenMP lets their threads sleep between two operations: a decode step of few rows took three times as long.
+    cores, OpenMP lets threads sleep between operations: a decode step of few rows took three times as long.
     """
     import torch  # here: the command line imports this module for its errors, and must start fast
     from threadpoolctl import threadpool_limits
 
-    torch.get_num_threads()  # sets this thread's number if nothing has yet, and would do so later
+    torch.get_num_threads()  # initialises this thread's number now, which would otherwise happen later
     threadpool_limits(1, user_api="openmp")
 
 
@@ -176,5 +176,5 @@ def _settle(result: "concurrent.futures.Future[T]", done: "concurrent.futures.Fu
 
 
 def _leave(task: "asyncio.Task[Any]") -> None:
-    """For a task that swallows its cancellation. It is never freed: that would run its code again at process exit."""
+    """Leave a task that swallows its cancellation. It is never freed, which would run its code again."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))

@@ -1,6 +1,6 @@
-"""Generation batches: groups that start together. In one with more groups than its step needs, the rest is aborted when
-the step is full. Where groups ask the engine several times, their requests go to it in rounds: what is decoded together
-depends on no timing, so a run that is killed and resumed draws the same."""
+"""Generation batches: groups that start together. If a batch has more groups than its step needs, the rest is aborted
+when the step is full. If groups make several engine requests, these are sent in rounds, so that decode batches do not
+depend on timing, and a killed and resumed run draws the same samples."""
 
 import asyncio
 from collections import Counter
@@ -15,15 +15,15 @@ GroupTask = asyncio.Task[None]
 
 @dataclass
 class _Turn:
-    """Of one group. accepted: set after its last node; whether it wants a place in the step. go: it may be queued, or
-    reported as dropped."""
+    """The turn of one group. accepted: set after its last node; whether it wants a place in the step. go: it may be
+    queued, or reported as dropped."""
 
     accepted: "asyncio.Future[bool]"
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 async def cancel(tasks: Sequence[GroupTask], calls: PlainCalls) -> None:
-    """Cancel groups, one that calls a sync function when that has returned."""
+    """Cancel groups; if one is in a sync call, once that has returned."""
     for task in tasks:
         if task is not calls.caller:
             task.cancel()
@@ -34,14 +34,14 @@ async def cancel(tasks: Sequence[GroupTask], calls: PlainCalls) -> None:
 
 
 class EarlyStop:
-    """Lets the groups of a generation batch pass to the queue one by one: first those without a request to the engine,
-    by group id, then in the order of the engine's first response to each. The groups that are left when the step is
-    full are aborted, scored or not.
+    """Passes the groups of a generation batch to the queue one by one: first those without engine requests, by group
+    id, then in the order of the engine's first response to each. When the step is full, the remaining groups are
+    aborted, scored or not.
 
-    A worker fills as many places of the step as it was given with the groups (`Places`), whatever other workers do. So
-    a step has the same groups however long scoring takes, as long as each engine responds in the same order: this
-    depends on the number of tokens alone if all requests are queued before it starts. And all are aborted at once: else
-    the rest would share other decode batches from a moment on that depends on the reward functions.
+    A worker fills the number of places that came with its groups (`Places`), whatever other workers do. So a step has
+    the same groups however long scoring takes, as long as each engine responds in the same order, which depends only on
+    the number of tokens if all requests are queued before it starts. And all are aborted at once: otherwise the timing
+    of reward functions would change the decode batches of the rest.
 
     Everything here runs on the asyncio thread.
     """
@@ -71,15 +71,15 @@ class EarlyStop:
                 task.add_done_callback(self._place)
 
     def responded(self, task: "asyncio.Task[None] | None", num_tokens: int) -> None:
-        """The engine has responded to a request of the group, with this number of tokens."""
+        """The engine has responded to a request of the group with this number of tokens."""
         if task in self._groups:
             self._num_tokens[task] += num_tokens
             self._place(task)
 
     async def turn(self, accepted: bool) -> None:
-        """For the calling group's task: returns when the group may pass on; never if the group is not needed.
+        """For the calling group's task: returns when the group may pass; never if the group is not needed.
 
-        accepted: it wants a place in the step; else it is dropped.
+        accepted: whether it wants a place in the step, instead of being dropped.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -88,7 +88,7 @@ class EarlyStop:
         await self._turns[task].go.wait()
 
     async def run(self) -> None:
-        """Returns when all groups have passed on, or the step is full. Raises what a group's task raises."""
+        """Returns when all groups have passed, or the step is full. Raises what a group's task raises."""
         surplus: list[asyncio.Task[None]] = []
         for _ in () if self._places.is_full else self._groups:
             task = await self._order.get()
@@ -100,15 +100,15 @@ class EarlyStop:
                 continue
             await self._pass(task, accepted)
             for waiting in [each for each in surplus if self._places.has_place(self._groups[each])]:
-                surplus.remove(waiting)  # its place was reserved for another, which was dropped
+                surplus.remove(waiting)  # its place was reserved for a group that was then dropped
                 await self._pass(waiting, accepted=True)
                 break
             if self._places.is_full:
                 return
 
     async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
-        """End the groups that have not passed on, with all that they wait for; returns them. No sync function is
-        left running: nobody could end it, and it would draw from the random generators of later calls."""
+        """End the groups that have not passed, and everything that they wait for; returns them. No sync function is
+        left running: it could not be ended, and would draw from the random generators of later calls."""
         self.over = True
         left = [task for task in self._groups if not task.done()]
         await cancel(left, calls)
@@ -119,7 +119,7 @@ class EarlyStop:
         return [self._groups[task] for task in left]
 
     def num_tokens(self, passed: bool) -> int:
-        """Of the responses of all groups that have passed on, or of the others."""
+        """The number of tokens of the groups that have passed, or of the others."""
         return sum(number for task, number in self._num_tokens.items() if task.cancelled() != passed)
 
     async def _pass(self, task: "asyncio.Task[None]", accepted: bool) -> None:
@@ -134,12 +134,12 @@ class EarlyStop:
 
 
 class Rounds:
-    """Holds requests until every group of the generation batch has sent one, or asks no more; then all go to the paused
+    """Holds requests until every group of the generation batch has sent one or is done; then all go to the paused
     engine, in the order of groups and samples, before it resumes. The first round is the batch's start, which is not
     held. A group has no request in the engine when it sends those of its next round.
 
-    failed: set once the engine did not pause or resume: it may answer nothing more.
-    Everything here runs on the asyncio thread.
+    failed: set once the engine did not pause or resume, and may no longer answer. Everything here runs on the asyncio
+    thread.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Rounds:
             task.add_done_callback(self.left)
 
     async def turn(self, task: GroupTask | None, sample: int) -> None:
-        """Returns when the request may go to the engine. Requests of other tasks may at once."""
+        """Returns when the request may go to the engine. Requests of other tasks need not wait."""
         if task not in self._order or task is None:
             return
         if task not in self._begun:
@@ -180,10 +180,10 @@ class Rounds:
         if task in self._begun:
             self._submitted()
         elif task is not None and task in self._order:
-            asyncio.get_running_loop().call_soon(self._begun.add, task)  # after the others of its first round
+            asyncio.get_running_loop().call_soon(self._begun.add, task)  # after the other groups of its first round
 
     def left(self, task: GroupTask | None) -> None:
-        """The group asks no more."""
+        """The group makes no further requests."""
         self._asking.discard(task)
         self._look()
 
@@ -198,7 +198,7 @@ class Rounds:
             self._releasing = asyncio.ensure_future(self._release())
 
     async def _release(self) -> None:
-        await asyncio.sleep(0)  # a group's requests of one round come in the same turn of the loop
+        await asyncio.sleep(0)  # a group sends its requests of a round in one turn of the loop
         await self._attempt(self._pause)
         try:
             held = sorted(self._held.items(), key=lambda item: item[1][:2])

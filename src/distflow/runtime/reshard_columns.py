@@ -13,8 +13,8 @@ from distflow.scheduling.reshard_matching import Key
 
 @dataclass(frozen=True)
 class ReshardedColumns:
-    """Columns that one dp group writes and all ranks of another read. source: the node that writes. target: the first
-    node of the other dp group that waits for it."""
+    """Columns that one dp group writes and all ranks of another read. source: the writing node. target: the first node
+    of the other dp group that waits for it."""
 
     source: str
     target: str
@@ -22,13 +22,13 @@ class ReshardedColumns:
     readers: tuple[int, ...]
 
     def key(self, step: int) -> Key:
-        """For a step, which trains the weights of the version with the same number."""
+        """The key for a step, which trains the weights of the version with the same number."""
         ranks = ", ".join(map(str, self.readers))
         return Key(f"{self.source} to {self.target} on ranks {ranks}", step + 1, step)
 
 
 def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]:
-    """Of all dp groups, in the order of the pipeline. If several dp groups run a node, the first sends its columns."""
+    """The columns of all dp groups, in pipeline order. If several dp groups run a node, the first sends its columns."""
     dp_groups = dp_groups_of(plan)
     training_nodes = [node.node_id for node in pipeline.training_nodes]
     runs = [set(plan.ranks[dp_group[0]].training_nodes) for dp_group in dp_groups]
@@ -44,8 +44,8 @@ def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[Resharded
 class ColumnReshard:
     """The columns that one rank sends after a node, and those that it waits for before one.
 
-    Every dp group runs its nodes in the order of the pipeline, and a step is kept until all of its readers have it, so
-    that no two dp groups ever wait for each other.
+    Every dp group runs its nodes in pipeline order, and a step is kept until all of its readers have it, so dp groups
+    never wait for each other in a cycle.
     """
 
     def __init__(self, plan: Plan, pipeline: BoundPipeline, rank: int, port: ReshardPort | None) -> None:
@@ -59,7 +59,7 @@ class ColumnReshard:
         return any(each.target == node for each in self._in)
 
     def receive(self, node: str, batch: Batch, step: int) -> Batch:
-        """The batch with the columns of other dp groups for the node, in the rows of this rank's own samples."""
+        """The batch with the columns of other dp groups for the node, in the rows of this rank's samples."""
         for each in self._in:
             if each.target == node:
                 assert self._port is not None

@@ -1,5 +1,5 @@
-"""The engines and services of one worker, built by the factories that its part of the plan needs, and which of its
-engines are in host memory while another one runs."""
+"""The engines and services of one worker, built by the factories that its part of the plan needs, and the offloading of
+idle engines to host memory."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from distflow.training.torch_engine import FrozenWeights
 
 
 class ModelSizes(NamedTuple):
-    """Parameters of the model as it was loaded; of these, those that training changes; of the critic, 0 without one."""
+    """Numbers of parameters: of the loaded model, of its trained part, and of the critic (0 without one)."""
 
     policy: int
     trained: int = 0
@@ -34,10 +34,10 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """Engines and services that the plan does not assign to this worker are None and were never built.
+    """Engines and services of a worker. Those that the plan does not assign to it are None and were never built.
 
-    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response. facts: of the model as
-    it was loaded.
+    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response. facts: of the loaded
+    model.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class Resources:
         return {name: engine for name, engine in engines.items() if engine is not None}
 
     def updated(self) -> dict[str, TrainEngine]:
-        """The engines that take optimizer steps, by role: of several policies each has one, by its name."""
+        """The engines that take optimizer steps, by role; with several policies, each one's by its name."""
         several = self.actor.engines if isinstance(self.actor, Policies) else {}
         return {**self.trained(), **several}
 
@@ -75,8 +75,8 @@ def build_resources(
     start_pool: StartPool = take_pool,
     say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
-    """collective: of the ranks that train together. mesh: of the same ranks, if their weights are to be sharded.
-    start_pool: starts the pool of reward functions. say: called with how long it takes, where that is long.
+    """collective: of the ranks that train together. mesh: of the same ranks, if their weights are sharded. start_pool:
+    starts the pool of reward functions. say: called with the time that it takes, if long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
@@ -86,7 +86,7 @@ def build_resources(
         facts = {"model_fingerprint": _fingerprint(policy)}
         parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
         scoring_models = {name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)}
-    critic = getattr(parts.get("critic"), "model", None)  # of an engine that shows it
+    critic = getattr(parts.get("critic"), "model", None)  # of engines that expose it
     return Resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
@@ -102,9 +102,9 @@ def build_resources(
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """Of the model as it was loaded: the reference and an adapter's base are this model, whatever a checkpoint holds.
+    """The fingerprint of the loaded model: reference and adapter's base, whatever a checkpoint holds.
 
-    Independent of the sharding: the weights are gathered one by one.
+    It does not depend on the sharding: weights are gathered one by one.
     """
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
     hashes = sorted(stripe_hashes(weights).items())
@@ -112,7 +112,7 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 class Offload:
-    """Moves engines as they are needed. Engines of which nothing is offloaded are not touched."""
+    """Moves engines to the device as needed. Engines without offloading are left alone."""
 
     def __init__(self, engines: Mapping[str, TrainEngine | FrozenWeights], offloads: Mapping[str, Offloads]) -> None:
         """engines: by role, all on the device. offloads: by role."""
@@ -120,7 +120,7 @@ class Offload:
         self._here = set(self._moving)
 
     def only(self, roles: Collection[str]) -> None:
-        """The engines of these roles are used next, and no other."""
+        """Only the engines of these roles are used next."""
         for role, (engine, what) in self._moving.items():
             if role not in roles and role in self._here:
                 engine.offload(weights=what.weights, moments=what.moments)
@@ -132,5 +132,5 @@ class Offload:
                 self._here.add(role)
 
     def all(self) -> None:
-        """Any of them may be used next."""
+        """Any engine may be used next."""
         self.only(self._moving)

@@ -1,4 +1,4 @@
-"""The rollout loop: asyncio tasks, one for each prompt group, from the prompt to the scored and filtered group."""
+"""The rollout loop: one asyncio task per prompt group takes it from the prompt to the scored and filtered group."""
 
 import asyncio
 import time
@@ -31,22 +31,22 @@ from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 
 group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
-"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
+"""The running group's task; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 MakeContext = Callable[[Group, str], NodeContext]
 
 
 class RolloutLoopFailed(RuntimeError):
-    """Something other than a node failed in the rollout loop, so that groups would never come."""
+    """Something other than a node failed in the rollout loop, so that groups would never complete."""
 
 
 @dataclass(frozen=True)
 class GroupEvents:
     """Callbacks for events of prompt groups.
 
-    ended: (group id, its version, "complete" or why it was dropped, started, ended), in `time.time()`, for every group,
-    before the queue has it. dropped: (its version, why a node dropped it, its columns). failed: (group id, why), of one
-    whose node raised. waits: logs how long each group waits for its rewards.
+    ended: (group id, version, "complete" or the reason it was dropped, start, end) with `time.time()`, for every group,
+    before it reaches the queue. dropped: (version, reason, columns) if a node dropped it. failed: (group id, reason) if
+    a node raised. waits: logs how long each group waits for its rewards.
     """
 
     ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
@@ -56,11 +56,11 @@ class GroupEvents:
 
 
 class SubmissionGate:
-    """A wrapper of the rollout engine that knows which groups of a generation batch have sent it their request, or
-    ended without one.
+    """A wrapper of the rollout engine that tracks which groups of a generation batch have sent their request, or ended
+    without one.
 
-    The nodes of the rollout loop are compiled with the gate in the engine's place, and have its `generate`, `pause` and
-    `resume`. Between generation batches it only forwards. It runs on the asyncio thread alone, so it needs no lock.
+    The rollout loop's nodes are compiled with the gate in place of the engine, and use its `generate`, `pause` and
+    `resume`. Between generation batches it only forwards. It runs only on the asyncio thread, so it needs no lock.
     """
 
     def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
@@ -74,17 +74,17 @@ class SubmissionGate:
     def expect(
         self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None, in_rounds: bool = False
     ) -> None:
-        """Begin a generation batch of these group tasks. None of them has run yet: they were created without an await
-        since. early_stop: informed of every response. in_rounds: later requests go to the engine in rounds too."""
+        """Begin a generation batch of these group tasks. None of them has run yet: there was no await since they were
+        created. early_stop: informed of every response. in_rounds: later requests go to the engine in rounds too."""
         self._waiting, self._early_stop = set(tasks), early_stop
         self._all_in = asyncio.Event()
         self._rounds = Rounds(tasks, self.pause, self.resume) if in_rounds else None
         for task in tasks:
-            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
+            task.add_done_callback(self.arrived)  # a task that ends without a request must not be waited for
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's `generate`; its request is in the engine's queue before this yields for the first time.
-        Responses that a weight update cut off are generated again."""
+        """The engine's `generate`; the request is in the engine's queue before this first yields. Responses that a
+        weight update aborted are generated again."""
         with deadline_paused():
             fault_injection.reach("rollout.generate")
             if self._rounds is not None:
@@ -103,12 +103,12 @@ class SubmissionGate:
             pending.cancel()
 
         causes: tuple[asyncio.Future[Any], ...] = (task, rounds.failed) if rounds is not None else (task,)
-        for cause in causes:  # nobody waits any more for a request by a task that its group started; or it cannot end
+        for cause in causes:  # the group no longer waits for a task that it started, or the task cannot end
             cause.add_done_callback(end)
         try:
             try:
-                await asyncio.sleep(0)  # `pending` runs to its first await, after which its request is queued
-            finally:  # one that is cancelled meanwhile must not be waited for
+                await asyncio.sleep(0)  # `pending` runs to its first await, which queues its request
+            finally:  # a request cancelled meanwhile must not be waited for
                 self.arrived(task)
                 if rounds is not None:
                     rounds.submitted(task)
@@ -123,7 +123,7 @@ class SubmissionGate:
         finally:
             for cause in causes:
                 cause.remove_done_callback(end)
-            pending.cancel()  # no effect if it is done; else this group was cancelled, and its request with it
+            pending.cancel()  # no effect if done; else this group was cancelled, and so is its request
 
     async def all_in(self) -> None:
         """Wait until every group of the generation batch has arrived."""
@@ -135,8 +135,8 @@ class SubmissionGate:
         return self._engine.version
 
     async def num_generated_tokens(self) -> int:
-        """Generated so far, none of them later for cancelled requests. 0 for an engine that does not count them, or
-        counts those of other workers too."""
+        """The number of tokens generated so far, once cancelled requests add none. 0 for an engine that does not count
+        them, or also counts those of other workers."""
         if getattr(self._engine, "is_shared", False):
             return 0
         await self.pause()
@@ -145,7 +145,7 @@ class SubmissionGate:
         return int(number)
 
     def asks_no_more(self, task: asyncio.Task[None] | None) -> None:
-        """The group has been through all of its nodes."""
+        """The group has finished all of its nodes."""
         self.arrived(task)
         if self._rounds is not None:
             self._rounds.left(task)
@@ -161,13 +161,13 @@ class SubmissionGate:
 class RolloutLoop:
     """Runs the compiled nodes of the rollout loop on groups.
 
-    make_group: makes the group of a prompt group, without responses yet. gate: wraps the rollout engine, None if the
+    make_group: makes the group of a prompt group, without responses. gate: wraps the rollout engine; None if the
     pipeline generates nothing. group_recorder: records what engine and reward functions did for each group. timeout_s:
     limit of a sync function for each sample. in_batches: groups start together as a generation batch, and the next ones
-    when these have ended. stops_early: the groups of a generation batch that are left when the step is full are
-    aborted. call_counts: of reward calls on all groups, also dropped ones.
-    prepare_rows: called with the rows of groups that are about to start. asks_in_rounds: groups that start together
-    send their later requests together too. surplus: tasks of groups that the queue had ended.
+    when these have ended. stops_early: groups of a generation batch that remain when the step is full are aborted.
+    call_counts: of reward calls on all groups, including dropped ones. prepare_rows: called with the rows of groups
+    about to start. asks_in_rounds: groups that start together also send their later requests together. surplus: tasks
+    of groups that the queue ended.
     """
 
     steps: Sequence[Step]
@@ -222,7 +222,7 @@ class RolloutLoop:
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
-        """Runs the steps on the group; `Drop` if one of them dropped it. Raises NodeError."""
+        """Run the steps on the group; returns `Drop` if one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx, is_reward = context(group, step.node.node_id), step.node.node_role is NodeRole.REWARD
             try:
@@ -237,8 +237,8 @@ class RolloutLoop:
         return None
 
     def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
-        """Count the scores of a reward that is a node itself, or the episodes that were not rejected; `reward_fn`
-        counts its own calls."""
+        """Count the scores of a reward node, or the episodes that were not rejected; `reward_fn` counts its own
+        calls."""
         node = step.node
         if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
@@ -257,13 +257,13 @@ class RolloutLoop:
     async def loop(self, queue: SampleQueuePort) -> None:
         """consumes prompt groups · waits for capacity · unblocked by released steps and ended groups · produces groups
 
-        At staleness 0 the groups that the queue hands out at once are a generation batch: submitted in group order to a
-        paused engine that then resumes, so that the requests of a decode step never depend on timing, and ended before
-        the next is fetched. Else groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
+        At staleness 0 the groups that the queue hands out together are a generation batch: submitted in group order to
+        a paused engine that then resumes, so that decode batches never depend on timing, and ended before the next one
+        is fetched. Otherwise groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
         running, gate = dict[int, asyncio.Task[None]](), self.gate
         try:
-            async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
+            async with asyncio.TaskGroup() as groups:  # a failing task ends them all: no step waits for its group
                 async for prompt_groups in queue.prompt_groups(lambda: gate.version.step if gate is not None else None):
                     for group in prompt_groups:
                         if group.state is GroupState.WAITING and group.group_id in running:
@@ -324,7 +324,7 @@ class RolloutLoop:
     async def _run_group(
         self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
     ) -> None:
-        """A failing node costs its own group only, and is recorded. stop: cancels the group if it is not needed."""
+        """A failing node loses only its own group, and is recorded. stop: cancels the group if it is not needed."""
         group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
         started = time.time()

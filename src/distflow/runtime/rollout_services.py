@@ -1,7 +1,7 @@
-"""The asyncio thread of a worker with its reward functions and its rollout engine: entered together, left together.
+"""A worker's asyncio thread with its reward functions and rollout engine, which are entered and left together.
 
-If training and generation take turns, the engine computes on the waiting thread: a process then needs one OpenMP pool;
-a second one slows the first down (see `rollout/embedded/engine_thread.py`).
+If training and generation alternate, the engine computes on the waiting thread: the process then needs only one OpenMP
+pool; a second one slows the first down (see `rollout/embedded/engine_thread.py`).
 """
 
 import concurrent.futures
@@ -39,12 +39,12 @@ Note = Callable[[str, str], None]
 
 
 class Abandoned(BaseException):
-    """Raised in the thread by another: its computation does not end, and nobody waits for it any more."""
+    """Raised in the thread by another one: its computation does not end, and nobody waits for it any more."""
 
 
 @dataclass(eq=False)
 class _Loan:
-    """A computation for the waiting thread. taken: begun there; set before `ended`. abandoned: interrupted."""
+    """A computation for the waiting thread. taken: has begun there; set before `ended`. abandoned: was interrupted."""
 
     stretch: Stretch
     taken: bool = False
@@ -55,8 +55,8 @@ class _Loan:
 class HostThread:
     """A `Host`: the thread that creates it, which computes for others while it waits.
 
-    It computes only inside `wait`, and at most one decode step longer than what it waits for, so that nobody waits for
-    a thread that does something else.
+    It computes only inside `wait`, and at most one decode step longer than what it waits for, so nobody waits for a
+    busy thread.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,10 @@ class HostThread:
         self.waits = False
         self._asked = set[_Loan]()
         self._loan: _Loan | None = None
-        self._loans: SimpleQueue[_Loan | None] = SimpleQueue()  # None: look again
+        self._loans: SimpleQueue[_Loan | None] = SimpleQueue()  # None: check again
 
     def wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
-        """Call `begin`, and return the future's result or raise its error. Called on another thread, it only
-        waits."""
+        """Call `begin`, and return the future's result or raise its error. On another thread it only waits."""
         if threading.get_ident() != self._ident:
             return begin().result()
         try:  # an interrupt may come at any moment
@@ -85,7 +84,7 @@ class HostThread:
                 asked, self._asked = self._asked, set[_Loan]()
             while not self._loans.empty():
                 self._loans.get()
-            for loan in asked:  # an interrupt may have lost one that had left the queue
+            for loan in asked:  # an interrupt may have lost a loan that had left the queue
                 loan.ended.set()
         return future.result()
 
@@ -103,8 +102,8 @@ class HostThread:
         return loan.taken
 
     def abandon(self, within_s: float) -> bool:
-        """Interrupt its computation. False if that has not ended after `within_s` seconds: only Python code can be
-        interrupted."""
+        """Interrupt its computation. Returns False if that has not ended after `within_s` seconds: only Python code can
+        be interrupted."""
         with self._lock:
             loan = self._loan
             if loan is not None:
@@ -120,14 +119,15 @@ class HostThread:
             with self._lock:
                 self._loan, loan.taken = loan, True
             loan.stretch(future.done)
-        except Abandoned:  # the thread that raised it has informed those who wait
+        except Abandoned:  # the thread that raised it has informed the waiting ones
             pass
         finally:
             with self._lock:
                 self._loan = None
                 if loan.abandoned:
-                    # Clears one that came too late. Not if there is none: this thread would then check for exceptions
-                    # at every call, and a profiler or debugger never gets past the first one (CPython 3.11).
+                    # Clears an exception that came too late, but only if there is one: else this thread would check for
+                    # exceptions at every call, and a profiler or debugger would never get past the first one (CPython
+                    # 3.11).
                     self._interrupt(None)
             loan.ended.set()
 
@@ -138,13 +138,12 @@ class HostThread:
 
 
 class Session:
-    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which creates and
-    enters it.
+    """A context manager; inside, coroutines run on its thread. For one other thread, which creates and enters it.
 
     The futures and events of engine and reward functions belong to that thread's loop: they are entered, awaited and
-    left there only, while the other thread waits in `call`.
+    left only there, while the other thread waits in `call`.
 
-    resources: the arguments, with the engine watched.
+    resources: the given ones, with the engine watched.
     """
 
     def __init__(
@@ -155,9 +154,9 @@ class Session:
         engine_deadline: Deadline | None = None,
         takes_turns: bool = False,
     ) -> None:
-        """check_rewards: tests the reward functions before use. blocked_after_s: how long a function of the user may
-        block the thread. engine_deadline: None waits for the rollout engine without limit. takes_turns: the thread that
-        enters only waits while the engine generates, so the engine computes there, if it can.
+        """check_rewards: tests the reward functions before use. blocked_after_s: how long a user's function may block
+        the thread. engine_deadline: None waits for the rollout engine without limit. takes_turns: the entering thread
+        only waits while the engine generates, so the engine computes there if it can.
         """
         self._thread = LoopThread("rollout", blocked_after_s)
         engine = resources.rollout
@@ -174,8 +173,8 @@ class Session:
     def of(spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None) -> "Session":
         """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested on its first rows.
 
-        writes_stacks: those of all threads, into the run's folder, where the engine hangs. note: called for reference
-        solutions of the data that fail, and for responses that get points for no work; None tries neither.
+        writes_stacks: of all threads, into the run's folder, if the engine hangs. note: called for failing reference
+        solutions of the data, and for trivial responses that score; None tries neither.
         """
         options = spec.options
         check_rewards = partial(_check_rewards, spec, note) if options.run_self_check else None
@@ -183,24 +182,24 @@ class Session:
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
-        # By the config: the selftest has the engine of a run with staleness, and a sample queue without.
+        # From the config: the selftest has the engine of a run with staleness, and a sample queue without.
         takes_turns = spec.config.async_.max_staleness == 0
         return Session(resources, check_rewards, blocked_after_s, deadline, takes_turns)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
-        with ExitStack() as if_it_fails:  # Python calls no `__exit__` then, and services may run already
+        with ExitStack() as if_it_fails:  # Python does not call `__exit__` then, and services may already run
             if_it_fails.push(self.__exit__)
             self.call(self._enter())
             if_it_fails.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        """Cancel what runs, then leave the services. Their failure to end is raised only if nothing failed before."""
+        """Cancel what runs, then leave the services. Their errors are raised only if nothing failed before."""
         try:
             self._thread.cancel_all()
             self.call(self._stack.aclose())
-        except Exception as failure:  # a service that cannot end, or the thread that had ended by itself
+        except Exception as failure:  # a service that cannot end, or a thread that had ended by itself
             if isinstance(failure, LoopGivenUp) and self.resources.reward_fn is not None:
                 self.resources.reward_fn.close()  # its processes must not outlive the run
             if error is None:
@@ -215,12 +214,11 @@ class Session:
         return self._thread.start(work)
 
     def wait_for(self, blocking: Callable[[], T]) -> T:
-        """Call a function that waits for others. It runs on a thread of its own if this thread has an engine to compute
-        for meanwhile."""
+        """Call a function that waits for others, on another thread if this one must compute for an engine meanwhile."""
         return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
 
     def release_engine(self) -> None:
-        """The rollout engine, which has nothing to do, frees its KV and its own weights until it gets new ones."""
+        """Have the idle rollout engine free its KV and its own weights until it gets new ones."""
 
         async def release(engine: RolloutEngine) -> None:
             await engine.pause(release=True)
@@ -233,8 +231,8 @@ class Session:
         return begin().result() if self._host is None else self._host.wait(begin)
 
     def _give_up(self, error: EngineHangs) -> None:
-        """Everyone who waits gets the error. The engine may hang on the thread that entered, and not in Python code:
-        then only the end of the process helps."""
+        """Pass the error to everyone who waits. If the engine hangs on the entering thread outside of Python code, only
+        ending the process helps."""
         self._thread.end(error)
         if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
             os.write(2, f"distflow: {error}\n".encode())
@@ -251,8 +249,8 @@ class Session:
 
 
 async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter) -> None:
-    """On known solutions, on the ground truths of the first rows and, if there is a `note`, on reference solutions and
-    responses that do no work."""
+    """Test on known solutions, on the ground truths of the first rows and, given a `note`, on reference solutions and
+    trivial responses."""
     await run_self_check(reward_fn)
     rows = _first_rows(spec, NUM_CHECKED_ROWS)
     await self_check_scores(reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows])
@@ -268,7 +266,7 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
 
 def call_rewards_once(spec: Spec) -> None:
     """Call the user's reward functions on a right and a wrong response, before anything is loaded. Raises UserError if
-    one gives no score. Not where workers have variables of their own, which the functions may read."""
+    one gives no score. Skipped if workers have their own environment variables, which the functions may read."""
     trainer = spec.config.trainer
     if spec.options.run_self_check and not trainer.worker_env and not trainer.worker_roles:
         call_first(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
@@ -279,7 +277,7 @@ def _checked_row(row: PromptRow, response: str | None = None) -> Row:
 
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
-    """The first rows of each source, about `number` in all."""
+    """The first rows of each source, about `number` in total."""
     rows, first, sources = list[PromptRow](), 0, spec.data.sources
     for source in sources:
         rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]

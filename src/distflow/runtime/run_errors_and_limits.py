@@ -1,6 +1,6 @@
-"""Errors of a run: in a node (the user's if code of theirs is in the traceback, else ours), in writing to the run's
-folder (for the user to repair); reward errors, which are reported and above some share end the run before the step is
-trained on; and groups that fail one after another, after which the run ends instead of spending its data.
+"""Errors of a run: in a node (a user's error if user code is in the traceback, else ours), and in writing to the run's
+folder (for the user to fix); reward errors, which are reported, and above some rate end the run before the step is
+trained on; and groups that fail one after another, which end the run before it uses up its data.
 """
 
 import errno
@@ -38,7 +38,7 @@ class NodeError(RuntimeError):
 
 
 class UserNodeError(NodeError, UserError):
-    """The same, in a function that the user wrote."""
+    """A NodeError in a function that the user wrote."""
 
 
 class BadOutput(ValueError):
@@ -46,7 +46,7 @@ class BadOutput(ValueError):
 
 
 def node_error(node: BoundNode, error: BaseException) -> NodeError:
-    """The error that reports `error` of the node, with the node's name and the user's line that raised it."""
+    """The error that reports a node's `error`, with the node's name and the user's line that raised it."""
     if isinstance(error, BadOutput):
         return output_error(node, str(error))
     said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"
@@ -62,7 +62,7 @@ def output_error(node: BoundNode, what: str) -> NodeError:
 
 @contextmanager
 def writing_to(run_dir: Path) -> Iterator[None]:
-    """Raises UserError if the disk is full or refuses, or a file is in the way; earlier files are complete."""
+    """Raises UserError if the disk is full or rejects writes, or a file is in the way; earlier files are complete."""
     try:
         yield
     except OSError as err:
@@ -81,7 +81,7 @@ class TooManyErrors(UserError):
 
 @dataclass
 class ErrorShare:
-    """Checks the share of reward errors of each step. Warns once, and again when the share has doubled.
+    """Checks the share of reward errors in each step. Warns once, and again whenever the share has doubled.
 
     show: called with a reward error, in every step that has one.
     """
@@ -92,7 +92,7 @@ class ErrorShare:
     _warned_share: float = field(default=0.0, init=False)
 
     def step(self, calls: RewardCounts, step: int) -> dict[str, float]:
-        """After all reward calls of a step, also of dropped groups; its metrics. step: from 1. Raises TooManyErrors."""
+        """A step's metrics after all its reward calls, also of dropped groups. step: from 1. Raises TooManyErrors."""
         if calls.first:
             self.show(calls.first)
         if calls.share > self.max_share:
@@ -115,7 +115,7 @@ class ErrorShare:
 
 
 def warn_of_errors(calls: RewardCounts, warn: Callable[[str], None]) -> None:
-    """After a validation, in which such responses count as wrong."""
+    """Warn after a validation, in which responses with reward errors count as wrong."""
     if calls.share > WARN_ABOVE:
         warn(f"{described(calls)} in a validation, and count as wrong. {_first(calls)}\n{repair_advice(calls.first)}")
 
@@ -129,7 +129,7 @@ def _first(calls: RewardCounts) -> str:
 
 
 class NoProgress(RuntimeError):
-    """Every group fails: continuing would only spend the data."""
+    """Every group fails: continuing would only use up the data."""
 
 
 class UserNoProgress(NoProgress, UserError):
@@ -138,7 +138,7 @@ class UserNoProgress(NoProgress, UserError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group failed. users: it is for the user to repair."""
+    """Why a group failed. users: whether the user has to fix it."""
 
     message: str
     users: bool
@@ -146,7 +146,7 @@ class Failure:
 
 @dataclass
 class GroupFailures:
-    """Warns of groups that fail: of the first, and whenever their number has doubled."""
+    """Warns of the first failing group, and whenever their number has doubled."""
 
     warn: Callable[[str], None]
     _number: int = field(default=0, init=False)
@@ -161,7 +161,7 @@ class GroupFailures:
 
 
 class FailuresInARow:
-    """Failures without a successful group between them. consumer_batch: groups of a step."""
+    """Failures without a successful group in between. consumer_batch: groups per step."""
 
     def __init__(self, consumer_batch: int) -> None:
         self._consumer_batch = consumer_batch
@@ -172,7 +172,7 @@ class FailuresInARow:
         return self._failures[-1].message if self._failures else None
 
     def count(self, failure: Failure | None) -> None:
-        """None is a successful group, which resets the failures. Raises NoProgress after two steps of failures."""
+        """failure: None for a success, which resets the count. Raises NoProgress after two steps' worth of failures."""
         if failure is None:
             self._failures.clear()
             return
@@ -180,7 +180,7 @@ class FailuresInARow:
         self.refuse(of_steps=2)
 
     def refuse(self, of_steps: int) -> None:
-        """Raises NoProgress if the failures would have filled this number of steps."""
+        """Raises NoProgress if the failures would have filled this many steps."""
         if len(self._failures) < of_steps * self._consumer_batch:
             return
         first = self._failures[0]

@@ -1,4 +1,4 @@
-"""What a run reports: to its folder (with `tokens/`, all columns of a step), to the terminal, to trackers, and its peak
+"""Reports of a run: to its folder (in `tokens/`, all columns of a step), to the terminal, to trackers, and its peak
 memory by phase. Nothing here can end a run.
 """
 
@@ -37,14 +37,14 @@ TOKENS = "tokens"
 
 MAX_TRACEBACK = 10_000
 MAX_DROPPED = 16
-"""Dropped groups of a step whose responses are written."""
+"""Maximum of dropped groups per step whose responses are written."""
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts: int = 1) -> None:
-    """Write a worker's share of a step, one file for each worker. part: its number among the `num_parts` of the run.
-    The first removes files of the step from another start with more workers."""
+    """Write a worker's share of a step, one file per worker. part: its number among the `num_parts` of the run. The
+    first removes the step's files from an earlier start with more workers."""
     folder = run_dir / TOKENS
     folder.mkdir(mode=0o700, exist_ok=True)
     with replacing(folder / f"{step:06d}{f'.{part}' if part else ''}.safetensors") as aside:
@@ -63,8 +63,8 @@ def forget_groups(run_dir: Path, num_steps: int) -> None:
 
 
 def load_groups(run_dir: Path, step: int) -> Batch:
-    """A step as its workers wrote it, in the order of groups. Raises FileNotFoundError, and ValueError if workers run
-    different nodes and so have different columns."""
+    """A step as its workers wrote it, in group order. Raises FileNotFoundError, and ValueError if workers run different
+    nodes and so have different columns."""
     folder = run_dir / TOKENS
     first = folder / f"{step:06d}.safetensors"
     shares = [Batch.load(path) for path in (first, *_saved_files(folder, f"{step:06d}.*.safetensors"))]
@@ -82,8 +82,8 @@ def _step(path: Path) -> str:
 
 
 def read_gpu() -> dict[str, float]:
-    """Utilization of this process's GPU in the last moments, and all memory in use there; empty where torch uses none,
-    or cannot ask for it (without the package nvidia-ml-py)."""
+    """Current utilization of this process's GPU, and all memory in use there; empty if torch uses no GPU, or cannot
+    query it (without the package nvidia-ml-py)."""
     with suppress(ImportError, RuntimeError):
         if torch.cuda.is_initialized():
             free, total = torch.accelerator.get_memory_info()
@@ -93,12 +93,12 @@ def read_gpu() -> dict[str, float]:
 
 class MemoryPeaks:
     """Peak memory in bytes by phase: resident memory of this process, and torch's allocations on the accelerator. Call
-    `charge` at the end of each phase, `finish_step` once a step.
+    `charge` at the end of each phase, `finish_step` once per step.
 
-    Peaks are read and reset at every end of a phase. Linux keeps the peak of resident memory (`VmHWM`), and resets it
-    when 5 is written to `/proc/self/clear_refs` (proc(5)); if that is refused, or there is no such file, peaks of
-    phases are unknown, and only the peak of the whole process is reported. Reward functions are processes of their own
-    and are not included; pages shared with other processes are.
+    Peaks are read and reset at the end of each phase. Linux keeps the peak of resident memory (`VmHWM`), and resets it
+    when 5 is written to `/proc/self/clear_refs` (proc(5)); if that is denied, or there is no such file, peaks of phases
+    are unknown, and only the peak of the whole process is reported. Reward functions are separate processes and not
+    included; pages shared with other processes are.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class MemoryPeaks:
         self._by_phase = _forget_peak()
 
     def charge(self, phase: str) -> None:
-        """The phase, or a part of it, is over: the peaks since the last call are its own."""
+        """End a phase or a part of it: the peaks since the last call count for it."""
         if self._by_phase:
             self._seen("process", phase, float(_peak_rss()))
             _forget_peak()
@@ -131,7 +131,7 @@ class MemoryPeaks:
 
 
 def _peak_rss() -> int:
-    """Since the last reset."""
+    """Peak resident memory since the last reset."""
     with suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -149,10 +149,10 @@ def _forget_peak() -> bool:
 
 @dataclass(frozen=True)
 class ReportingProcess:
-    """What one of the run's processes reports.
+    """The reporting role of one of the run's processes.
 
-    part: its number; 0 leads, and reports for all. speaks: False if another process notes the same. share: which of a
-    step's samples are here, of how many shares; None if another process has the same samples, and writes them.
+    part: its number; 0 leads, and reports for all. speaks: False if another process notes the same events. share: which
+    share of a step's samples is here, and of how many; None if another process has the same samples and writes them.
     """
 
     part: int = 0
@@ -167,8 +167,8 @@ class ReportingProcess:
 class Recorder(AbstractContextManager["Recorder"]):
     """Owns the run's folder during the run. A context manager.
 
-    status: "finished" or "stopped", set by the caller; "failed" until then. why: a field with the reason, if a
-    metric ended it. decoded: for training by the engine, see `throughput`; who sends it on empties it.
+    status: "finished" or "stopped", set by the caller; "failed" until then. why: the reason, if a metric ended the run.
+    decoded: tokens that the engine decoded for training, see `throughput`; whoever forwards it resets it.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
-        """Record the operators of this thread and the kernels of its device, if the step is one of `profiler.steps`."""
+        """Record the operators of this thread and the kernels of its device if the step is one of `profiler.steps`."""
         if step not in self._options.profiled_steps:
             yield
             return
@@ -235,17 +235,17 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.folder.close()
         except OSError:
             if error is None:
-                raise  # else the disk is what failed, or it comes second: the first error is the one to report
+                raise  # the disk failed, or this is a second error: report the first one
 
     def note(self, kind: str, message: str, **fields: object) -> None:
-        """Something that happened: shown, and written to events.jsonl."""
+        """Show an event, and write it to events.jsonl."""
         if not self._process.speaks:
             return
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
     def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str], of: str = "step") -> None:
-        """The current step, or a validation, was proven again. unproven: what of it could not be, and why."""
+        """The current step, or a validation, was audited. unproven: what could not be recomputed, and why."""
         if not self._process.speaks:
             return
         self.folder.event("audit", message, proven=proven, unproven=unproven, of=of)
@@ -253,13 +253,13 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
     def looked(self, counts: Mapping[str, int]) -> None:
-        """Steps that were looked at, not audited whole, since the last call, and how often each check was made."""
+        """The number of steps partly audited since the last call, and how often each check was made."""
         if self._process.speaks:
             message = f"short checks passed, of {count_of(counts['steps'], 'step')}"
             self.folder.event("looks", message, checks={name: n for name, n in counts.items() if name != "steps"})
 
     def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
-        """A span for each prompt group, with the reason if it was dropped."""
+        """Write a span for a prompt group, with the reason if it was dropped."""
         self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
         if not self._any_ended and outcome.startswith(TOO_FEW_SCORES):
             why = f"{outcome.partition(': ')[2]}; two steps of such groups end the run"
@@ -267,7 +267,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._any_ended = True
 
     def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
-        """Writes the responses of the first groups of a step that nodes drop."""
+        """Write the responses of a step's first groups that nodes drop."""
         step = version + 1
         if self._num_dropped[step] < MAX_DROPPED:
             self._num_dropped[step] += 1
@@ -275,15 +275,15 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.folder.samples(step, rows, split=DROPPED, append=True)
 
     def engine_activity(self, engine: object) -> None:
-        """A span for each stretch since the last call in which the engine decoded without a gap."""
+        """Write a span for each stretch since the last call in which the engine decoded without a gap."""
         for stretch in take_activity(engine):
             self._span("engine", Span(stretch.t0, stretch.t1, "decode", stretch.lane, version=stretch.version))
             if stretch.lane == TRAINING:
                 self.decoded.update({DECODED: stretch.tokens, DECODED_S: stretch.t1 - stretch.t0})
 
     def started(self, step: int, compared: Mapping[str, float]) -> None:
-        """The comparison of engine and trainer at a start after `step` steps. It is no metric of the run: a run that
-        was never interrupted has it once."""
+        """The comparison of engine and trainer at a start after `step` steps. It is not a metric of the run: an
+        uninterrupted run has it once."""
         if compared and self._process.leads:
             self.folder.event("canary", "engine and trainer were compared at the start", step=step, **compared)
 
@@ -298,7 +298,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         for found in self._findings.step(step, metrics):
-            if step < self._total_steps:  # the report's judgement, which follows, says it of the whole run
+            if step < self._total_steps:  # the report's judgement, which follows, covers the whole run
                 self.note("finding", found)
         if len(batch):
             is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
@@ -306,7 +306,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
-        """Validation after `step` steps. metrics: of all ranks. rows: this rank's."""
+        """A validation after `step` steps. metrics: of all ranks. rows: this rank's."""
         if rows:
             self.folder.samples(step, rows, split="val")
         if not metrics or not self._process.leads:
@@ -339,12 +339,12 @@ def make_view(spec: Spec, total_steps: int) -> TerminalView:
 
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report of a run that fails inside, and says where. After success the launcher writes it."""
+    """Writes the report of a run that fails inside, and says where it is. After success the launcher writes it."""
 
     def report() -> None:
         try:
             say(f"report of the failed run: {write_report(run_dir)}")
-        except Exception as failure:  # whatever prevents the report, the error to report is the one that ended the run
+        except Exception as failure:  # even if the report fails, the error to raise is the one that ended the run
             say(f"the report cannot be written: {failure}")
 
     with ExitStack() as if_it_fails:
@@ -354,8 +354,8 @@ def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _raised(error: BaseException) -> dict[str, str]:
-    """raised: the error's type, if it is one of ours, since the message then needs no type before it. traceback: none
-    for wrong input of the user, but for an error in the user's code."""
+    """raised: the error's type if it is ours, since its message then needs no type. traceback: omitted for a user's
+    wrong input, kept for an error in user code."""
     fields = {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
     if not isinstance(error, UserError) or error.__cause__ is not None:
         fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

@@ -22,15 +22,15 @@ from distflow.scheduling.coordinator import DataPlan
 
 
 class Get:
-    """Returns a part of the worker that is being built, by name; builds it on first use."""
+    """Returns a part of the worker being built, by name; builds it on first use."""
 
     def __init__(self, factories: Mapping[str, "Factory"], rank: RankPlan, ready: Mapping[str, object]) -> None:
         self._factories, self.rank = factories, rank
         self._device = torch.device(rank.device)
         self._built: dict[str, object] = dict(ready)
 
-    def __call__(self, name: str) -> Any:  # each name has a type of its own
-        """Raises KeyError if there is no such part, UserError if it cannot be built."""
+    def __call__(self, name: str) -> Any:  # each name has its own type
+        """Raises KeyError for an unknown part, UserError if it cannot be built."""
         if name not in self._built:
             self._built[name] = self._factories[name](self, self._device)
         return self._built[name]
@@ -40,13 +40,13 @@ class Get:
 
 
 Factory = Callable[[Get, torch.device], object]
-"""Builds one part of a worker from the others: a `functools.partial` of a module's function over plain values and
-partials of other such functions, so that it pickles."""
+"""Builds one part of a worker from others. To be picklable, it is a `functools.partial` of a module's function over
+plain values and further partials."""
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation prompts, and the parameters of greedy responses (None: none) and of `num_samples` sampled ones."""
+    """Validation prompts, and the parameters of greedy responses (None for none) and of `num_samples` sampled ones."""
 
     name: str
     rows: Sequence[PromptRow]
@@ -57,10 +57,10 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """Resources of each worker's process, and its environment variables. memory_mb: None is the need of a worker
-    without a model. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each. roles: of
-    workers that only generate (`rollout`), of all others (`training`), and of others with an engine, by its name, where
-    theirs differ."""
+    """Resources of each worker's process, and its environment variables. memory_mb: None for what a worker without a
+    model needs. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each. roles:
+    overrides for workers that only generate (`rollout`), for all others (`training`), and for workers with an engine,
+    by its name."""
 
     cpus: int = 1
     memory_mb: int | None = None
@@ -77,7 +77,7 @@ class WorkerNeeds:
 
 @dataclass(frozen=True)
 class Offloads:
-    """The parts of an engine that are in host memory while it is not used."""
+    """The parts of an engine that are in host memory while it is idle."""
 
     weights: bool
     moments: bool
@@ -85,13 +85,13 @@ class Offloads:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The keys of `trainer`, `trust` and the like that control a run. A frequency of 0 or less is never.
+    """The keys of `trainer`, `trust` etc. that control a run. A frequency of 0 or less means never.
 
     update_frequency: of weight syncs, in steps. canary_freq: in weight syncs. audit_freq: in steps. keep_last:
-    checkpoints, None for all. keep_best: the metric by which the best one is kept in addition. max_held_mb: in all;
-    None for half of the smallest store. timeout_s: of a sync node function of the rollout loop, for each sample.
-    engine_timeout_s: None is for ever. solution_columns: by domain, "" for all others: the columns of reference
-    solutions (None if the rewards know it) and ground truths. offloads: by role of the engine.
+    checkpoints, None for all. keep_best: the metric by which the best one is also kept. max_held_mb: in total; None for
+    half of the smallest store. timeout_s: of a sync node function of the rollout loop, per sample. engine_timeout_s:
+    None for no limit. solution_columns: by domain, "" for all others: the columns of reference solutions (None if the
+    rewards know it) and ground truths. offloads: by role of the engine.
     """
 
     seed: int
@@ -131,8 +131,8 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps: consumed in all. signal: the number of the signal that asked the run to end, None if none came. stopped:
-    by it, before the end. report: the run's report. judgements: its first ones. saved: the newest checkpoint.
+    """steps: consumed in total. signal: the number of the signal that asked the run to end, or None. stopped: whether
+    it stopped early. report: the run's report. judgements: its first ones. saved: the newest checkpoint.
 
     accuracy_before, accuracy_after: on validation problems, before the first step and at the end, if measured.
     """
@@ -158,16 +158,15 @@ class Outcome:
 class Spec:
     """A run, ready to be sent to its workers.
 
-    text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of engines and services by
+    text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of engines and services, by
     name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
-    rows, validation: encoded in the run's folder, read on use. sampling: without the stop tokens, which the worker's
-    model and tokenizer define. sampling_of: the same by domain. weight_dtype: of the rollout engine's
-    weights. shares_weights: the engine may compute on the trainer's own storage, if it is on the same worker.
-    sends_weights: False if it then needs no tensor (an adapter is applied unmerged). tolerance: how far engine
-    and trainer may differ in log-probs. ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms:
-    metrics of the contribution of each active loss term. facts: what a resumed run must share with its checkpoint.
-    description: the head of the report. num_left_out: rows that are not used, of "train" and "val DOMAIN". overlap: a
-    warning of validation rows that are trained on.
+    rows, validation: encoded in the run's folder, read when used. sampling: without the stop tokens, which the worker's
+    model and tokenizer define. sampling_of: the same by domain. weight_dtype: of the rollout engine's weights.
+    shares_weights: an engine on the trainer's worker may compute on its storage. sends_weights: False if it then needs
+    no tensors (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
+    ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics of the contribution of each
+    active loss term. facts: must be the same in a resumed run and its checkpoint. description: the head of the report.
+    num_left_out: unused rows of "train" and "val DOMAIN". overlap: a warning of validation rows that are trained on.
     """
 
     config: Config
@@ -197,7 +196,7 @@ class Spec:
         return self.options.run_dir
 
     def check_can_train(self) -> None:
-        """Raises UserError where what generates takes no weights, and for a tracker that is not installed."""
+        """Raises UserError if the rollout engine cannot load weights, or a tracker is not installed."""
         check_trackers(self.options.logger)
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
@@ -210,9 +209,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Who launches a run. allow_change: config keys that may differ from the checkpoint's. say: called with progress
-    messages, one line each. embedded: in a process that continues afterwards, such as a notebook's, which a second
-    signal must not end: it raises KeyboardInterrupt."""
+    """How a run is launched. allow_change: config keys that may differ from the checkpoint's. say: called with one-line
+    progress messages. embedded: in a process that continues afterwards, e.g. a notebook's, where a second signal raises
+    KeyboardInterrupt instead of ending it."""
 
     allow_change: tuple[str, ...] = ()
     say: Callable[[str], None] = lambda line: None
@@ -225,9 +224,8 @@ LAUNCH_DEFAULTS = LaunchOptions()
 
 class Launch(Protocol):
     def __call__(self, spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
-        """Run to the end, or to the first signal; None if it was handed to a job that runs elsewhere.
+        """Run to the end, or to the first signal; None if a job elsewhere runs it.
 
-        `spec.options.resume` says where it starts.
-        Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
-        written; TrustError if a check fails; NoProgress, NodeError.
+        `spec.options.resume` says where it starts. Raises UserError for a checkpoint that does not fit, or a folder
+        that is unwritable or in use by another run; TrustError if a check fails; NoProgress, NodeError.
         """

@@ -26,8 +26,8 @@ DECODED, DECODED_S = "rollout/decoded_tokens", "rollout/decode_s"
 class Figures:
     """The inputs of a step's metrics: one value for each sample, of one rank or of several joined.
 
-    scores, valid: None if nothing scores. parts: of the reward. versions: how many of the policy's tokens each version
-    generated. num_tokens: prompts included.
+    scores, valid: None if nothing scores. parts: of the reward. versions: the number of the policy's tokens by version.
+    num_tokens: including prompts.
     """
 
     prompt_lengths: Tensor
@@ -59,13 +59,13 @@ class Figures:
 
     @staticmethod
     def joined(ranks: Sequence["Figures"]) -> "Figures":
-        """Of all ranks, in their order."""
+        """The figures of all ranks, in order."""
         values = ([getattr(rank, each.name) for rank in ranks] for each in fields(Figures))
         return Figures(*map(_joined_values, values))
 
 
 def _longest_responses(batch: Batch) -> Tensor:
-    """Tokens of each response; with branches, of the longest conversation, from its first drawn token on."""
+    """Tokens of each response; with branches, of the longest conversation from its first drawn token on."""
     lengths = batch.lengths("response").clone()
     masks = batch.flat("response_mask").split(lengths.tolist())
     branches = batch["forks"] if "forks" in batch else ()  # noqa: SIM401  no dict
@@ -77,8 +77,8 @@ def _longest_responses(batch: Batch) -> Tensor:
 
 
 def _joined_values(values: list[Any]) -> Any:
-    """Tensors concatenated, lists too; numbers and counts added. None if the first rank has none, as its samples lack
-    the column; else without the ranks that have none."""
+    """Tensors and lists are concatenated, numbers and counts added. None if the first rank has none, as its samples
+    lack the column; otherwise ranks without values are skipped."""
     if values[0] is None:
         return None
     values = [value for value in values if value is not None]
@@ -106,15 +106,15 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
 
 
 def _joined(metrics: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    """Raises UserError if two metrics have one name, such as a part `mean` of a domain named like another part."""
+    """Raises UserError if two metrics have the same name, e.g. a part `mean` of a domain named like another part."""
     if clash := min(metrics.keys() & others.keys(), default=None):
         raise UserError(f"the metric '{clash}' would have two meanings: rename that part of the reward, or that domain")
     return metrics | others
 
 
 def domain_metrics(figures: Figures) -> dict[str, float]:
-    """Of each domain that rows name: its groups in this step, `reward/<domain>/mean_score` and each part of its
-    reward, `reward/<domain>/<part>`, over the samples that have it."""
+    """For each domain: its number of groups in this step, `reward/<domain>/mean_score` and each part of its reward,
+    `reward/<domain>/<part>`, over the samples that have it."""
     metrics = {}
     for domain in sorted(set(figures.domains)):
         own = [i for i, name in enumerate(figures.domains) if name == domain]
@@ -134,7 +134,7 @@ def scores(batch: Batch) -> Tensor:
 
 
 def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
-    """Over the samples without a reward error; none if all have one. values, valid: `(bs,)`."""
+    """Score metrics over the samples without a reward error; empty if all have one. values, valid: `(bs,)`."""
     valid_scores = values[valid].double()
     if not valid_scores.numel():
         return {}
@@ -147,9 +147,9 @@ def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
 
 
 def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, float]:
-    """The share of groups with equal scores, among those with two scores or more; none without such.
+    """The share of groups with equal scores among those with at least two scores; empty if there are none.
 
-    Compared within the group their responses have no advantage and teach nothing. values, valid, groups: `(bs,)`.
+    Their responses have zero group-relative advantage. values, valid, groups: `(bs,)`.
     """
     equal = []
     for group in groups.unique().tolist():
@@ -160,7 +160,7 @@ def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, flo
 
 
 def part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each reward part over the samples that have it, by its name."""
+    """The mean of each reward part over the samples that have it, by name."""
     found = dict[str, float]()
     for name in sorted({name for part in parts for name in part}):
         values = [part[name] for part in parts if name in part]
@@ -171,7 +171,7 @@ def part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: int) -> dict[str, float]:
     """Counts of prompt groups since the start of the run, and the staleness of this step's tokens.
 
-    versions: how many tokens each generated.
+    versions: number of tokens by version.
     """
     metrics = {
         "async/enqueued": float(group_counts.issued),
@@ -207,7 +207,7 @@ def group_metrics(group_counts: GroupCounts, versions: Mapping[int, int], step: 
 def staleness_shares(staleness: Mapping[int, int]) -> dict[str, float]:
     """`async/staleness/N`, the share of tokens with staleness N, for each N up to the largest.
 
-    staleness: number of tokens by their staleness, of one token or more.
+    staleness: number of tokens by staleness, at least one token.
     """
     counts = Counter[int]()
     for steps, count in staleness.items():
@@ -217,9 +217,9 @@ def staleness_shares(staleness: Mapping[int, int]) -> dict[str, float]:
 
 def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
     """The metrics of nodes over all ranks: weighted means, except for maxima. If two nodes of a rank have the same
-    metric, the later counts; a metric that some ranks lack is of the others.
+    metric, the later one counts; ranks that lack a metric are skipped.
 
-    A number that is the same on every rank (of an update, say) is unchanged.
+    A number that is the same on every rank (e.g. of an update) is unchanged.
     """
     own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
     if collective.size == 1:
@@ -237,8 +237,8 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
 
 
 def throughput(metrics: dict[str, float], phases: Iterable[str], own: int, ranks: Collective) -> dict[str, float]:
-    """`throughput/rollout` of what engines decoded, which it takes out of the metrics; and `throughput/PHASE`: the
-    tokens of all ranks that have the phase, by their seconds of it. own: tokens of this rank."""
+    """`throughput/rollout` from the tokens that engines decoded, which it removes from the metrics; and
+    `throughput/PHASE`: tokens per second over all ranks that have the phase. own: tokens of this rank."""
     tokens, seconds = metrics.pop(DECODED, 0.0), metrics.pop(DECODED_S, 0.0)
     found = {"throughput/rollout": tokens / seconds} if seconds else {}
     timings = {phase: metrics[f"timing_s/{phase}"] for phase in phases if f"timing_s/{phase}" in metrics}
@@ -250,9 +250,9 @@ def throughput(metrics: dict[str, float], phases: Iterable[str], own: int, ranks
 
 
 def sample_rows(batch: Batch) -> list[dict[str, object]]:
-    """One row for each sample, for people: texts, scores, the advantage (its mean over the policy's tokens), and the
-    share of these tokens that is left out of the loss. A sample with a reward error has no score there, unless
-    `reward.on_error` set one, and is neither right nor wrong."""
+    """A readable row for each sample: texts, scores, the advantage (mean over the policy's tokens), and the share of
+    these tokens that is masked in the loss. A sample with a reward error has no score unless `reward.on_error` set one,
+    and is neither right nor wrong."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
     accuracy = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
     errors = batch["reward_errors"] if "reward_errors" in batch else [None] * len(batch)  # noqa: SIM401  no dict
@@ -291,12 +291,12 @@ def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:
 
 
 SampleRows = list[dict[str, object]]
-"""One row for each sample, see `sample_rows`, with its `set` and `kind` ("greedy" or "sampled")."""
+"""A row for each sample (see `sample_rows`) with its `set` and `kind` ("greedy" or "sampled")."""
 
 Labels = tuple[str, str]
 """Domain and tag of a prompt."""
 Outcomes = dict[Labels, list[list[bool]]]
-"""By domain and tag, for each prompt whether each of its responses is right."""
+"""By domain and tag: for each prompt, whether each of its responses is right."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class ValidationResults:
 
     @staticmethod
     def joined(parts: Sequence["ValidationResults"]) -> "ValidationResults":
-        """Of parts of the same prompts."""
+        """The results of several parts of the same prompts."""
         greedy = _join_outcomes([part.greedy for part in parts])
         sampled = _join_outcomes([part.sampled for part in parts])
         rows = [row for part in parts for row in part.rows]
@@ -358,7 +358,7 @@ def _everything_and_each(outcomes: Outcomes) -> dict[str, list[list[bool]]]:
 
 
 def validation_names(found: Iterable[Labels]) -> dict[str, list[Labels]]:
-    """The names in metrics, with the domains and tags that each is over: "all"; every domain, if rows name any; every
+    """The names in metrics, with the domains and tags that each covers: "all"; every domain, if rows name any; every
     tag; and DOMAIN/TAG, for a tag of several domains. Raises UserError if one name stands for different prompts."""
     labels, names = list(dict.fromkeys(found)), dict[str, list[Labels]]()
     of_domain = {domain: [each for each in labels if each[0] == domain] for domain, _ in labels}

@@ -1,4 +1,4 @@
-"""Validation: accuracy by domain, on all workers that have an engine, or the validation loss if none has."""
+"""Validation: accuracy by domain, on all workers with an engine, or the validation loss if there are none."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ from distflow.training.engine import Scorer
 
 @dataclass(frozen=True)
 class Validator:
-    """Runs the nodes of a pipeline that validate on validation prompts. Its groups need no rollout capacity.
+    """Runs a pipeline's validating nodes on validation prompts. Its groups need no rollout capacity.
 
-    say: called if a node failed on a prompt; only the responses to that prompt are then errors. finished: called with
-    the number of responses to a prompt when it has them.
+    say: called if a node failed on a prompt; only the responses to that prompt are then errors. finished: called for
+    each finished prompt with its number of responses.
     """
 
     sets: Sequence[ValidationSet]
@@ -50,7 +50,7 @@ class Validator:
         return sum(len(s.rows) * ((s.greedy is not None) + s.num_samples * (s.sampled is not None)) for s in self.sets)
 
     async def run(self, step: int, part: int = 0, num_parts: int = 1) -> ValidationResults:
-        """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
+        """Validate after `step` steps, on every `num_parts`-th prompt from number `part` on."""
         rows: SampleRows = []
         greedy: Outcomes = {}
         sampled: Outcomes = {}
@@ -101,8 +101,8 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
 
 
 def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
-    """Mean negative log-likelihood of a token of the data's own responses (`sft/val_loss`); of each the sum, and the
-    number of tokens. Of preference pairs what a reward model makes of them."""
+    """Mean negative log-likelihood per token of the data's responses (`sft/val_loss`); a row per response with its sum
+    and number of tokens. For preference pairs, a reward model's metrics."""
     if sets[0].rows[0].rejected_ids is not None:
         return _validation_of_pairs(sets, actor)
     total, tokens, rows = 0.0, 0.0, SampleRows()
@@ -122,7 +122,7 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[
 
 
 def _validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
-    """Of a reward model: `rm/val_loss`, `rm/val_accuracy` and `rm/val_margin`, means over pairs; of each its scores."""
+    """`rm/val_loss`, `rm/val_accuracy` and `rm/val_margin` of a reward model, means over pairs; and the scores."""
     rows, margins = SampleRows(), list[float]()
     for chosen in sets:
         texts = [(i, row, ids) for i, row in enumerate(chosen.rows) for ids in (row.response_ids, row.rejected_ids)]
@@ -152,7 +152,7 @@ class ValidationRunner:
         self.step = inputs.version.step
 
     def validate(self, step: int) -> dict[str, float]:
-        """The metrics, on the rank that leads; none if there is no validation data."""
+        """The metrics, on the leading rank; empty if there is no validation data."""
         self.step = step
         if not self._spec.validation:
             return {}
@@ -186,7 +186,7 @@ class ValidationRunner:
         return replace(results, rows=self._auditor.part_validated(results.rows))
 
     def _results(self, step: int) -> Sequence[ValidationResults]:
-        """Of all workers that have an engine. None if others have them, and another rank asks."""
+        """The results of all workers with an engine. None if other workers have them and another rank requests them."""
         self._offload.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)
@@ -195,7 +195,7 @@ class ValidationRunner:
 
 
 def score(name: str, validated: Mapping[str, float]) -> float:
-    """What `keep_best` compares, higher being better; of a loss its negative. Raises UserError for an unknown name."""
+    """The score for `keep_best`, higher is better; for a loss its negative. Raises UserError for an unknown name."""
     if name not in validated:
         raise UserError(
             f"trainer.keep_best_metric={name} is not a metric of the validation; choose one of "

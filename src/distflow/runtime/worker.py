@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs its part of a pipeline. A context manager: while entered, its rollout loop runs the groups of the queue.
+    """Runs its part of a pipeline. A context manager: inside, its rollout loop runs the groups of the queue.
 
-    resources: its engines and services. validation: validates, also on prompts for other workers.
+    resources: its engines and services. validation: validates, including on prompts for other workers.
     """
 
     def __init__(self, parts: WorkerParts) -> None:
@@ -39,13 +39,13 @@ class Worker:
         self._parts, self._spec, self._ports, self._recorder = parts, inputs.spec, inputs.ports, inputs.recorder
         self._stop, self._version = inputs.stop, inputs.version
         self.resources, self.validation = parts.services.resources, parts.validation
-        self._rank = inputs.ports.collective.rank  # among those that train
+        self._rank = inputs.ports.collective.rank  # among the training ranks
         self._saved_at = inputs.version.step
         self._metric_stop = MetricStop(inputs.spec.data.stop_when, partial(inputs.recorder.note, "warning"))
         self._released: Released | None = None
 
     def __enter__(self) -> "Worker":
-        """Start services and engine, send the first weights, validate if asked, start the rollout loop."""
+        """Start services and engine, send the first weights, validate if configured, and start the rollout loop."""
         with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._parts.services)
             stack.enter_context(self._parts.saver)
@@ -67,7 +67,7 @@ class Worker:
     def training_loop(self) -> int:
         """consumes steps · waits until one is complete · unblocked by the rollout loop · produces versions
 
-        Returns the steps consumed in all.
+        Returns the number of steps consumed in total.
         """
         with self._recorder.phases("audit"):
             self._parts.auditor.loop_begins()
@@ -87,18 +87,18 @@ class Worker:
         return self.step
 
     def serve(self) -> int:
-        """For a worker that only generates: returns its last weight version when the queue hands out no more groups."""
+        """For a worker that only generates; returns its last weight version when the queue hands out no more groups."""
         self._generating.result()
         assert self.resources.rollout is not None, "a worker that only generates has an engine"
         return self.resources.rollout.version.step
 
     @property
     def step(self) -> int:
-        """Steps consumed in all: the number of the step to be consumed next."""
+        """Steps consumed in total, i.e. the number (from 0) of the next one."""
         return self._released.version.step if self._released is not None else self._version.step
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> TrainingStep[Batch] | None:
-        """This rank's part of the next step or of a part of it, None if there is none: see `SampleQueuePort.take`."""
+        """This rank's part of the next step, or of a part of it; None if there is none. See `SampleQueuePort.take`."""
         try:
             with self._recorder.phases("rollout" if self._spec.plan.generates else "data"):
                 self._parts.offload.only(())
@@ -106,7 +106,7 @@ class Worker:
                 while isinstance(step := self._parts.services.wait_for(take), NewWorkers):
                     self.send_to_new_workers()
         except Exhausted:
-            self.reward_metrics()  # which may be why
+            self.reward_metrics()  # which may be the reason
             raise
         if step is not None:
             self.check_taken(step.group_ids, step.batch)
@@ -121,7 +121,7 @@ class Worker:
             self._parts.auditor.step_taken(self.step, group_ids, batch, engine_version)
 
     def wait_for_call(self, blocking: Callable[[], T]) -> T:
-        """Wait for a call of the user's own loop, while the engine of this worker generates."""
+        """Wait for a call of the user's own loop while this worker's engine generates."""
         self._parts.offload.only(())
         with self._recorder.phases("rollout"):
             return self._parts.services.wait_for(blocking)
@@ -130,20 +130,20 @@ class Worker:
         self._parts.weight_sync.send_to_new_workers(self.step)
 
     def finish_saving(self) -> None:
-        """Wait until the checkpoint that is being written is whole."""
+        """Wait until the checkpoint being written is complete."""
         self._parts.saver.finish()
 
     def reward_metrics(self, others: RewardCounts = RewardCounts()) -> dict[str, float]:  # noqa: B008  immutable
-        """Metrics of the reward calls of all workers since the last call. others: of workers that do not train, for one
-        of the ranks. Raises TooManyErrors, on every rank."""
+        """Metrics of the reward calls of all workers since the last call. others: of workers that do not train, passed
+        to one of the ranks. Raises TooManyErrors on every rank."""
         with self._recorder.phases("check"):
             own = RewardCounts.joined([self._parts.reward_counts(), others])
             every = RewardCounts.joined(self._ports.collective.gather(own))
             return {**self._parts.errors.step(every, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the training nodes on this rank's part of a step, for a training loop of the user's own. group_ids: of
-        all ranks. Returns the batch with the nodes' columns, and their metrics over all ranks."""
+        """Run the training nodes on this rank's part of a step, for a user's own training loop. group_ids: of all
+        ranks. Returns the batch with the nodes' columns, and their metrics over all ranks."""
         step = TrainingStep(tuple(group_ids), (), batch)
         for node, ctx in self._nodes(step):
             step.batch, measured = node(step.batch, ctx)
@@ -151,32 +151,32 @@ class Worker:
         return step.batch, self._measured(step)
 
     def forward(self, role: str, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """Outputs of an engine outside of the nodes: see `Scorer.forward`."""
+        """Outputs of an engine outside of the nodes; see `Scorer.forward`."""
         self._parts.offload.only((role,))
         return cast(Batch, getattr(self.resources, role).forward(batch, outputs))
 
     def apply(self, batch: Batch, function: Callable[[Batch], object]) -> Batch:
-        """Have a function of the user's write columns."""
+        """Have a user's function write columns."""
         function(batch)
         return batch
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """By the engine of this worker, beside its groups; on any thread."""
+        """Generate with this worker's engine, beside its groups; callable on any thread."""
         return self._parts.services.call(self._generate(request))
 
     async def agenerate(self, request: GenerateRequest) -> GenerateResult:
-        """The same in the event loop of the caller."""
+        """`generate` in the caller's event loop."""
         return await asyncio.wrap_future(self._parts.services.start(self._generate(request)))
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        """Ends a response at the model's stop tokens too."""
+        """Generate; responses also end at the model's stop tokens."""
         engine, params = self.resources.rollout, request.params
         assert engine is not None, "only workers that generate are asked"
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.resources.stop_token_ids))
         return await generate_whole(engine.generate, replace(request, params=params))
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
-        """An optimizer step outside of the nodes, checked as theirs are."""
+        """An optimizer step outside of the nodes, checked like theirs."""
         engine = self.resources.trained()[role]
         self._parts.offload.only((role,))
         with self._recorder.phases(f"update_{role}"):
@@ -185,8 +185,8 @@ class Worker:
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """After training on a step: send its weights, release it, then validate, record and save as is due. Returns all
-        of its metrics."""
+        """After training on a step: send its weights, release it, then validate, record and save if due. Returns all of
+        its metrics."""
         step, metrics = self.step, dict(metrics)
         with self._recorder.phases("save"):
             self._parts.saver.check()
@@ -209,8 +209,8 @@ class Worker:
         return metrics
 
     def _nodes(self, step: TrainingStep[Batch]) -> Iterator[tuple[Step, NodeContext]]:
-        """The training nodes one after another, each to be run before the next is requested. Takes its time in
-        seconds (`perf/NODE`) if `dag.enable_perf` is on."""
+        """The training nodes in turn, each to be run before the next is requested. Times them (`perf/NODE`, in seconds)
+        if `dag.enable_perf` is on."""
         for compiled in self._parts.training_nodes:
             name, started = compiled.node.node_id, time.perf_counter()
             if self._parts.reshard.waits_for(name):
@@ -229,7 +229,7 @@ class Worker:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
     def _measured(self, step: TrainingStep[Batch]) -> dict[str, float]:
-        """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran one, of the first."""
+        """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran a node, of the first."""
         with self._recorder.phases("record"):
             measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
             if everyone.size > self._ports.collective.size:
@@ -237,10 +237,10 @@ class Worker:
             return {**measured, **step.times}
 
     def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float], figures: Figures) -> None:
-        """Validate, record and save a step; nothing else is generated meanwhile. The step is recorded before it is
-        saved, so that a resumed run has the metrics of all its steps.
+        """Validate, record and save a step; nothing else is generated meanwhile. A step is recorded before it is saved,
+        so that a resumed run has the metrics of all its steps.
 
-        A stop saves, if saving is not off, and validates only if that was due anyhow.
+        A stop saves unless saving is off, and validates only if that was due anyway.
         """
         step, due = released.version.step, released.due
         compares = self._spec.options.keep_best is not None and "save" in due
@@ -267,7 +267,7 @@ class Worker:
             self._save(released, validated, last=ends or released.finished or self._stop.wanted)
 
     def _ends(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> bool:
-        """Whether a metric ends the run here: the rank that leads decides for all, before any takes another step."""
+        """Whether a metric ends the run here: the leading rank decides for all, before any takes another step."""
         if self._metric_stop.condition is None:
             return False
         everyone, why = self._ports.everyone, ""
@@ -278,7 +278,7 @@ class Worker:
         return everyone.max(float(bool(why))) > 0
 
     def _end(self, step: int) -> None:
-        """No step is left, even where the run's `step`-th was not known to be the last: no later group succeeded."""
+        """No step is left, even if step `step` was not known to be the last, because no later group succeeded."""
         if self._ports.everyone.rank == 0:
             self._metric_stop.report_missing()
         plan = self._spec.data
@@ -288,10 +288,10 @@ class Worker:
             self._save(self._released, validated, last=True)
 
     def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
-        """Whatever ends the rollout loop must wake the trainer, which else waits for groups that never come.
+        """Whatever ends the rollout loop must wake the trainer, which would otherwise wait for groups forever.
 
-        Called on the asyncio thread, or by the thread that ends it: `abort` may be called on any. A loop that ends due
-        to a failure elsewhere has none itself, and reports nothing.
+        Called on the asyncio thread, or by the thread that ends it: `abort` may be called on any. A loop that ends
+        because of a failure elsewhere reports nothing.
         """
         error = CancelledError() if rollout_nodes.cancelled() else rollout_nodes.exception()
         if error is not None:

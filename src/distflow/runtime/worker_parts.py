@@ -19,8 +19,8 @@ from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """What a worker calls. services: with the resources, their engine watched. training_nodes: compiled, in order.
-    reward_counts: of this worker's reward calls since the last call."""
+    """The parts that a worker calls. services: with the resources, their engine watched. training_nodes: compiled, in
+    order. reward_counts: of this worker's reward calls since the last call."""
 
     inputs: WorkerInputs
     services: Session

@@ -1,4 +1,4 @@
-"""A worker's rank, device, dp group and folder, and what the sample queue must know of each dp group."""
+"""A worker's rank, device, dp group and folder, and what the sample queue must know about each dp group."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ class Home:
         return Home(os.getcwd(), tuple(sys.path))
 
     def enter(self) -> None:
-        """As far as this machine has it; what is missing is reported where it is needed."""
+        """Enter as far as they exist on this machine; what is missing is reported when needed."""
         with suppress(OSError):
             os.chdir(self.folder)
         sys.path += [path for path in self.module_paths if path not in sys.path]
@@ -35,9 +35,9 @@ class Home:
 
 @dataclass(frozen=True)
 class Place:
-    """A worker among the others. rank: in the plan. dp_groups: the ranks of each, in order; see `dp_groups_of`.
-    generators: the ranks that generate. threads: of torch. generator: its number among those that generate; a
-    replacement has a new one; -1 if it does not generate."""
+    """A worker's place among the others. rank: in the plan. dp_groups: the ranks of each, in order; see `dp_groups_of`.
+    generators: the ranks that generate. threads: of torch. generator: its number among those that generate, new for a
+    replacement; -1 if it does not generate."""
 
     rank: int
     dp_groups: tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def dp_group(self) -> tuple[int, ...]:
-        """Its own; empty for a worker that does not train."""
+        """Its own dp group; empty for a worker that does not train."""
         return next((dp_group for dp_group in self.dp_groups if self.rank in dp_group), ())
 
     @property
@@ -62,12 +62,12 @@ class Place:
 
     @property
     def first(self) -> int:
-        """The index of its dp group's first rank among those that train."""
+        """The index of its dp group's first rank among the training ranks."""
         return self.trainers.index(self.dp_group[0]) if self.dp_group else -1
 
     @property
     def part(self) -> int:
-        """Its number in the run's folder: the one that leads has the first."""
+        """Its number in the run's folder; the leading worker has the first."""
         order = [*self.trainers, *(rank for rank in self.generators if rank not in self.trainers)]
         return order.index(self.rank)
 
@@ -79,13 +79,13 @@ def dp_group_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
 
 
 def with_samples(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of a dp group with samples of their own: of tensor-parallel ranks, which share them, the first."""
+    """The ranks of a dp group with separate samples: the first of tensor-parallel ranks, which share theirs."""
     layout = dp_group_layout(plan, ranks)
     return tuple(rank for rank in ranks if layout.place(rank)["tensor"] == 0)
 
 
 def kept_share(plan: Plan, dp_groups: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int] | None:
-    """Which share of a step's samples this rank writes, and of how many; the first dp group writes them."""
+    """Which share of a step's samples this rank writes, and the number of shares; the first dp group writes them."""
     keepers = with_samples(plan, dp_groups[0])
     return (keepers.index(rank), len(keepers)) if rank in keepers else None
 
@@ -106,7 +106,7 @@ class MissingDevice(UserError):
 
 
 def own_device(planned: str) -> str:
-    """The name of what this process computes on. Raises MissingDevice."""
+    """The name of the device of this process. Raises MissingDevice."""
     wanted, found = torch.device(planned).type, torch.accelerator.current_accelerator(check_available=True)
     if wanted == "cpu":
         return "CPU"

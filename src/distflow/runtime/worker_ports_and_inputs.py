@@ -1,4 +1,4 @@
-"""The inputs of a worker from its launcher: its ports to other processes, and what it works on."""
+"""A worker's inputs from its launcher: its ports to other processes, and what it works on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,26 +23,25 @@ class ReshardPort(Protocol):
     """Between nodes of one dp group and nodes of another that read their columns."""
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """This writer's samples of a step, possibly none: the step is complete after all `num_writers` have put theirs.
+        """Put this writer's samples of a step, possibly none; the step is complete once all `num_writers` have.
 
-        Waits while too much is stored. Raises ReshardError if this step is invalid, and the error that ended another
-        rank.
+        Waits while too much is stored. Raises ReshardError for an invalid step, or the error that ended another rank.
         """
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """The samples of these uids, in that order, in memory of its own; each of `num_ranks` picks its own.
+        """The samples of these uids, in that order, in separate memory; each of `num_ranks` picks its own.
 
-        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, and the error that
+        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, or the error that
         ended another rank.
         """
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one worker. collective: of the ranks of its dp group. data: of those among them that have samples of
-    their own, one for each share of a step. everyone: of all ranks that train. abort: informs every other part
-    of the run that this one has failed. validate: validates on the workers with an engine, for one without. reshard:
-    None if no column goes from one dp group to another."""
+    """The ports of one worker. collective: of the ranks of its dp group. data: of the ranks among them with separate
+    samples, one for each share of a step. everyone: of all training ranks. abort: informs all other parts of the run
+    that this one has failed. validate: validates on the workers with an engine, for one without. reshard: None if no
+    columns go from one dp group to another."""
 
     queue: SampleQueuePort
     weights: WeightPort
@@ -57,7 +56,7 @@ class Ports:
 @dataclass(frozen=True)
 class WorkerInputs:
     """The inputs of a worker. state: of nodes, across steps. version: of the weights in the resources. resumed: the
-    checkpoint that both are of, None at a run's start."""
+    checkpoint that both come from; None at a run's start."""
 
     spec: Spec
     rank: int

@@ -1,4 +1,4 @@
-"""Admission: which prompt groups may start now, by rollout capacity, slots of the steps, generation budget and memory.
+"""Decides which prompt groups may start now, by rollout capacity, slots of the steps, generation budget and memory.
 
 Staleness is bounded here, by admission, not by dropping groups later.
 """
@@ -17,13 +17,13 @@ def rollout_capacity(
 ) -> int:
     """Groups that may start now (AReaL, arXiv 2505.24298, its rule for bounded staleness).
 
-    max_concurrent: groups that may run at once. running: those that run, without lost ones that wait to be issued
+    max_concurrent: groups that may run at once. running: groups that run, except lost ones that wait to be issued
     again. version: the lowest of the engines that may run the group, not the trainer's. accepted: `consumer_batch` for
-    each consumed step, short or not, plus the complete groups that are not consumed, and the empty slots of a short
-    step that is formed.
+    each consumed step, short or not, plus complete groups that are not consumed, and empty slots of a formed short
+    step.
 
-    At staleness 0 groups start in waves: none while a group of the last wave runs. Which groups share a batch in
-    the engine then depends on the ledger alone, not on which finished first, and a resumed run repeats it.
+    At staleness 0 groups start in waves: none while a group of the last wave runs. Which groups share an engine batch
+    then depends only on the ledger, not on which finished first, and a resumed run repeats it.
     """
     if max_staleness == 0 and running:
         return 0
@@ -32,13 +32,13 @@ def rollout_capacity(
 
 
 class GenerationBudget:
-    """Counts the groups of a class: those with the same due step.
+    """Counts the groups of each class, i.e. with the same due step.
 
-    A class covers the steps after the previous class up to its own due step (the first one all from `next_step` on),
+    A class covers the steps after the previous class up to its own due step (the first one, all from `next_step` on),
     and may have `per_slot` groups for each slot of these steps. At staleness 0 each step is a class of its own."""
 
     def __init__(self, per_slot: int, next_step: int, slots: Callable[[int], int]) -> None:
-        """slots: number of slots of all steps from `next_step` to the given one."""
+        """slots: gives the number of slots of all steps from `next_step` to a given one."""
         self._per_slot, self._slots = per_slot, slots
         self._due = next_step - 1
         self._num_covered = self._left = 0
@@ -49,7 +49,7 @@ class GenerationBudget:
 
     def issue(self, due: int) -> None:
         """Count an issued group; the first one of a class begins it."""
-        self._left = self.room(due) - 1  # below 0 if more groups were aborted before than it may have
+        self._left = self.room(due) - 1  # below 0 if more groups were aborted before than the class may have
         self._due = max(self._due, due)
         self._num_covered = max(self._num_covered, self._slots(due))
 
@@ -57,14 +57,14 @@ class GenerationBudget:
 class MemoryLimit:
     """Counts the bytes of complete groups, and estimates running ones by the mean of earlier groups.
 
-    limit_bytes: of all groups, None for no limit. Before any group is known, there is room for none: the caller admits
-    the groups that the next step waits for in any case.
+    limit_bytes: of all groups, None for no limit. Before any group is known, there is room for none; the caller always
+    admits the groups that the next step waits for.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
         self._held: dict[int, int] = {}
-        self._num_weighed = self._num_bytes = 0  # of all groups so far
+        self._num_weighed = self._num_bytes = 0  # totals of all groups so far
 
     @property
     def held_bytes(self) -> int:
@@ -90,10 +90,10 @@ class MemoryLimit:
 
 
 class Admission:
-    """Decides by the state of the queue; starts nothing. Sources are numbered as in `plan.sources`.
+    """Decides from the state of the queue, without starting anything. Sources are numbered as in `plan.sources`.
 
-    In all methods, engine_version is the version to issue groups with, num_left the groups that may still be made
-    (None for no bound), weights_step the last version that was sent.
+    In all methods, engine_version is the version to issue groups with, num_left the number of groups that may still be
+    made (None for no bound), weights_step the version last sent.
     """
 
     def __init__(self, plan: DataPlan, queue: SampleQueue) -> None:
@@ -175,8 +175,8 @@ class Admission:
         return not (self.waiting(engine_version, num_capacity) or self.new(engine_version, num_capacity, num_left))
 
     def is_spent(self, weights_step: int) -> bool:
-        """Whether the generation budget is used up before the next step is consumed, for the sources that it lacks
-        groups of, and no later version is on its way."""
+        """Whether the generation budget is used up before the next step is consumed, for the sources whose groups it
+        lacks, and no later version is on its way."""
         if not self._budgets or not self._knows(weights_step):
             return False
         due = min(self.engine_version, self._queue.next_step) + self._plan.max_staleness
@@ -195,11 +195,11 @@ class Admission:
         return self._asked and self.engine_version >= weights_step
 
     def _last_step(self, engine_version: int) -> int:
-        """The last step that groups which start now may be for."""
+        """The last step that may use groups that start now."""
         return min(engine_version + self._plan.max_staleness, self._plan.total_steps - 1)
 
     def _open(self, running: int, engine_version: int) -> int:
-        """Rollout capacity; none for steps that the run does not have."""
+        """The rollout capacity, excluding steps that the run does not have."""
         plan, queue = self._plan, self._queue
         version = self._last_step(engine_version) - plan.max_staleness
         num_open = sum(each.num_extra - each.num_unfilled for each in queue.domain_queues.values())

@@ -1,6 +1,6 @@
 """Bin packing of samples by tokens: into micro-batches of bounded size, and of a step's groups evenly over ranks.
 
-Micro-batches by first-fit decreasing, then evened out; ranks by the better of Karmarkar-Karp and a sorted greedy.
+Micro-batches use first-fit decreasing, then balancing; ranks use the better of Karmarkar-Karp and a sorted greedy.
 """
 
 import heapq
@@ -15,10 +15,10 @@ Parts = list[list[int]]
 def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
     """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
 
-    An item longer than `max_tokens` is never cut: it is a bin of its own. There are at least `min_bins` bins, empty
-    ones included if items are too few, so that all ranks can run the same number. Loads are evened out over the
-    bins, which keeps the peak of memory and the wait between ranks low. Indices ascend within a bin, bins by their
-    first index, empty ones last. The same arguments always give the same bins.
+    An item longer than `max_tokens` is never cut, but gets its own bin. There are at least `min_bins` bins, including
+    empty ones if items are too few, so that all ranks can run the same number. Loads are balanced over the bins, which
+    keeps peak memory and waits between ranks low. Indices ascend within a bin, bins by their first index, empty ones
+    last. The same arguments always give the same bins.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -38,7 +38,7 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
 
 
 def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int) -> Parts:
-    """Each item in turn to the bin that is lightest so far (Graham 1969), the first of equals."""
+    """Put each item in turn into the lightest bin so far (Graham 1969), the first of equals."""
     bins: Parts = [[] for _ in range(num_bins)]
     loads = [(0, b) for b in range(num_bins)]
     for item in longest_first:
@@ -63,10 +63,10 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
 
 
 def _level(bins: Parts, lengths: Sequence[int]) -> Parts:
-    """Move or swap items between the heaviest and the lightest bin while that brings the two closer.
+    """Move or swap items between the heaviest and the lightest bin while this brings the two closer.
 
-    No bin ever gets heavier than the heaviest was, so bins that fitted still fit; the squares of the loads only
-    fall, so it ends.
+    No bin gets heavier than the heaviest was, so bins that fitted still fit; the squares of the loads only fall, so it
+    terminates.
     """
     loads = [_load(bin_, lengths) for bin_ in bins]
     while True:
@@ -94,11 +94,11 @@ def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def partition(lengths: Sequence[int], num_parts: int) -> Parts:
-    """Exactly `num_parts` lists of indices into `lengths` whose sums are as even as two heuristics make them.
+    """Exactly `num_parts` lists of indices into `lengths`, with sums balanced by the better of two heuristics.
 
-    Neither wins everywhere: differencing is ahead on plain lengths, the greedy on a few long ones. The result's
-    heaviest part is the lighter of the two results'. Parts are empty if items are too few. Indices ascend within a
-    part, parts by their first index, empty ones last; the same arguments always give the same parts.
+    Neither always wins: differencing is better on typical lengths, the greedy on a few long ones. The result is the one
+    whose heaviest part is lighter. Parts are empty if items are too few. Indices ascend within a part, parts by their
+    first index, empty ones last; the same arguments always give the same parts.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
@@ -112,15 +112,15 @@ def partition(lengths: Sequence[int], num_parts: int) -> Parts:
 def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int) -> Parts:
     """Divide the items of a step over ranks so that no optimizer step waits for a rank with more of its mini-batch.
 
-    passes: the mini-batches of each pass over the step, of indices into `lengths`, each in one of them. In a single
-    pass each mini-batch is as even as `partition` makes it; several passes draw new mini-batches of items that stay on
-    their ranks, and a sorted greedy evens out all of them together.
+    passes: the mini-batches of each pass over the step, of indices into `lengths`, each index in one of them. In a
+    single pass `partition` balances each mini-batch; several passes draw new mini-batches of items that stay on their
+    ranks, and a sorted greedy balances all of them together.
     """
     if len(passes) == 1:
         return _divide_pass(lengths, passes[0], num_parts)
     parts: Parts = [[] for _ in range(num_parts)]
-    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]  # of each part, by mini-batch
-    homes: list[list[list[int]]] = [[] for _ in lengths]  # of each item, those of its mini-batches
+    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]  # loads of each part, by mini-batch
+    homes: list[list[list[int]]] = [[] for _ in lengths]  # loads of each item's mini-batches
     for own, mini_batches in zip(loads, passes, strict=True):
         for load, mini_batch in zip(own, mini_batches, strict=True):
             for item in mini_batch:
@@ -135,7 +135,7 @@ def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]
 
 
 def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
-    """The heaviest share of a mini-batch goes to the part that was lightest before it."""
+    """Give the heaviest share of each mini-batch to the part that was lightest before it."""
     parts: Parts = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     for mini_batch in mini_batches:
@@ -148,8 +148,8 @@ def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], 
 
 
 def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
-    """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial solutions of widest
-    spread are joined, the heaviest part of one with the lightest of the other, until one solution is left."""
+    """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial solutions with the
+    largest spread are joined, the heaviest part of one with the lightest of the other, until one solution is left."""
     if not lengths:
         return [[] for _ in range(num_parts)]
     empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
@@ -169,7 +169,7 @@ def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
 class DpGroupShares:
     """Ranks that train the same nodes on every step.
 
-    shares: by rank, which part of a step it takes, from 0; ranks that hold parts of the same tensors take the same.
+    shares: which part of a step each rank takes, from 0; ranks that hold parts of the same tensors take the same.
     mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None if a step has one. epochs: passes over a
     step.
     """

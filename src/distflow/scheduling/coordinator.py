@@ -24,29 +24,27 @@ from distflow.scheduling.snapshot import (
 )
 
 LOST = "lost"
-"""Why a group of an offered row is dropped: its process ended, and the row is gone with it."""
+"""The reason to drop a group of an offered row whose process ended, taking the row with it."""
 
 
 class Coordinator:
-    """Metadata only, without threads or locks of its own: threads share it under a lock, processes through an actor.
+    """Handles only metadata, without threads or locks: threads share it under a lock, processes through an actor.
 
     A group goes issue_groups → complete | drop | retry | abort; a step goes ready → release, which consumes its groups
-    and ends in a new version. Every move but `retry`, which the next issue shows, is written to the ledger; an
-    impossible one raises CountsError naming the group. At staleness 0 every step consumes all groups that were issued
-    for it, so the queue is empty after a release (except for aborted groups, and those of an earlier run with more
-    staleness), and a resumed run repeats what an uninterrupted run would do. Otherwise groups
-    stay in the queue, and the snapshot lists them.
+    and ends in a new version. Every move is written to the ledger, except `retry`, which the next issue shows; an
+    impossible one raises CountsError with the group. At staleness 0 every step consumes all groups that were issued for
+    it, so the queue is empty after a release (except for aborted groups, and those of an earlier run with more
+    staleness), and a resumed run repeats what an uninterrupted run would do. Otherwise groups stay in the queue, and
+    the snapshot lists them.
 
     Each of several domains has its own order, epoch and position, and its slots in every step (`domain_quotas`): a new
-    group is of the domain with the first slot without a group, so that a dropped group is replaced by one of its
-    domain.
+    group comes from the domain of the first slot without a group, so a dropped group is replaced by one of its domain.
 
-    Groups are made of rows of the data set and of offered rows: these have row numbers after the data set's, and come
-    first (`NextGroups`).
+    Groups are made from rows of the data set and from offered rows, which have row numbers after the data set's, and
+    come first (`NextGroups`).
 
-    due: of "save" and "validate", what is due after the last release.
-    queue: for questions about groups, and for `untake`, which the ledger does not record; all other moves are methods
-    of the coordinator.
+    due: which of "save" and "validate" are due after the last release. queue: for questions about groups, and for
+    `untake`, which the ledger does not record; all other moves are methods of the coordinator.
 
     Versions here are steps: version v is the weights after v steps, or the previous weights under a new number if
     nothing was updated. A step that changed weights without a weight sync leaves the engines at their version.
@@ -54,13 +52,13 @@ class Coordinator:
 
     def __init__(self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Snapshot | None = None) -> None:
         """snapshot: resume from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
-        complete in it are complete (the caller has their batches), those that ran then are issued first, and those
+        complete in it are complete (the caller has their batches), those that were running are issued first, and those
         issued after it are issued again, all with the same group ids. A group that died with its process has not
         failed: it uses up none of its three attempts.
 
         Staleness and batch size may differ from the snapshot's: complete groups that no step can consume in time are
-        dropped as stale, and `queue.holds` is false for them. Raises UserError if the data or their order are not those
-        of the snapshot.
+        dropped as stale, and `queue.holds` is false for them. Raises UserError if the data or their order differ from
+        the snapshot's.
         """
         start = snapshot or at_start(plan)
         check_resumable(plan, start)
@@ -103,7 +101,7 @@ class Coordinator:
 
     @property
     def step(self) -> int:
-        """The step that is consumed next."""
+        """The next step to be consumed."""
         return self.version.step
 
     @property
@@ -113,7 +111,7 @@ class Coordinator:
 
     def issue_groups(self, engine_version: int | None = None) -> list[PromptGroup]:
         """The groups to start now: lost ones that wait for another attempt, then new ones, each by group id. At
-        staleness 0 they come in waves; none while the last wave runs or the step is full.
+        staleness 0 they come in waves: none while the last wave runs or the step is full.
 
         engine_version: the lowest version of any engine, None for that of the last release. A version whose step is not
         released yet counts as the one before. Raises CountsError if versions go backwards, or ahead of the steps.
@@ -125,7 +123,7 @@ class Coordinator:
         prompt_groups = [
             self._reissue(number, engine_version) for number in self._admission.waiting(engine_version, num_capacity)
         ]
-        # Lost groups are a wave of their own; with oversampling, where every step begins with some, part of one.
+        # Lost groups form their own wave; with oversampling, where every step begins with some, they are part of one.
         num_open = (
             num_capacity - len(prompt_groups)
             if self.plan.oversampling
@@ -146,7 +144,7 @@ class Coordinator:
         self._journal("assigned", group_id=number, worker=worker)
 
     def offer(self) -> int:
-        """Add a row that is not in the data set; returns its number. Not in a run with domains, which have all
+        """Add a row that is not in the data set; returns its number. Not allowed in a run with domains, which have all
         slots."""
         row = self.prompt_groups.offer()
         self.queue.closed = False
@@ -163,21 +161,20 @@ class Coordinator:
         self._admission.memory.weigh(number, num_bytes)
 
     def drop(self, number: int, reason: str) -> None:
-        """Drop a group without training on it: its id is used up, its rollout capacity is free again."""
+        """Drop a group without training on it: its id is used up, and its rollout capacity is free again."""
         group = self.queue.drop(number, reason)
         self._journal("dropped", group_id=number, reason=reason)
         self._counts[group.domain].drop(reason)
 
     def record_accuracy(self, number: int, accuracy: Accuracy | None) -> None:
-        """Note the accuracy of a running group's responses, None if they were not scored, before it is completed or
-        dropped."""
+        """Note the accuracy of a running group's responses (None if not scored) before it is completed or dropped."""
         if accuracy is not None:
             group = self.queue.running_group(number, "be scored")
             self._skips.record(group.domain, group.row, accuracy)
             self.shares.record(group.domain, accuracy)
 
     def retry(self, number: int) -> bool:
-        """A group was lost during the run, with the engine or the process that worked on it.
+        """Retry a group that was lost during the run with the engine or process that worked on it.
 
         Returns whether it waits for `issue_groups` to issue it again. If not, this was its third attempt and it is
         dropped as max_retries.
@@ -188,8 +185,8 @@ class Coordinator:
         return waits
 
     def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
-        """Running groups that are no longer needed were aborted, and wait to be issued again. num_tokens: generated for
-        them and discarded."""
+        """Note that running groups that are no longer needed were aborted, and wait to be issued again. num_tokens:
+        generated for them and discarded."""
         groups = [self.queue.abort(number) for number in numbers]
         self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
         self._num_aborted_tokens += num_tokens
@@ -197,8 +194,8 @@ class Coordinator:
             self._counts[group.domain].aborted += 1
 
     def end_surplus(self, wanted: int | None) -> list[PromptGroup]:
-        """Let groups wait to be issued again, without which the next step, or the part of `wanted` groups, can be
-        formed. Returns them."""
+        """Let groups that the next step, or the part of `wanted` groups, does not need wait to be issued again. Returns
+        them."""
         if wanted is None and self.queue.num_taken:
             return []
         numbers = self.queue.surplus(self.plan.consumer_batch if wanted is None else wanted)
@@ -211,8 +208,8 @@ class Coordinator:
         return [self.queue.prompt_group(number) for number in numbers]
 
     def lose(self, number: int) -> None:
-        """The samples of a complete group that no step has taken are gone with the process that had them: the group
-        waits to be issued again, and this uses up none of its three attempts."""
+        """Note that a complete group that no step has taken was lost with the process that held its samples: it waits
+        to be issued again, which uses up none of its three attempts."""
         self.queue.lose(number)
         self._journal("lost", group_id=number)
 
@@ -243,11 +240,11 @@ class Coordinator:
         return self._admission.is_stalled(self.prompt_groups.num_left)
 
     def release(self, step: int, sent_weights: bool = True) -> Version:
-        """Consume the step, which ends in a new version, on disk when this returns. Counts are checked.
+        """Consume the step, which ends in a new version; it is on disk when this returns. Counts are checked.
 
-        sent_weights: whether new weights were sent; if not, the version stands for the last ones that were sent, or the
-        engines keep an older one. `issue_groups` gets their version, which the caller sets before this call.
-        Raises UserError, and changes nothing, if a curriculum fails.
+        sent_weights: whether new weights were sent; if not, the version stands for the weights sent last, or the
+        engines keep an older one. `issue_groups` gets their version, which the caller sets before this call. Raises
+        UserError, and changes nothing, if a curriculum fails.
         """
         self.ready(step)
         if change := self.shares.change(step):
@@ -271,8 +268,8 @@ class Coordinator:
         return self.version
 
     def end(self, why: str) -> None:
-        """No step is left after the last release: a metric has the value of `plan.stop_when`. A run that resumes with
-        the same has ended as well. why: for the user."""
+        """End the run after the last release, because a metric meets `plan.stop_when`. A run that resumes with the same
+        condition has ended too. why: for the user."""
         self._cut["ended"] = {"when": str(self.plan.stop_when), "why": why}
         self.plan = replace(self.plan, total_steps=self.step)
 
@@ -288,8 +285,8 @@ class Coordinator:
         self.queue.closed |= self.prompt_groups.data_open and self.prompt_groups.num_left == 0
 
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
-        """The source's next group that is not skipped; None if the data end before. If all rows of an epoch would be
-        skipped, the row after them is taken: no source runs empty."""
+        """The source's next group that is not skipped; None if the data end first. If all rows of an epoch would be
+        skipped, the row after them is taken, so that no source runs empty."""
         num_left = self.plan.sources[source].num_rows
         while self.prompt_groups.num_left != 0:
             prompt_group = self.prompt_groups.make(source, engine_version)
@@ -311,8 +308,8 @@ class Coordinator:
         return prompt_group
 
     def _restore(self, groups: list[PromptGroup]) -> None:
-        """Complete groups by their due step, as many of each domain as fit into the steps up to it; the others are
-        stale."""
+        """Restore complete groups by due step, as many of each domain as fit into the steps up to it; drop the others
+        as stale."""
         max_staleness, num_fit = self.plan.max_staleness, Counter[str]()
         for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
             slots = self.shares.quotas.up_to(self.queue.domain_queues[group.domain].domain, group.due(max_staleness))
@@ -330,7 +327,7 @@ class Coordinator:
             self._counts[group.domain].drop(reason)
 
     def _checked_snapshot(self) -> Snapshot:
-        """Raises CountsError if groups are missing, or the ledger counts others."""
+        """Check the counts. Raises CountsError if groups are missing, or the ledger's counts differ."""
         counts = self.checked_counts()
         counts.check()
         if self._ledger and self._ledger.group_counts != counts:

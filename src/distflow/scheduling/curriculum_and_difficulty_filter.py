@@ -1,4 +1,4 @@
-"""The curriculum (shares of domains as a function of accuracy) and the difficulty filter (rows that are skipped).
+"""The curriculum (shares of domains as a function of accuracy) and the difficulty filter (skipped rows).
 
 A row is skipped for some epochs if the share of correct responses was too high or too low when it was last used.
 """
@@ -24,7 +24,7 @@ _KEY = "data.curriculum.function"
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of a group's responses: how many are correct, and how many have a score."""
+    """The accuracy of a group's responses: how many are correct, and how many have a score."""
 
     num_right: int
     num_judged: int
@@ -42,12 +42,12 @@ class CurriculumPlan:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known of a domain, dropped groups included.
+    """The progress of a domain, including dropped groups.
 
-    weight: of the config. share: the present one. accuracy: share of correct responses among those scored since the
+    weight: of the config. share: the current one. accuracy: share of correct responses among those scored since the
     last call; None if there was none. learnability: mean of p · (1 - p) over its groups, p being a group's share of
-    correct responses. mean_accuracy, mean_learnability: moving means of these; None before the first value.
-    num_judged: scored responses since the run began.
+    correct responses. mean_accuracy, mean_learnability: moving means of these; None before the first value. num_judged:
+    scored responses since the run began.
     """
 
     weight: float
@@ -61,11 +61,11 @@ class Progress:
 
 CurriculumFunction = Callable[[Mapping[str, Progress], int, dict[str, Any]], Mapping[str, float]]
 """(progress by domain, steps done, state) → relative weights by domain. state: empty at the start; the function may
-write JSON values to it and finds them again at the next call, also in a resumed run."""
+write JSON values to it, which persist to the next call, also in a resumed run."""
 
 
 class SavedCurriculum(TypedDict):
-    """domains: the fields of `_Measured`, `learnability` as a fraction. state: the function's own."""
+    """domains: the fields of `_Measured`, `learnability` as a fraction. state: the function's."""
 
     domains: dict[str, dict[str, Any]]
     state: dict[str, Any]
@@ -110,7 +110,7 @@ class Curriculum:
     def __init__(
         self, plan: CurriculumPlan, weights: Mapping[str, float], saved: SavedCurriculum | None = None
     ) -> None:
-        """weights: of the config, by domain. Raises UserError if there is no such function."""
+        """weights: of the config, by domain. Raises UserError for an unknown function."""
         self._plan, self._weights = plan, weights
         self._function = load_curriculum(plan.function)
         domains = saved["domains"] if saved else {}
@@ -127,7 +127,7 @@ class Curriculum:
         self._measured[domain].count(group)
 
     def shares(self, step: int, before: Iterable[Fraction]) -> tuple[list[Fraction], dict[str, Progress]]:
-        """New shares in the domains' order, and the progress. step: steps done. before: the present shares. Raises
+        """New shares in the domains' order, and the progress. step: steps done. before: the current shares. Raises
         UserError, and changes nothing, if the function fails or returns no valid weights."""
         measured = {
             name: self._measured[name].progress(weight, share, self._plan.smoothing)
@@ -167,11 +167,11 @@ def load_curriculum(name: str) -> CurriculumFunction:
 
 def learnability(progress: Mapping[str, Progress], step: int, state: dict[str, Any]) -> dict[str, float]:
     """The config's weights times the moving mean of p · (1 - p) over the prompts of a domain, the variance of a correct
-    response: a prompt that all responses get right or wrong teaches nothing (Foster et al. 2025, *Learning to Reason at
-    the Frontier of Learnability*, arXiv:2502.12272; Tzannetos et al. 2023, arXiv:2304.12877).
+    response: a prompt that all responses get right or wrong has no learning signal (Foster et al. 2025, *Learning to
+    Reason at the Frontier of Learnability*, arXiv:2502.12272; Tzannetos et al. 2023, arXiv:2304.12877).
 
-    At least a fifth of the maximum, 1/4, so that each domain continues to be measured. A domain that was not measured
-    yet counts as 1/4."""
+    The mean is at least a fifth of its maximum, 1/4, so that each domain continues to be measured. A domain that is not
+    measured yet counts as 1/4."""
 
     def worth(known: Progress) -> float:
         return 0.25 if known.mean_learnability is None else max(known.mean_learnability, 0.05)
@@ -184,7 +184,7 @@ def _moved(before: float | None, now: float, smoothing: float) -> float:
 
 
 def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
-    """The weights in the order of the names. Raises UserError."""
+    """The returned weights in the order of the names. Raises UserError."""
     if not isinstance(returned, Mapping):
         raise UserError(f"{who} returned {_shown(returned)}, not a mapping from domains to weights. {_GO_ON}")
     for name in returned:
@@ -232,23 +232,23 @@ def _shown(value: object) -> str:
 
 
 TOO_EASY, TOO_HARD = "too_easy", "too_hard"
-"""Why the group of a skipped row is dropped."""
+"""Reasons to drop the group of a skipped row."""
 
 SavedSkips = dict[str, dict[str, int]]
-"""By reason, then by row: how many times it is still skipped."""
+"""By reason, then by row: how many more times it is skipped."""
 
 
 @dataclass(frozen=True)
 class SkipPlan:
-    """outside: by domain, the range of the share of correct responses in which a row is used. epochs: how many times
-    another row is skipped before it is used again."""
+    """outside: by domain, the range of the share of correct responses within which a row is used. epochs: how many
+    times other rows are skipped before they are used again."""
 
     outside: Mapping[str, tuple[float, float]]
     epochs: int = 1
 
 
 class Skips:
-    """Counts how many times each row is still skipped."""
+    """Counts how many more times each row is skipped."""
 
     def __init__(self, plan: SkipPlan | None, saved: SavedSkips | None = None) -> None:
         self._plan = plan
@@ -258,7 +258,7 @@ class Skips:
         }
 
     def record(self, domain: str, row: int, accuracy: Accuracy) -> None:
-        """Note the accuracy of the responses to a row, in place of what was known before."""
+        """Note the accuracy of the responses to a row, replacing the previous one."""
         if self._plan is None or domain not in self._plan.outside or not accuracy.num_judged:
             return
         low, high = self._plan.outside[domain]

@@ -1,4 +1,4 @@
-"""A domain queue, part of the sample queue: the groups of one domain, by the last step that may train on them."""
+"""A domain queue, a part of the sample queue: the groups of one domain, by the last step that may train on them."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState
 
 @dataclass
 class _Due:
-    """Groups with the same due step that do not wait. dropped: counts by reason."""
+    """Groups with the same due step, except waiting ones. dropped: counts by reason."""
 
     running: set[int] = field(default_factory=set)
     complete: set[int] = field(default_factory=set)
@@ -39,7 +39,7 @@ class DomainQueue:
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all domain queues, by id; each replaces the records of its own. oversampling: see `DataPlan`."""
+        """groups: of all domain queues, by id; each replaces its own records. oversampling: see `DataPlan`."""
         self._groups, self._quotas, self.domain, self._max_staleness = groups, quotas, domain, max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
@@ -69,8 +69,8 @@ class DomainQueue:
 
     @property
     def num_extra(self) -> int:
-        """Extra groups that may run beyond the slots of the next step; a fraction of the slots that it lacks, so that
-        a few missing ones do not start a whole batch."""
+        """Extra groups that may run beyond the slots of the next step: a fraction of the missing ones, so that a few
+        missing groups do not start a whole batch."""
         return ceil(self._oversampling * max(0, self.num_lacking))
 
     def room(self, step: int) -> int:
@@ -133,7 +133,7 @@ class DomainQueue:
         self._due = {due: members for due, members in self._due.items() if due > step or members.num_live}
 
     def num_owed(self) -> int:
-        """Groups that the next step must still take so that none of the remaining ones gets too old."""
+        """Groups that the next step must still take so that none of the rest becomes too stale."""
         owed = num_left = 0
         for due in sorted(self._due):
             num_left += self._due[due].num_live
@@ -141,8 +141,8 @@ class DomainQueue:
         return owed
 
     def first(self, step: int, wanted: int) -> list[int] | None:
-        """The first complete groups by due step, then by id; None if too many groups due by some step would remain,
-        more than the steps up to there and further parts of this one take, so that running ones must be waited for."""
+        """The first complete groups by due step, then by id; None if it must wait for running ones, because more groups
+        due by some step would remain than the steps up to it and further parts of this one can take."""
         num_later = max(0, self.num_wanted - wanted)
         chosen: list[int] = []
         num_left = num_running = 0
@@ -165,8 +165,8 @@ class DomainQueue:
         return self._check(step, chosen)
 
     def surplus(self, wanted: int) -> list[int]:
-        """The groups without which `first` need not wait although others run: the latest running ones, then the latest
-        complete ones. None if the step waits for one that was aborted too often. It lacks no group."""
+        """The groups to end so that `first` need not wait for running ones: the latest running ones, then the latest
+        complete ones. Empty if the step waits for one that was aborted too often. The step must lack no group."""
         num_later, num_taken = max(0, self.num_wanted - wanted), 0
         left, ended = list[int](), list[int]()
         for due in sorted(self._due):
@@ -187,7 +187,7 @@ class DomainQueue:
         return ended
 
     def dropped(self) -> Counter[str]:
-        """Dropped groups by reason, of those due by steps that are not consumed."""
+        """Counts of dropped groups by reason, for due steps that are not consumed."""
         return sum((members.dropped for members in self._due.values()), Counter[str]())
 
     def _later(self, due: int) -> int:

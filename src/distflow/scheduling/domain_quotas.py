@@ -1,4 +1,4 @@
-"""The shares of domains: which domain each slot of a step belongs to, exact over time, and changes by a curriculum."""
+"""The shares of domains: assigns each slot of a step to a domain, exactly over time, with changes by a curriculum."""
 
 import math
 import sys
@@ -20,10 +20,10 @@ Shares = Sequence[Fraction]
 class Quotas:
     """The slots of the steps from the next one on, `consumer_batch` per step, numbered from that step's first slot.
 
-    After every slot each domain has had its share of all slots, to within less than one. Slots are assigned by deadline
+    After every slot each domain has had its share of all slots, to within one slot. Slots are assigned by deadline
     (earliest first, then in the domains' order) among the domains that are not ahead of their share: the windows of
-    proportionate fairness (Baruah et al. 1996), which are always met this way. A domain's lag behind its share is all
-    the state that is needed to continue.
+    proportionate fairness (Baruah et al. 1996), which are always met this way. A domain's lag behind its share is the
+    only state needed to continue.
 
     If shares change between steps, a domain is due the sum of its shares over all slots. No rule that does not know
     future changes can keep every domain within one slot of that; if a domain lags by a slot or more, the domain that
@@ -41,17 +41,17 @@ class Quotas:
         weights: Sequence[Fraction] = (Fraction(1),),
         lags: Sequence[Fraction] | None = None,
     ) -> None:
-        """weights: relative, at least one above 0. lags: slots by which each domain is behind its share at the next
+        """weights: relative, at least one above 0. lags: the slots by which each domain is behind its share at the next
         step."""
         assert consumer_batch > 0 and all(weight >= 0 for weight in weights)
         shares = [weight / sum(weights) for weight in weights]
         lags = lags or [Fraction(0)] * len(shares)
         self._whole = lcm(*(each.denominator for each in (*shares, *lags)))  # units of one slot
         self._shares = [int(share * self._whole) for share in shares]
-        self._lag = [int(lag * self._whole) for lag in lags]  # after the last step that was computed
+        self._lag = [int(lag * self._whole) for lag in lags]  # lags after the last computed step
         self._batch, self.next_step, self._num_made = consumer_batch, next_step, next_step
-        self._lags = deque[list[int]]()  # before each computed step
-        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])  # the first is past
+        self._lags = deque[list[int]]()  # lags before each computed step
+        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])  # the first entry is in effect
         self._places: list[list[int]] = [[] for _ in shares]
         self._num_consumed = [0] * len(shares)
 
@@ -68,9 +68,9 @@ class Quotas:
         return [(self.next_step, past[-1]), *(change for change in self._changes if change[0] > self.next_step)]
 
     def change(self, step: int, shares: Shares) -> None:
-        """Set the shares from that step on, which is not formed yet; later changes are discarded."""
+        """Set the shares from a step on that is not formed yet; later changes are discarded."""
         assert step >= self.next_step and sum(shares) == 1 and min(shares) >= 0
-        if step < self._num_made:  # computed ahead to see which domain comes first
+        if step < self._num_made:  # steps were computed ahead to see which domain comes first
             self._lag, self._num_made = self._lags[step - self.next_step], step
             while len(self._lags) > step - self.next_step:
                 self._lags.pop()
@@ -88,12 +88,12 @@ class Quotas:
         return bisect_left(self._places[domain], (step + 1) * self._batch)
 
     def in_all(self, domain: int, step: int) -> int:
-        """The same from the first step of this object on."""
+        """Slots of the domain from this object's first step to this one."""
         return self._num_consumed[domain] + self.up_to(domain, step)
 
     def place(self, domain: int, number: int) -> int:
         """Position of the domain's slot of that number, counted from 0 at the next step; after all others if it may
-        never have so many."""
+        never have that many."""
         last, shares = self._changes[-1]
         if shares[domain] == 0:
             num_places = self.up_to(domain, max(last, self.next_step))
@@ -123,7 +123,7 @@ class Quotas:
             self._num_made += 1
 
     def _set_shares(self, step: int) -> None:
-        """Set the shares of a step in units of a slot; smaller units if they are finer than before."""
+        """Set the shares of a step in units of a slot; the unit shrinks if they are finer than before."""
         shares = [shares for first, shares in self._changes if first <= step][-1]
         finer = lcm(self._whole, *(share.denominator for share in shares)) // self._whole
         if finer > 1:
@@ -133,17 +133,17 @@ class Quotas:
         self._shares = [int(share * self._whole) for share in shares]
 
     def _take(self) -> int:
-        """The domain of one more slot."""
+        """Assign one more slot; returns its domain."""
         self._lag = [lag + share for lag, share in zip(self._lag, self._shares, strict=True)]
         domains = range(len(self._lag))
         chosen = max(domains, key=self._lag.__getitem__)
-        if self._lag[chosen] < self._whole:  # none is overdue
+        if self._lag[chosen] < self._whole:  # no domain is overdue
             chosen = min((domain for domain in domains if self._lag[domain] > 0), key=self._deadline)
         self._lag[chosen] -= self._whole
         return chosen
 
     def _deadline(self, domain: int) -> tuple[float, int]:
-        """Slots until the domain is due. One without a share never is, and is ordered by its lag."""
+        """Slots until the domain is due. A domain without a share never is, and is ordered by its lag."""
         if self._shares[domain] == 0:
             return math.inf, -self._lag[domain]
         return -((self._lag[domain] - self._whole) // self._shares[domain]), 0
@@ -177,8 +177,8 @@ class DomainShares:
             self._curriculum.count(domain, accuracy)
 
     def change(self, step: int) -> SavedShares | None:
-        """Before the step is consumed: new shares for the first step for which no group can have been issued yet, None
-        if they are not due. Raises UserError if the curriculum fails."""
+        """Called before the step is consumed: new shares for the first step for which no group can have been issued
+        yet; None if not due. Raises UserError if the curriculum fails."""
         if not self._curriculum:
             return None
         changes = self.quotas.changes
@@ -194,7 +194,7 @@ class DomainShares:
         return self.saved_shares()[-1]
 
     def saved_state(self) -> dict[str, Any]:
-        """Entries of a snapshot; none if shares stay."""
+        """Entries of a snapshot; empty if shares stay."""
         if self._curriculum is None:
             return {}
         return {"shares": self.saved_shares(), "curriculum": self._curriculum.saved_curriculum()}

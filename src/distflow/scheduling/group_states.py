@@ -8,7 +8,7 @@ from typing import Any
 
 TRAIN = "train"
 MAX_ABORTS = 3
-"""Times that a group may be aborted: then a place in the step is reserved for it, and the step waits for it."""
+"""How often a group may be aborted before a place in the step is reserved for it, for which the step waits."""
 
 
 @dataclass(frozen=True, order=True)
@@ -23,7 +23,7 @@ class GroupState(StrEnum):
     """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker, until it is scored
     and filtered. queued: complete. training: taken by the step that trains now. The others have left the queue.
 
-    The ledger has a group that is training as queued until the step is consumed."""
+    In the ledger a training group is queued until the step is consumed."""
 
     WAITING = "waiting"
     GENERATING = "generating"
@@ -37,21 +37,17 @@ class GroupState(StrEnum):
 class PromptGroup:
     """One prompt group, numbered globally, independent of the number of workers.
 
-    The first fields identify it: two records of one issue are equal. The others are what the scheduler knows of it,
-    from its issue to the step that trains on it; it replaces its record whenever one changes, and a rollout worker has
-    the record as it was when the group was issued.
+    The first fields identify it: two records of one issue are equal. The others are the scheduler's knowledge of it,
+    from its issue to the step that trains on it; the scheduler replaces the record when one changes, and a rollout
+    worker has the record from the issue.
 
-    group_id: position in the run's data order, from 0.
-    epoch, row: the row of the data set, and the pass over it.
-    group_size: samples of the prompt.
-    version: of the engine's weights when the group was issued.
-    attempt: raised each time that the group restarts, after a crash or an abort.
-    stream: "train", "train/<domain>", or "val/<set>".
-    position: in the order of its domain, from 0; always 0 in a run without domains.
-    num_tokens: of all its samples, prompts included; 0 until it is complete.
-    failures, num_aborts: times that it was lost during the run, and that it was aborted. counts: whether its worker may
-    complete one more group of its domain for it, with oversampling.
-    lowest_version: of its tokens, None until it is complete.
+    group_id: position in the run's data order, from 0. epoch, row: the row of the data set, and the pass over it.
+    group_size: samples of the prompt. version: of the engine's weights when the group was issued. attempt: raised each
+    time that the group restarts, after a crash or an abort. stream: "train", "train/<domain>", or "val/<set>".
+    position: in the order of its domain, from 0; always 0 in a run without domains. num_tokens: of all its samples,
+    prompts included; 0 until it is complete. failures, num_aborts: how often it was lost during the run, and aborted.
+    counts: whether its worker may complete one more group of its domain for it, with oversampling. lowest_version: of
+    its tokens, None until it is complete.
     """
 
     group_id: int
@@ -75,24 +71,24 @@ class PromptGroup:
         return self.stream.partition("/")[2]
 
     def changed(self, **changes: Any) -> "PromptGroup":
-        """The record with other values. `dataclasses.replace` takes several times as long, three times for a group."""
+        """A changed record. `dataclasses.replace`, run three times per group, would take several times as long."""
         record = object.__new__(PromptGroup)
         record.__dict__.update(self.__dict__, **changes)
         return record
 
     @property
     def complete(self) -> bool:
-        """Whether its samples are in the queue, or with the step that has taken it."""
+        """Whether its samples are in the queue, or with the step that took it."""
         return self.state in (GroupState.QUEUED, GroupState.TRAINING)
 
     def due(self, max_staleness: int) -> int:
-        """The last step that may train on it. Tokens of weights older than the group's are a fault, and make it due
+        """The last step that may train on it. Tokens from weights older than the group's are a fault, and make it due
         earlier."""
         lowest = self.version if self.lowest_version is None else min(self.version, self.lowest_version)
         return max_staleness + lowest
 
     def issued_fields(self) -> dict[str, Any]:
-        """Fields of the ledger's record that it was issued."""
+        """Fields of the ledger's record of its issue."""
         fields = {name: getattr(self, name) for name in ("group_id", "epoch", "row", "version", "attempt")}
         return {**fields, "domain": self.domain} if self.domain else fields
 
@@ -110,18 +106,18 @@ class Places:
         return not any(self._free.values())
 
     def has_place(self, group: PromptGroup) -> bool:
-        """Whether the group may be completed, besides those that others have reserved."""
+        """Whether the group may be completed, beside the slots reserved for others."""
         others = 0 if group in self._reserved else sum(each.domain == group.domain for each in self._reserved)
         return self._free[group.domain] > others
 
     def end(self, group: PromptGroup, complete: bool) -> None:
-        """The group is complete, and takes a place, or it is dropped."""
+        """End a group: it is complete and takes a place, or it is dropped."""
         self._reserved.discard(group)
         self._free[group.domain] -= complete
 
 
 class CountsError(RuntimeError):
-    """A group was lost, doubled, or moved in an impossible way: a bug. The message names the group."""
+    """A group was lost, duplicated, or moved in an impossible way: a bug. The message names the group."""
 
 
 @dataclass
@@ -151,10 +147,10 @@ def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """How many groups are in which states. running: waiting or generating. complete: queued or training.
-    consumed: trained. dropped: counts by reason. aborted: times that a group was aborted because its step was full, so
-    that it waits to be issued again; aborted_tokens: tokens generated for these. domains: of each with an issued group;
-    empty without domains."""
+    """Numbers of groups by state. running: waiting or generating. complete: queued or training. consumed: trained.
+    dropped: counts by reason. aborted: how often a group was aborted because its step was full, so that it waits to be
+    issued again; aborted_tokens: generated for these. domains: counts of each with an issued group; empty without
+    domains."""
 
     issued: int = 0
     running: int = 0
@@ -167,7 +163,7 @@ class GroupCounts:
 
     @staticmethod
     def of(domains: Mapping[str, DomainCounts], running: int, complete: int, aborted_tokens: int) -> "GroupCounts":
-        """A copy of the counts of all domains, with their sums."""
+        """The sums of the domains' counts, with a copy of these."""
         dropped = Counter[str]()
         for counts in domains.values():
             dropped.update(counts.dropped)

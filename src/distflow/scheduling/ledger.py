@@ -1,6 +1,6 @@
 """The ledger: an append-only journal of groups, versions and steps, `ledger.jsonl` in the run's folder.
 
-One JSON object a line: {"t": seconds since 1970, "restart": restart, "kind": ..., ...}. The kinds that count groups:
+One JSON object per line: {"t": seconds since 1970, "restart": restart, "kind": ..., ...}. The kinds that count groups:
 
     opened      ledger (its id)                          the first line
     plan        max_staleness, consumer_batch, quotas    of the run from here on: at its start and resumes; quotas:
@@ -48,7 +48,7 @@ Record = dict[str, Any]
 
 
 STALE = "stale"
-"""Why a complete group is dropped: the run resumes with a bound that it would exceed."""
+"""The reason to drop a complete group that exceeds the staleness bound of the resumed run."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Mark:
 
 
 class LedgerError(UserError):
-    """A ledger that cannot be read: damaged, or not one."""
+    """A ledger that cannot be read: it is damaged, or not a ledger."""
 
 
 class _State(IntEnum):
@@ -77,7 +77,7 @@ class _State(IntEnum):
 
 
 class LedgerCounts:
-    """Counts groups; a record that moves one in an impossible way is an error. Uses one byte per group."""
+    """Counts groups, one byte each; a record that moves one in an impossible way is an error."""
 
     def __init__(self) -> None:
         self.last_step = 0
@@ -85,11 +85,11 @@ class LedgerCounts:
         self._attempts: dict[int, int] = {}
         self._counts: Counter[_State] = Counter()
         self._domains = defaultdict[str, DomainCounts](DomainCounts)
-        self._domain_of: dict[int, str] = {}  # of groups in the queue, if there are domains
+        self._domain_of: dict[int, str] = {}  # domains of groups in the queue, if there are domains
         self._num_aborted_tokens = 0
 
     def apply(self, record: Record) -> None:
-        """The next record of a surviving timeline. Raises CountsError naming the group or the step."""
+        """Apply the next record of a surviving timeline. Raises CountsError with the group or the step."""
         if (apply := getattr(self, f"on_{record['kind']}", None)) is not None:
             apply(record)
 
@@ -167,11 +167,11 @@ class LedgerCounts:
 
 
 class Ledger(AbstractContextManager["Ledger"]):
-    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the name of a
-    new file is for the caller to sync.
+    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the caller
+    must sync the name of a new file.
 
-    mark: of the checkpoint that the run resumes from, None for a new run. An existing ledger is rolled back to it. If
-    it belongs to another ledger, this one starts empty and `inherits` is True.
+    mark: of the checkpoint that the run resumes from; None for a new run. An existing ledger is rolled back to it. If
+    the mark is of another ledger, this one starts empty and `inherits` is True.
     """
 
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
@@ -210,7 +210,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self.sync()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        """A failure to write the last records is raised only if nothing failed before."""
+        """Close the file. A failure to write the last records is raised only if nothing failed before."""
         try:
             self.close()
         except OSError:
@@ -264,9 +264,9 @@ def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
 
 
 def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]:
-    """(byte offset, record) of the valid records: those that no later `rolled_back` took back. end: of those before it.
+    """(byte offset, record) of the valid records, which no later `rolled_back` revoked. end: read only those before it.
 
-    A torn line where a writer was killed is skipped. Raises LedgerError for any other damage of valid records.
+    A torn line from a killed writer is skipped. Raises LedgerError for any other damage of valid records.
     """
     stop = sys.maxsize if end is None else end
     spans: list[tuple[int, int]] = []
@@ -318,7 +318,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _first_line(path: Path) -> bytes:
-    """Empty if there is no file."""
+    """The first line; empty if there is no file."""
     if not path.exists():
         return b""
     with _opened(path) as file:

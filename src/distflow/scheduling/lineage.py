@@ -1,4 +1,4 @@
-"""The lineage of a step, from the ledger alone: its groups, their attempts, and what was dropped meanwhile."""
+"""The lineage of a step, from only the ledger: its groups, their attempts, and the groups dropped meanwhile."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ _MAX_NUMBER = 1e11
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of a group. version: of the engine's weights then. worker: None if only one could work on it. t: seconds
-    since 1970. restart: of the run. aborted: because its step was full."""
+    """A start of a group. version: of the engine's weights then. worker: None if there is only one. t: seconds since
+    1970. restart: of the run. aborted: because its step was full."""
 
     version: int
     worker: str | None
@@ -30,9 +30,9 @@ class Attempt:
 class GroupLineage:
     """A prompt group.
 
-    state: where the ledger ends, or trained, or dropped for `reason`. epoch, row: None if it began in another run's
-    folder. version: the lowest of any of its tokens, None until it is queued. tokens: of all its samples. domain: None
-    in a run without domains.
+    state: at the ledger's end, or trained, or dropped for `reason`. epoch, row: None if it began in another run's
+    folder. version: the lowest of its tokens, None until it is queued. tokens: of all its samples. domain: None in a
+    run without domains.
     """
 
     group_id: int
@@ -54,7 +54,7 @@ _STATE_AFTER = {
     "consumed": GroupState.TRAINED,
     "dropped": GroupState.DROPPED,
 }
-"""By kind of record."""
+"""The group's state after each kind of record."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class StepLineage:
     """A step, counted from 1, as files and metrics count.
 
     groups: those that it trained on; before it is consumed, those in the sample queue. dropped: since the previous step
-    was consumed. consumed_at: seconds since 1970, None if the ledger has not consumed it. weights: version of the
-    engines after it, None if the ledger ends before. max_staleness: None if the ledger does not say. aborted: ids of
-    groups that ran for it and were not needed; aborted_tokens: generated for them.
+    was consumed. consumed_at: seconds since 1970; None if not consumed. weights: the engines' version after it; None if
+    the ledger ends earlier. max_staleness: None if not in the ledger. aborted: ids of groups that ran for it and were
+    not needed; aborted_tokens: generated for them.
     """
 
     step: int
@@ -79,7 +79,7 @@ class StepLineage:
 
 
 def step_lineage(path: Path, step: int) -> StepLineage:
-    """Reads the surviving timeline once, up to the step, and keeps only the groups in the queue.
+    """The lineage of a step. Reads the surviving timeline once, up to the step, keeping only the groups in the queue.
 
     Raises UserError if there is no ledger or no such step in it, LedgerError if it is damaged.
     """
@@ -180,11 +180,11 @@ class _Reader:
         for kind in (record["kind"] for record in records):
             state = _STATE_AFTER.get(kind, state)
         if state is GroupState.GENERATING and issued and issued["restart"] != self._restart:
-            state = GroupState.WAITING  # the process that had it is gone
+            state = GroupState.WAITING  # the process that held it is gone
         is_complete = state in (GroupState.QUEUED, GroupState.TRAINED) or bool(dropped and dropped["reason"] == STALE)
         complete = last.get("complete") if is_complete else None
         version = inherited.get("version") if inherited and is_complete else None
-        if complete:  # older ledgers have no version of complete groups: it is the group's
+        if complete:  # older ledgers lack the version of complete groups: use the group's
             version = complete.get("version", attempts[-1].version if attempts else None)
         return GroupLineage(
             group_id,

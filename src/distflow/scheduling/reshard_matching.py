@@ -1,4 +1,4 @@
-"""Passes the samples of a step from the ranks that write them to those that read them, each its own.
+"""Passes the samples of a step from the ranks that write them to those that read them.
 
 Only uids and references are handled here.
 """
@@ -15,7 +15,7 @@ Ref = TypeVar("Ref")
 
 
 class ReshardError(RuntimeError):
-    """A step that cannot be resharded. The message names it, and who is to blame."""
+    """A step that cannot be resharded. The message names the step and the cause."""
 
 
 class Key(NamedTuple):
@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Share(Generic[Ref]):
-    """What one rank reads of a step: each sample as (index into `refs`, row of that object), in the order it asked for.
+    """What one rank reads of a step: each sample as (index into `refs`, row of that object), in the requested order.
 
     writers: who put each of `refs`. A rank without samples has one object, for its columns.
     """
@@ -47,24 +47,24 @@ class _Step(Generic[Ref]):
     """State of a step from the first reservation to the last rank's release."""
 
     num_writers: int
-    reserved: dict[int, int] = field(default_factory=dict)  # bytes by writer
+    reserved: dict[int, int] = field(default_factory=dict)  # reserved bytes by writer
     puts: dict[int, tuple[Sequence[str], Ref]] = field(default_factory=dict)  # uids and object by writer
-    num_ranks: int = 0  # that read it, known from the first pick on
+    num_ranks: int = 0  # ranks that read it, known after the first pick
     places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (writer, row) by uid, after the first pick
     released: set[int] = field(default_factory=set)
 
 
 class Reshard(Generic[Ref]):
-    """A pure state machine; its driver notifies those who wait.
+    """A pure state machine; its driver notifies waiting callers.
 
-    Each of a step's writers first reserves memory for its samples and then puts them, as one object, which may be
-    empty. The step is complete once all have; each rank that reads it then picks its samples. Once every rank has
-    released its share, the step is forgotten and its memory is free.
+    Each writer of a step first reserves memory for its samples and then puts them, as one object, which may be empty.
+    The step is complete once all have; then each reading rank picks its samples. Once every rank has released its
+    share, the step is forgotten and its memory is free.
 
     Nothing is searched: put and pick cost the same for any number of steps.
 
     limit_bytes: of all samples reserved and not released (`held_bytes`). The oldest step of a queue is admitted even
-    beyond it, so that later steps never block a step that is waited for."""
+    beyond the limit, so that later steps never block one that is awaited."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -72,8 +72,8 @@ class Reshard(Generic[Ref]):
         self._queues: defaultdict[str, dict[Key, _Step[Ref]]] = defaultdict(dict)  # steps in the order of their opening
 
     def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
-        """Whether the writer may put so many bytes now. Raises ReshardError if it already did, or passes other
-        sizes."""
+        """Whether the writer may put this many bytes now. Raises ReshardError if it already did, or the sizes
+        disagree."""
         steps = self._queues[key.queue]
         step = steps.get(key)
         if step is not None and (step.num_writers != num_writers or not 0 <= writer < num_writers):
@@ -103,8 +103,8 @@ class Reshard(Generic[Ref]):
     def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[Ref]:
         """The samples of these uids in a complete step, in that order, for one of `num_ranks` that each pick theirs.
 
-        Of a sample that several writers put, as ranks of a tensor-parallel group do, the first one's is used. Raises
-        ReshardError for a missing sample, and if ranks disagree on their number.
+        If several writers put a sample, as ranks of a tensor-parallel group do, the first one's is used. Raises
+        ReshardError for a missing sample, or if ranks disagree on their number.
         """
         step = self._queues[key.queue][key]
         assert self.is_complete(key)

@@ -1,6 +1,6 @@
-"""The data plan: what a run draws from its data, in which sizes, when it saves, validates and ends; the next group that
-is drawn; and the order of the data (epoch and row of each group) and the split of a step into mini-batches, which are
-pure functions of the seed: the same on any machine and for any number of ranks."""
+"""The data plan: what a run draws from its data, in which sizes, and when it saves, validates and ends; the next group
+to draw; and the order of the data (epoch and row of each group) and the split of a step into mini-batches, which are
+pure functions of the seed, the same on any machine and for any number of ranks."""
 
 import hashlib
 import time
@@ -18,19 +18,18 @@ from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan,
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
 EPOCHS, MINI_BATCHES = 0, 1
-"""Streams of `keyed_permutation`: one per purpose, so that equal seeds and counts never give equal orders."""
+"""Streams of `keyed_permutation`, one per purpose, so that equal seeds and counts never give equal orders."""
 
 _WORD = (1 << 64) - 1
 UNKNOWN_ROWS, WINDOW = 1 << 40, 1024
-"""The number of rows of a source that is read forward only, and the rows among which its order is drawn."""
+"""The assumed number of rows of a source that is only read forward, and the window in which its rows are shuffled."""
 
 
 def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
     """A permutation of `range(num_items)` drawn by counter: it depends only on the arguments.
 
-    It sorts raw 64-bit Philox words (Salmon et al. 2011). Numpy guarantees those on every platform and in every
-    version, but not `Generator.permutation`.
-    At most two `words` distinguish draws of one stream. `(num_items,)` int64.
+    It sorts raw 64-bit Philox words (Salmon et al. 2011). Unlike `Generator.permutation`, numpy guarantees those on
+    every platform and in every version. At most two `words` distinguish draws of one stream. `(num_items,)` int64.
     """
     assert num_items >= 0 and len(words) <= 2, "the counter has room for two words besides the drawing one"
     key = np.array([seed & _WORD, stream], dtype=np.uint64)
@@ -62,12 +61,12 @@ def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = ""
 
 
 def total_steps(num_epochs: int, num_rows: int, consumer_batch: int) -> int:
-    """Steps of a run that drops nothing: steps cross the borders of epochs, and the last one may be short."""
+    """The number of steps of a run that drops nothing: steps cross epoch boundaries, and the last one may be short."""
     return -(-num_epochs * num_rows // consumer_batch)
 
 
 def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int]]:
-    """The items of each group together, in the order of the first ones. groups: of all items; None if each is alone."""
+    """The items of each group together, ordered by their first ones. groups: of all items; None if each is alone."""
     members: dict[int, list[int]] = {}
     for item in items:
         members.setdefault(item if groups is None else int(groups[item]), []).append(item)
@@ -80,9 +79,9 @@ def minibatches(
     """Sample indices of each mini-batch of `mini_batch_prompts` prompt groups; the last may be short.
 
     groups: the group of each sample, with samples in the order of their groups, which must not depend on the worker
-    that produced them; None if each sample is a group of its own.
-    epoch: the pass of the update over this step's samples, from 0. The order of the groups is drawn from
-    (seed, step, epoch); groups stay whole, and indices ascend within a mini-batch.
+    that produced them; None if each sample is its own group. epoch: the pass of the update over this step's samples,
+    from 0. The order of the groups is drawn from (seed, step, epoch); groups stay whole, and indices ascend within a
+    mini-batch.
     """
     if mini_batch_prompts < 1:
         raise ValueError(f"mini_batch_prompts must be at least 1, not {mini_batch_prompts}")
@@ -97,8 +96,8 @@ def minibatches(
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """A domain that is drawn from. weight: relative to the others', above 0, read as an exact decimal. group_size:
-    samples per prompt, None for the run's."""
+    """A domain to draw from. weight: relative to the others', above 0, read as an exact decimal. group_size: samples
+    per prompt, None for the run's."""
 
     name: str
     num_rows: int
@@ -108,8 +107,7 @@ class DomainPlan:
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often something is due: every so many steps, epochs or seconds, whichever comes first. 0 or less and None are
-    never."""
+    """How often something is due: in steps, epochs or seconds, whichever comes first. 0 or less and None mean never."""
 
     steps: int = 0
     epochs: int | None = None
@@ -120,22 +118,22 @@ class Frequency:
 
 
 class Timetable:
-    """Tells after each step whether something is due. A resumed run continues to count where its checkpoint was made;
-    the time between two starts does not count."""
+    """Determines after each step whether something is due. A resumed run continues the checkpoint's count; the time
+    between two starts does not count."""
 
     def __init__(self, frequency: Frequency, num_rows: int, num_passed: int = 0, secs: float = 0.0) -> None:
-        """num_rows: groups of an epoch. num_passed: as of `is_due`. secs: since it was due last."""
+        """num_rows: groups of an epoch. num_passed: as in `is_due`. secs: since it was last due."""
         self._frequency, self._num_rows, self._num_passed = frequency, num_rows, num_passed
         self._last = time.monotonic() - secs
 
     @property
     def secs(self) -> float:
-        """Since it was due last, or since the start of the run; 0 where they do not count."""
+        """Seconds since it was last due, or since the start of the run; 0 if seconds do not count."""
         return time.monotonic() - self._last if self._frequency.secs is not None else 0.0
 
     def is_due(self, step: int, num_passed: int, is_last: bool = False) -> bool:
-        """To be asked once after each step. num_passed: groups that were consumed or dropped so far. is_last: no step
-        is left, so that it is due unless it never is."""
+        """Call once after each step. num_passed: groups consumed or dropped so far. is_last: no step is left, so it is
+        due unless the frequency is never."""
         frequency, before, self._num_passed = self._frequency, self._num_passed, num_passed
         size = self._num_rows * (frequency.epochs or 0)
         by_steps = frequency.steps > 0 and step % frequency.steps == 0
@@ -151,15 +149,14 @@ class DataPlan:
     """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`, whichever comes first.
     Without `total_groups` the data are repeated as often as the steps need.
 
-    group_size: samples per prompt. consumer_batch: prompt groups per step.
-    max_staleness: largest age of a token's weights in steps when it is trained on.
-    max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: generation
-    budget of a step, in batches. oversampling: extra groups that run, as a fraction of those that the step lacks.
-    max_held_bytes: of groups that wait for their step or are trained on, None for no bound. domains: in
-    the order of their rows, none for one source; each repeats by itself, so that with them `total_groups` is None.
-    curriculum: how their shares change, None if they stay. skips: which rows are skipped, None for none. saves,
-    validates: when the run writes a checkpoint, and when it validates, besides at its end. stop_when: it ends earlier
-    when a metric has this value.
+    group_size: samples per prompt. consumer_batch: prompt groups per step. max_staleness: largest age of a token's
+    weights in steps when it is trained on. max_concurrent: groups that may run at once, None for as many as staleness
+    allows. max_num_gen_batches: generation budget of a step, in batches. oversampling: extra groups that run, as a
+    fraction of those that the step lacks. max_held_bytes: of groups that wait for their step or are trained on, None
+    for no bound. domains: in the order of their rows, empty for one source; each repeats separately, so that with them
+    `total_groups` is None. curriculum: how their shares change, None if they stay. skips: which rows are skipped, None
+    for none. saves, validates: when the run saves a checkpoint, and when it validates, besides at its end. stop_when:
+    the metric's condition that ends it earlier.
     """
 
     num_rows: int
@@ -202,19 +199,19 @@ class DataPlan:
 
 
 class NextGroups:
-    """Makes the next group: of an offered row, else of the data set.
+    """Makes the next group, from an offered row, else from the data set.
 
     num_offered: groups of offered rows so far. data_open: whether the data set still has groups."""
 
     def __init__(self, plan: DataPlan, counts: defaultdict[str, DomainCounts], num_offered: int) -> None:
-        """counts: of the run, by domain; the caller counts each group before it makes the next."""
+        """counts: of the run, by domain; the caller counts each group before making the next."""
         self._plan, self._counts = plan, counts
         self.num_offered = num_offered
         self._offered = deque[int]()  # rows that wait for rollout capacity
         self.data_open = True
 
     def offer(self) -> int:
-        """A number for a row that is not in the data set. Not in a run with domains, which have all slots."""
+        """A number for a row that is not in the data set. Not allowed in a run with domains, which have all slots."""
         assert not self._plan.domains
         row = self._plan.num_rows + self.num_offered + len(self._offered)
         self._offered.append(row)
@@ -222,7 +219,7 @@ class NextGroups:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that were offered and have no group yet."""
+        """The number of offered rows without a group."""
         return len(self._offered)
 
     @property
@@ -235,7 +232,7 @@ class NextGroups:
         return len(self._offered) + max(0, self._plan.total_groups - self._num_drawn)
 
     def make(self, source: int, engine_version: int) -> PromptGroup:
-        """The next new group of the source. engine_version: its version."""
+        """The next new group of the source, with this version."""
         plan, number = self._plan, self._num_issued
         if self._offered:
             self.num_offered += 1
@@ -256,5 +253,5 @@ class NextGroups:
 
     @property
     def _num_drawn(self) -> int:
-        """Number of groups made of rows of the data set."""
+        """The number of groups made from rows of the data set."""
         return self._num_issued - self.num_offered

@@ -10,7 +10,7 @@ from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, PromptGroup
 
 MAX_ATTEMPTS = 3
-"""Attempts that a group has: lost in the last one too, it is not tried again."""
+"""The attempts that a group has; if it is lost in the last one too, it is dropped."""
 
 
 class Exhausted(UserError):
@@ -18,29 +18,29 @@ class Exhausted(UserError):
 
 
 class SampleQueue:
-    """A pure state machine; its driver notifies those who wait.
+    """A pure state machine; its driver notifies waiting callers.
 
     A group that was issued at version v is due at step v + `max_staleness`. Step s takes complete groups by due step,
-    then by group id, and forms only if the remaining ones still fit: for every d ≥ s, at most
-    (d - s) · `consumer_batch` of the groups due by d. Admission (`rollout_capacity`) allows one batch more than that
-    before the step, so that it forms once all groups that it must wait for have ended, and no group is left past its
-    due step, whatever the order of completion. At staleness 0 a step is all groups that were issued for it and were not
-    dropped.
+    then by group id, and forms only if the remaining ones still fit: for every d ≥ s, at most (d - s) ·
+    `consumer_batch` of the groups due by d. Admission (`rollout_capacity`) allows one batch more than that before the
+    step, so it forms once all groups that it must wait for have ended, and no group is left past its due step, whatever
+    the order of completion. At staleness 0 a step is all groups that were issued for it and not dropped.
 
-    With several domains this holds for each by itself, with its slots of the steps (`quotas`) instead of whole batches:
-    a step takes as many groups of each domain as it has slots for it, so the shares are exact whatever finishes first.
+    With several domains this holds for each separately, with its slots of the steps (`quotas`) instead of whole
+    batches: a step takes as many groups of each domain as it has slots for it, so shares are exact whatever finishes
+    first.
 
     A group that waits to be issued again has no due step.
 
     Without domains a step may also be taken in parts, of any sizes: each takes groups by due step, then by
     group id, and the remaining ones must fit after the last part (`num_owed`).
 
-    With `oversampling` more groups run than the step has slots. Above staleness 0 those that would be left past their
-    due step are ended once the step can form without them (`surplus`). At staleness 0 it takes those that finish first
-    on their worker (`give_places`), and the others are aborted: they wait to be issued again, before new ones.
+    With `oversampling` more groups run than the step has slots. Above staleness 0 groups that would be left past their
+    due step are ended once the step can form without them (`surplus`). At staleness 0 the step takes those that finish
+    first on their worker (`give_places`), and the others are aborted: they are issued again before new ones.
 
-    closed: whether no further group will come, so that the last step may be short.
-    when_exhausted: if no more groups may be issued and the step is not full: an error, or continue with what there is.
+    closed: whether no further group will come, so that the last step may be short. when_exhausted: if no more groups
+    may be issued and the step is not full, raise an error, or continue with a short step.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SampleQueue:
 
     @property
     def num_running(self) -> int:
-        """Including those that wait to be issued again."""
+        """Running groups, including those that wait to be issued again."""
         return len(self._groups) - self.num_complete
 
     @property
@@ -83,7 +83,7 @@ class SampleQueue:
 
     @property
     def num_live(self) -> int:
-        """Neither consumed nor dropped."""
+        """Groups that are neither consumed nor dropped."""
         return len(self._groups)
 
     @property
@@ -123,13 +123,13 @@ class SampleQueue:
         return self.domain_queues[self._groups[number].domain]
 
     def issue(self, prompt_group: PromptGroup) -> None:
-        """Add a group that starts. Raises CountsError if it is in the queue already."""
+        """Add a group that starts. Raises CountsError if it is already in the queue."""
         if prompt_group.group_id in self._groups:
             raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
         self.restore(prompt_group)
 
     def restore(self, group: PromptGroup) -> None:
-        """Add a group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
+        """Add a group of a snapshot. An incomplete one died with its process, and waits to be issued again."""
         self._groups[group.group_id] = group
         self.queue_of(group.group_id).add(group.group_id)
 
@@ -142,17 +142,17 @@ class SampleQueue:
         return failures < MAX_ATTEMPTS
 
     def lose(self, number: int) -> None:
-        """The samples of a complete group are gone, without a failure of the group: it waits to be issued again. Raises
-        CountsError if it is not complete, or a step has taken it."""
+        """Note that the samples of a complete group are lost, without its own failure: it waits to be issued again.
+        Raises CountsError if it is not complete, or a step has taken it."""
         group = self._groups.get(number)
         if group is None or group.state is not GroupState.QUEUED:
             raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
         self.queue_of(number).wait(number)
 
     def give_places(self, numbers: Sequence[int]) -> None:
-        """Of a generation batch that begins: the groups of each domain that has more than the step lacks count for
-        those that it lacks, first those that were aborted too often. Which groups are completed is up to their workers,
-        each of which may complete as many of its own as count."""
+        """Give places to a generation batch that begins: in each domain with more groups than the step lacks, only as
+        many groups count, first those that were aborted too often. Each worker decides which groups it completes, as
+        many as it has counting ones."""
         for name, queue in self.domain_queues.items():
             own = [number for number in sorted(numbers) if self._groups[number].domain == name]
             own.sort(key=lambda number: self._groups[number].num_aborts < MAX_ABORTS)
@@ -172,8 +172,8 @@ class SampleQueue:
         return self._groups[number]
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> PromptGroup:
-        """Note that a group has its rewards and passed all filters. version: the lowest of any of its tokens, None for
-        the group's."""
+        """Note that a group has its rewards and passed all filters. version: the lowest of its tokens, None for the
+        group's."""
         self.running_group(number, "complete")
         self.queue_of(number).complete(number, num_tokens, version)
         return self._groups[number]
@@ -187,10 +187,10 @@ class SampleQueue:
     def ready(self, step: int, exhausted: bool = False) -> tuple[int, ...] | None:
         """The groups that form `step`, ascending, or None while it must wait. Once formed it stays the same.
 
-        It holds fewer than `consumer_batch` at the end of the data, and if groups are exhausted and the run is to
+        It has fewer than `consumer_batch` at the end of the data, or if groups are exhausted and the run is to
         continue; never none. exhausted: no further group may be issued before this step is consumed for a domain that
-        lacks some. Raises Exhausted if the run is not to continue, or no group is left, and CountsError if a group was
-        generated by weights that are too old for the step.
+        lacks some. Raises Exhausted if the run is not to continue, or no group is left, and CountsError if a group's
+        weights are too old for the step.
         """
         if self._formed:
             return tuple(sorted(self._formed))
@@ -204,7 +204,7 @@ class SampleQueue:
         """`wanted` more groups of a step that is taken in parts, ascending, or None while they are missing. With
         several domains a step is one part.
 
-        exhausted, and how many there are at the end: as in `ready`. Raises as it does.
+        exhausted, and the size at the end of the data: as in `ready`. Raises what `ready` raises.
         """
         if step != self.next_step:
             raise CountsError(f"step {step + 1} was asked for, but the next one is {self.next_step + 1}")
@@ -217,20 +217,20 @@ class SampleQueue:
         return tuple(sorted(number for numbers in parts for number in numbers))
 
     def surplus(self, wanted: int) -> list[int]:
-        """With `oversampling`, above staleness 0: groups that are to end, so that `part` need not wait for them.
-        Also of a domain that has its groups while others lack some, whose new groups start in their place."""
+        """With `oversampling`, above staleness 0: groups to end, so that `part` need not wait for them. Also those of a
+        domain that has its groups while others lack some, whose new groups start in their place."""
         if not (self._oversampling and self._max_staleness):
             return []
         needs = [(queue, own) for queue, own in self._needs(wanted) if queue.num_untaken >= own]
         return [number for queue, own in needs for number in queue.surplus(own)]
 
     def untake(self, numbers: Collection[int] | None = None) -> None:
-        """Put these of the groups that the next step has taken back, or all."""
+        """Put back these groups that the next step has taken, or all of them."""
         for queue in self.domain_queues.values():
             queue.untake(queue.formed if numbers is None else numbers)
 
     def num_owed(self) -> int:
-        """Groups that the next step must still take so that none of the remaining ones gets too old."""
+        """Groups that the next step must still take so that none of the rest becomes too stale."""
         return sum(queue.num_owed() for queue in self.domain_queues.values())
 
     def release(self, step: int) -> list[PromptGroup]:
@@ -257,9 +257,9 @@ class SampleQueue:
         return [(queue, queue.num_wanted) for queue in self.domain_queues.values()]
 
     def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
-        """Ids that each domain queue gives to the step."""
+        """The ids that each domain queue gives to the step."""
         if self._max_staleness == 0 and self.num_running > self.num_waiting:
-            return None  # the wave is not over
+            return None  # the wave has not ended
         if lacking := [queue for queue, wanted in needs if queue.num_untaken < wanted]:
             if self.num_running > self.num_waiting or any(queue.waiting for queue in lacking):
                 return None
@@ -288,7 +288,7 @@ class SampleQueue:
         )
 
     def running_group(self, number: int, verb: str) -> PromptGroup:
-        """A group that generates. Raises CountsError, saying that it cannot `verb`, if it is in another state."""
+        """A generating group. Raises CountsError, saying that it cannot `verb`, if it is in another state."""
         group = self._groups.get(number)
         if group is None:
             raise CountsError(f"group {number} cannot {verb}: it was never issued, or is consumed or dropped")

@@ -1,4 +1,4 @@
-"""What the scheduler writes as JSON: the state to resume from, as of the last release."""
+"""The scheduler's state as JSON, to resume from, as of the last release."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,10 +15,10 @@ _identity = attrgetter(*_IDENTITY)
 
 
 class SavedGroup(TypedDict):
-    """A group that was in the queue at the snapshot: complete ones keep their batch, the others start again.
+    """A group in the queue at the snapshot: complete ones keep their batch, the others start again.
 
-    prompt_group: the fields that identify a `PromptGroup`. num_tokens: 0 until complete. failures: times that it was
-    lost and retried. version: the lowest of its tokens, None until complete. aborts: times that it was aborted, missing
+    prompt_group: the fields that identify a `PromptGroup`. num_tokens: 0 until complete. failures: how often it was
+    lost and retried. version: the lowest of its tokens, None until complete. aborts: how often it was aborted, missing
     for 0.
     """
 
@@ -38,7 +38,7 @@ class SavedShares(TypedDict):
 
 
 class SavedPlan(TypedDict):
-    """What of a `DataPlan` a resumed run may not change. domains: their rows, in order; missing without any."""
+    """The part of a `DataPlan` that a resumed run may not change. domains: their rows, in order; may be missing."""
 
     num_rows: int
     seed: int
@@ -51,7 +51,7 @@ class Snapshot(TypedDict):
     the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
     by name, `saved_counts` of each and its lag, the slots by which it is behind its share at the next step, as a
     fraction; missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
-    skips: missing if no row is skipped. secs: since the last save and validation; missing if these go by no clock.
+    skips: missing if no row is skipped. secs: since the last save and validation; missing if these do not go by time.
     ended: which condition ended the run, and why; missing if none has."""
 
     plan: SavedPlan
@@ -95,7 +95,7 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
 
 
 def saved_counts(counts: DomainCounts | GroupCounts) -> dict[str, Any]:
-    """The counts that a snapshot has of a run and of each domain."""
+    """A snapshot's counts of a run or a domain."""
     saved = {"issued": counts.issued, "consumed": counts.consumed, "dropped": dict(counts.dropped)}
     return {**saved, "aborted": counts.aborted} if counts.aborted else saved
 
@@ -114,7 +114,7 @@ def saved_group(group: PromptGroup) -> SavedGroup:
 
 def restored(group: SavedGroup) -> PromptGroup:
     """The inverse of `saved_group`."""
-    # Older checkpoints do not have it; they were synchronous.
+    # Older checkpoints lack it; they were synchronous.
     version = group.get("version", group["prompt_group"]["version"] if group["complete"] else None)
     return PromptGroup(
         **group["prompt_group"],
@@ -149,7 +149,7 @@ def _shown(plan: SavedPlan) -> str:
 
 
 def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
-    """Fields of a record that a run continues from another run's snapshot, without its ledger."""
+    """Fields of the record `inherited`: a run continues from another run's snapshot, without its ledger."""
     live = [
         {
             "group_id": group.group_id,

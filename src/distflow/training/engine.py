@@ -1,4 +1,4 @@
-"""The protocols of train engines, which know no algorithm (a loss is a callable), and of collective operations."""
+"""The protocols of train engines, which do not depend on the algorithm (a loss is a callable), and of collectives."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ Sums = Mapping[str, Tensor | float]
 class LossFn(Protocol):
     """A loss over one mini-batch (one optimizer step), exact however the mini-batch is split.
 
-    outputs: what the engine must compute, of "log_probs", "entropy", "values", "text_scores". A loss on text scores
-    compares the texts of a prompt group: its micro-batches hold whole groups.
+    outputs: those of "log_probs", "entropy", "values", "text_scores" that the engine must compute. A loss on text
+    scores compares the texts of a prompt group, so its micro-batches hold whole groups.
     """
 
     outputs: tuple[str, ...]
 
     def counts(self, batch: Batch) -> Counts:
-        """Denominators of the loss. They add over micro-batches and ranks. `tokens` are those that count: without any
-        in a mini-batch no optimizer step is taken."""
+        """Denominators of the loss. They add up over micro-batches and ranks. `tokens`: those that count; a mini-batch
+        without any takes no optimizer step."""
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to the loss),
@@ -43,9 +43,9 @@ OPTIMIZER_PREFIX = "optimizer."
 
 @dataclass(frozen=True)
 class TrainState:
-    """All that a train engine needs to resume: tensors by name, and plain data that JSON can hold.
+    """Everything that a train engine needs to resume: tensors by name, and JSON data.
 
-    The names of weights that are trained begin with `MODEL_PREFIX`, those of the optimizer's entries for a weight are
+    Names of trained weights begin with `MODEL_PREFIX`; those of the optimizer's entries for a weight are
     `OPTIMIZER_PREFIX`, the entry, "/" and the weight. Sharded tensors are DTensors.
     """
 
@@ -84,11 +84,11 @@ class TrainEngine(Scorer, Protocol):
     def load_state(self, state: TrainState) -> None: ...
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """Free the device of the weights, the optimizer's moments or both, which wait in the host's memory. Without its
-        weights an engine is asked for `weights` and `state` alone, until `onload`. Both come back bit for bit."""
+        """Move the weights, the optimizer's moments or both to host memory. Until `onload`, an engine without its
+        weights is asked only for `weights` and `state`. Both are restored bit for bit."""
 
     def onload(self) -> None:
-        """Weights are back; moments come with the next optimizer step."""
+        """Restore the weights; moments return with the next optimizer step."""
 
 
 Named = dict[str, float]
@@ -102,7 +102,7 @@ class Collective(Protocol):
     """Sums and maxima over the ranks of a group, elementwise, and a gather; the result is the same on every rank.
 
     All ranks make the same calls in the same order, with tensors of one shape and numbers of the same names. The
-    argument is left as it is.
+    argument is unchanged.
     """
 
     @property

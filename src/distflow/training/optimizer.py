@@ -1,4 +1,4 @@
-"""Optimizers by name, their state as named tensors and plain data (and back, bit for bit), and learning-rate
+"""Optimizers by name, their state as named tensors and plain data (restored bit for bit), and learning-rate
 schedules."""
 
 import math
@@ -25,10 +25,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters that require a gradient.
 
-    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd" (without
-    momentum).
-    Weight decay is on every parameter, norms and biases included, as in the systems we compare with.
-    Raises UserError for an unknown name, a missing package, or nothing to train.
+    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd" (without momentum). Weight
+    decay applies to every parameter, including norms and biases, as in the systems we compare with. Raises UserError
+    for an unknown name, a missing package, or nothing to train.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
@@ -46,14 +45,14 @@ def make_optimizer(
     return AdamW8bit(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
 
-# "class" is a word of the language: such a key needs this form.
+# "class" is a keyword, which needs this form.
 Meta = TypedDict("Meta", {"class": str, "plain": dict[str, dict[str, object]]})
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], Meta]:
-    """Tensors by "state key/parameter name", and what JSON can hold: the optimizer's class, and its other entries."""
+    """Tensors by "state key/parameter name", and as JSON data the optimizer's class and its other entries."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, object]] = {}
     for name, parameter in parameters.items():
@@ -68,9 +67,9 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], meta: Meta
 ) -> None:
-    """Replace the optimizer's state; an optimizer that had taken no step is as new.
+    """Replace the optimizer's state; without any step taken, it becomes like new.
 
-    Raises ValueError, with nothing changed, if the state is another optimizer's or of other parameters.
+    Raises ValueError, with nothing changed, if the state is that of another optimizer or of other parameters.
     """
     if meta["class"] != type(optimizer).__name__:
         raise ValueError(
@@ -84,7 +83,7 @@ def load_optimizer_state(
         key, _, name = path.partition("/")
         parameter, tensor = _find(parameters, name), tensor.detach()
         if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-            copied: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)  # sharded alike
+            copied: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)  # with the same sharding
             fill(copied, tensor)
         else:  # counters are on the CPU
             copied = tensor.to(torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True)
@@ -94,7 +93,7 @@ def load_optimizer_state(
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Everything but the step counters, which are on the CPU whatever the parameters' device."""
+    """Move everything except the step counters, which are on the CPU whatever the parameters' device."""
     for entries in optimizer.state.values():
         entries.update({key: v.to(device) for key, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0})
 
@@ -111,12 +110,11 @@ Schedule = Callable[[int], float]
 def make_schedule(
     name: str, *, total_steps: int, warmup_ratio: float = 0.0, warmup_steps: int = -1, min_lr_ratio: float = 0.0
 ) -> Schedule:
-    """step → factor, for the step that is about to be taken (from 0).
+    """step → factor, for the next step to be taken (from 0).
 
     Warm-up rises linearly from 0: factor step / warmup over `warmup_steps` steps, or `warmup_ratio` of `total_steps`
-    where that is negative (rounded down). Then 1, or falling to `min_lr_ratio` at `total_steps`, linearly or by half a
-    cosine, and staying there. "constant" has no warm-up.
-    Raises UserError for an unknown name.
+    (rounded down) if that is negative. Then the factor is 1, or falls linearly or by half a cosine to `min_lr_ratio` at
+    `total_steps`, and stays there. "constant" has no warm-up. Raises UserError for an unknown name.
     """
     if name not in SCHEDULERS:
         raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULERS)}")

@@ -1,5 +1,5 @@
-"""Several policies in one run, of the agents of its episodes: each has a model and a train engine of its own, which
-computes the conversations of its agents, and takes its own optimizer steps."""
+"""Several policies in one run, for the agents of its episodes: each has its own model and train engine, which computes
+its agents' conversations and takes its own optimizer steps."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,21 +13,21 @@ from distflow.training.torch_engine import TorchTrainEngine
 
 
 class PolicyModels(nn.Module):
-    """The models of the policies. The name of a weight begins with that of its policy, and a dot."""
+    """The models of the policies. The name of a weight begins with its policy's name and a dot."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._modules |= models  # in no attribute, which could have the name of a policy
-        self.config = next(iter(models.values())).config  # the vocabulary is the same in all
+        self._modules |= models  # not in an attribute, whose name could be that of a policy
+        self.config = next(iter(models.values())).config  # all have the same vocabulary
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The models of several policies by name; of one policy its own, without one."""
+    """The models of several policies by name; a single policy's model has the name ""."""
     return dict(model.named_children()) if isinstance(model, PolicyModels) else {"": model}
 
 
 class PolicyTrainer(TorchTrainEngine):
-    """Of one of several policies. Outputs of tokens of other policies' conversations are 0, and no model computes them.
+    """The trainer of one of several policies. Outputs for other policies' conversations are 0, and not computed.
 
     policies: of each agent, in the order of the config; the first agent's conversation has no name.
     """
@@ -37,7 +37,7 @@ class PolicyTrainer(TorchTrainEngine):
         self.policy, self._policies = policy, policies
 
     def own(self, batch: Batch) -> Batch:
-        """The samples with a `loss_mask` of the policy's own tokens alone."""
+        """The samples with a `loss_mask` of only the policy's own tokens."""
         own = batch.only(batch.names)
         is_own = torch.zeros(int(batch.lengths("response").sum()))
         is_own[self._cut(batch)[1]] = 1.0
@@ -52,7 +52,7 @@ class PolicyTrainer(TorchTrainEngine):
 
     def _cut(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The policy's conversations as samples, and where their response tokens are in the flat columns of `batch`.
-        The first token of a conversation that is not its episode's first is its prompt here, as it is given."""
+        Except in an episode's first conversation, the first token, which is given, serves as the prompt."""
         prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
         response, first_policy = batch.flat("response_ids"), next(iter(self._policies.values()))
         begin, rows, heads, places = 0, list[int](), list[Tensor](), list[Tensor]()
@@ -83,7 +83,7 @@ class _Optimizers:
 
 
 class Policies:
-    """A `TrainEngine` of several policies. engines: by name of the policy. agents: one of each policy."""
+    """A `TrainEngine` for several policies. engines: by policy name. agents: one of each policy."""
 
     def __init__(self, engines: Mapping[str, PolicyTrainer], agents: Mapping[str, str]) -> None:
         self.engines, self.agents = engines, agents
@@ -99,14 +99,14 @@ class Policies:
         return sum(engine.num_steps for engine in self.engines.values())
 
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """Of each token by the policy of its conversation."""
+        """The outputs of each token from the policy of its conversation."""
         scored, *others = [engine.forward(batch, outputs) for engine in self.engines.values()]
         for name in outputs:
             scored[name] = torch.stack([each.flat(name) for each in (scored, *others)]).sum(dim=0)
         return scored
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        """One optimizer step of each policy, on its own tokens; metrics are named POLICY/..."""
+        """One optimizer step for each policy, on its own tokens; metrics are named POLICY/..."""
         steps = {name: each.train_step(each.own(batch), loss_fn) for name, each in self.engines.items()}
         return {f"{policy}/{name}": value for policy, found in steps.items() for name, value in found.items()}
 
@@ -125,7 +125,7 @@ class Policies:
         return TrainState(tensors, meta)
 
     def load_state(self, state: TrainState) -> None:
-        """Raises ValueError for the state of other policies, with nothing changed, and as the engines do."""
+        """Raises ValueError, with nothing changed, for the state of other policies, and what the engines raise."""
         if state.meta.keys() != self.engines.keys():
             saved, own = (", ".join(names) for names in (state.meta, self.engines))
             raise ValueError(f"the state is of the policies {saved}, and this run trains {own}")
@@ -142,7 +142,7 @@ class Policies:
 
 
 def tensors_of_policy(tensors: Mapping[str, Tensor], policy: str) -> dict[str, Tensor]:
-    """The tensors of one policy from those of `Policies.state`, by the names that its own engine gives them."""
+    """The tensors of one policy from those of `Policies.state`, by its own engine's names."""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         kind, weight = _split(name)
@@ -152,7 +152,7 @@ def tensors_of_policy(tensors: Mapping[str, Tensor], policy: str) -> dict[str, T
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The name of a tensor of a `TrainState`: what precedes that of the weight, and the weight's."""
+    """Split the name of a tensor of a `TrainState` into its prefix and the weight's name."""
     if name.startswith(MODEL_PREFIX):
         return MODEL_PREFIX, name.removeprefix(MODEL_PREFIX)
     entry, _, weight = name.partition("/")

@@ -1,6 +1,6 @@
-"""The scorer, which computes per-token outputs of a model over packed micro-batches (the frozen reference is one), and
-the train engine: exact gradient accumulation, one optimizer step a mini-batch, with gradient sum and clipping over
-ranks, and activation checkpointing.
+"""The scorer, which computes per-token outputs of a model over packed micro-batches (e.g. for the frozen reference),
+and the train engine: exact gradient accumulation, one optimizer step per mini-batch, with gradients summed and clipped
+over ranks, and activation checkpointing.
 """
 
 import math
@@ -32,9 +32,8 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class ScorerOptions(TypedDict, total=False):
-    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of the domains that are not sampled at
-    `temperature`. compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays
-    in float32."""
+    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of domains not sampled at `temperature`.
+    compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays in float32."""
 
     max_tokens_per_micro_batch: int | None
     temperature: float
@@ -47,7 +46,7 @@ class TorchScorer:
     """Computes outputs of response tokens on one device, by the model's `packed_forward`.
 
     For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off, which makes a policy
-    its own reference. group: the ranks that run the model as often as this one.
+    its own reference. group: the ranks that run the model equally often.
     """
 
     model: nn.Module
@@ -61,8 +60,8 @@ class TorchScorer:
 
     def __post_init__(self) -> None:
         self._parameter = next(self.model.parameters())
-        # On a CPU the allocator reuses the matrices of so few tokens: it gets larger ones from the kernel each time,
-        # page by page, which took a tenth to a third of an update.
+        # On a CPU the allocator reuses matrices of this few tokens: larger ones come from the kernel each time, page by
+        # page, which took a tenth to a third of an update.
         self.max_tokens = self.max_tokens_per_micro_batch or (4096 if self.device.type == "cpu" else 16384)
 
     @property
@@ -80,9 +79,9 @@ class TorchScorer:
     def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
         """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
 
-        micro: on the CPU, where shared prefixes of its samples are found and computed once, or on the device.
-        outputs: of "log_probs", "entropy", "values", or "text_scores" alone. Raises ValueError for a sample without a
-        prompt, and for samples without their domain where domains have temperatures of their own.
+        micro: on the CPU, so that shared prefixes of its samples are computed once, or on the device. outputs: of
+        "log_probs", "entropy", "values", or only "text_scores". Raises ValueError for a sample without a prompt, and
+        for samples without a domain if domains have their own temperatures.
         """
         model: Any = self.model  # nn.Module declares no methods
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
@@ -98,7 +97,7 @@ class TorchScorer:
         return columns
 
     def _temperature(self, micro: Batch) -> float | Tensor:
-        """Of each response token, where they differ: `(response tokens,)`."""
+        """The temperature; if they differ, that of each response token: `(response tokens,)`."""
         if not self.temperatures:
             return self.temperature
         if "domain" not in micro:
@@ -125,14 +124,14 @@ class FrozenWeights:
 
 @dataclass(eq=False, repr=False)
 class RewardModelScorer(TorchScorer, FrozenWeights):
-    """Scores texts by a reward model with a tokenizer of its own. max_length: tokens that it reads, None all."""
+    """Scores texts by a reward model with its own tokenizer. max_length: tokens that it reads; None for all."""
 
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
-        """Of each prompt with its response `score`, and `cut`, the number of tokens that were cut off."""
+        """For each prompt with its response: `score`, and `cut`, the number of tokens that were cut off."""
         asked = [messages_of(extra, text) for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)]
         encoded = [
             encode_text(self.tokenizer, messages, response, self.max_length)
@@ -149,10 +148,10 @@ class RewardModelScorer(TorchScorer, FrozenWeights):
 def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective, whole_groups: bool = False) -> list[Tensor]:
     """Indices of each micro-batch's samples, int64; deterministic, every sample once.
 
-    At most `max_tokens` tokens (prompt and response) in each, except for a longer sample, which is alone and never
-    cut. Neighbours with the same prompt stay together as far as they fit: their prompt is computed once. With
-    `whole_groups` the samples of a prompt group always do. Every rank of `group` gets as many as the one that needs
-    most, empty ones where it has fewer samples.
+    Each has at most `max_tokens` tokens (prompt and response), except that a longer sample is alone and never cut.
+    Neighbours with the same prompt stay together if they fit, since their prompt is computed once. With `whole_groups`
+    the samples of a prompt group always do. Every rank of `group` gets as many as the one that needs most, if necessary
+    empty ones.
     """
     families = _groups(batch) if whole_groups else _families(batch, max_tokens)
     lengths = batch.lengths("sequence")
@@ -187,14 +186,13 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelInputs:
     """Response token t of a sequence is predicted from the position before it, prompt length + t − 1; with `before` 0
-    the outputs are those at the token itself. Each conversation of a sample is a sequence; what its first token gets,
-    which is given, means nothing.
+    the outputs are those at the token itself. Each conversation of a sample is a sequence; the output of its first
+    token, which is given, is meaningless.
 
-    A micro-batch without tokens becomes one token that nothing is predicted from: every rank must run a
-    sharded model equally often, and the gradient is 0.
-    Shared prefixes of neighbouring samples are found only if the micro-batch is on the CPU: reading it from another
-    device would wait for that device.
-    Raises ValueError for a sample without a prompt: nothing predicts its first token.
+    A micro-batch without tokens becomes one token that predicts nothing, with zero gradient: every rank must run a
+    sharded model equally often. Shared prefixes of neighbouring samples are found only if the micro-batch is on the
+    CPU: reading from another device would wait for it. Raises ValueError for a sample without a prompt: nothing
+    predicts its first token.
     """
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
@@ -218,10 +216,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) 
 
 
 def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scale the gradients down to `max_norm` where they are above it; returns their norm before, a scalar.
+    """Scale gradients down to `max_norm` if above; returns their previous norm, a scalar.
 
-    It includes all shards: the same on every rank. Nothing waits for it: if it is not finite the gradients are not
-    either, before and after, and the caller drops them.
+    The norm includes all shards and is the same on every rank. Nothing waits for it: if it is not finite, neither are
+    the gradients, before and after, and the caller drops them.
     """
     # Gradients with the same layout share one reduction.
     norms = [whole(get_total_norm(alike)) for alike in _alike(p.grad for p in parameters if p.grad is not None)]
@@ -233,7 +231,7 @@ def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None)
 
 
 def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Grouped by mesh and placement."""
+    """Tensors grouped by mesh and placement."""
     found: dict[object, list[AnyTensor]] = {}
     for tensor in tensors:
         how = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -242,9 +240,9 @@ def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Switch it on, in training mode, in the form that autograd follows through packed forwards and adapters.
+    """Enable activation checkpointing in training mode, in the form that works with packed forwards and adapters.
 
-    Raises UserError if the family has none.
+    Raises UserError if the family does not support it.
     """
     causal = unwrapped(model)
     # transformers renamed it in 5.x, and warns about the old name
@@ -256,11 +254,11 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 class TorchTrainEngine(TorchScorer):
-    """Trains `model`, with parameters in float32, by `optimizer` over its trainable ones.
+    """Trains `model`, whose parameters are float32, with `optimizer` over the trainable ones.
 
     Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
     so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks. The model's
-    weights are whole on every rank, or spread over the ranks (`models/sharding.py`); then all ranks of the mesh make
+    weights are whole on every rank, or sharded over the ranks (`models/sharding.py`); then all ranks of the mesh make
     the same calls, and each changes its own part of weights and moments.
     """
 
@@ -275,8 +273,8 @@ class TorchTrainEngine(TorchScorer):
         group: engine.Collective | None = None,
         **scoring: Unpack[ScorerOptions],
     ) -> None:
-        """max_grad_norm: gradients above it are scaled down to it; None never. gradient_checkpointing: keep only each
-        layer's input, and compute the layer again in the backward pass. group: the ranks that share the mini-batch;
+        """max_grad_norm: gradients above it are scaled down to it; None for no limit. gradient_checkpointing: keep only
+        each layer's input, and recompute the layer in the backward pass. group: the ranks that share the mini-batch;
         each sees its own part, all take the same step, bit for bit.
         """
         super().__init__(model, group=group or engine.OneRank(), **scoring)
@@ -299,10 +297,10 @@ class TorchTrainEngine(TorchScorer):
     def train_step(self, batch: Batch, loss_fn: engine.LossFn) -> dict[str, float]:
         """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
 
-        A loss or gradient norm that is not finite skips the step: weights, optimizer and schedule stay as they were.
-        So does a mini-batch in which, over all ranks, no token counts: momentum and weight decay would move weights.
-        Returns `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), `empty` (1 where it was skipped for
-        want of tokens), and the loss function's own metrics, but of an empty mini-batch.
+        A non-finite loss or gradient norm skips the step: weights, optimizer and schedule are unchanged. So does a
+        mini-batch in which no token counts over all ranks, since momentum and weight decay would move weights. Returns
+        `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), `empty` (1 if skipped for lack of tokens), and,
+        unless empty, the loss function's own metrics.
         """
         self.model.train()
         counts = self.group.sum(loss_fn.counts(batch))
@@ -321,7 +319,7 @@ class TorchTrainEngine(TorchScorer):
             shares.append({"loss": loss.detach(), **stats})
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
-        # The only wait of a step for its device.
+        # The only time that a step waits for its device.
         *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
         own_sums: engine.Counts = {"loss": 0.0}
         for name, value in zip((name for share in shares for name in share), values, strict=True):
@@ -343,17 +341,17 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage.
+        """The weights by their Hugging Face names, tied ones once, LoRA merged; others are the model's own storage.
 
-        A sharded weight is gathered when it is read, by all ranks together.
+        A sharded weight is gathered when read, by all ranks together.
         """
         return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
 
     def state(self) -> engine.TrainState:
-        """All that changes by training: trainable weights, the optimizer's state, the number of steps taken.
+        """Everything that training changes: trainable weights, the optimizer's state, the number of steps taken.
 
-        The tensors are the live ones: copy or write them before the next step. Sharded ones are `DTensor`s, of
-        which each rank has its part.
+        The tensors are live: copy or write them before the next step. Sharded ones are `DTensor`s, of which each rank
+        has its part.
         """
         tensors = {engine.MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
         moments, meta = optimizer_state(self.optimizer, self._trainable)
@@ -361,10 +359,10 @@ class TorchTrainEngine(TorchScorer):
         return engine.TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
 
     def load_state(self, state: engine.TrainState) -> None:
-        """Resume, bit for bit, from the result of `state`. Rates and other options stay those of this engine.
+        """Resume, bit for bit, from the result of `state`. Rates and other options remain this engine's.
 
-        For a sharded model, tensors are sharded in the same way, or whole: each rank takes its part.
-        Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer differ.
+        For a sharded model, tensors have the same sharding or are whole: each rank takes its part. Raises ValueError,
+        with nothing changed, if the weights' names or shapes or the optimizer differ.
         """
         own, weights = self._trainable, state.trained_weights()
         different = sorted(own.keys() ^ weights.keys()) or [n for n, p in own.items() if p.shape != weights[n].shape]

@@ -1,9 +1,8 @@
-"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and its recursions from last token to
-first.
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and its backward recursions.
 
-Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead of tokens: the value
-of a turn is that before its first token, its reward the sum over its tokens. Over agents (MARFT, Liao et al. 2025,
-arXiv:2504.16129), tokens are in the order in which the turns of all agents were asked for.
+Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead of tokens: a turn's
+value is the one before its first token, its reward the sum over its tokens. Over agents (MARFT, Liao et al. 2025,
+arXiv:2504.16129), tokens are in the order in which the turns of all agents were requested.
 """
 
 from typing import Any
@@ -27,7 +26,7 @@ def discounted_sum(values: Tensor, mask: Tensor, decay: float) -> Tensor:
 
 
 def next_value(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
-    """The value at the next token under the mask, float64 `(bs, length)`; `after_last` `(bs,)` where none follows."""
+    """The value at the next token under the mask, float64 `(bs, length)`; `after_last` `(bs,)` after the last one."""
     values, keep = values.double(), mask > 0
     out, following = torch.empty_like(values), after_last.double()
     for t in reversed(range(values.shape[1])):
@@ -71,12 +70,11 @@ def compute_gae_advantage(
     """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A + v.
 
     token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`. Tokens between the
-    policy's pass value and accumulator on. The value after the last token is 0, or with `bootstrap_truncated` the
-    last known one if the response was truncated. Advantages are whitened over the global batch of valid samples, unless
-    `whiten` is off. With `over_turns` t counts turns, each with the value before its first token and the sum of its
-    rewards; its tokens share advantage and return.
-    Raises ValueError if `bootstrap_truncated` is on and the batch has no `truncated`, or `over_turns` and it has no
-    `turn_index`, which workflows write.
+    policy's pass value and accumulator on. The value after the last token is 0, or with `bootstrap_truncated` the last
+    known value of a truncated response. Advantages are whitened over the global batch of valid samples, unless `whiten`
+    is off. With `over_turns` t counts turns, each with the value before its first token and the sum of its rewards; the
+    tokens of a turn share advantage and return. Raises ValueError if `bootstrap_truncated` is on without the column
+    `truncated`, or `over_turns` without `turn_index`, which workflows write.
     """
     mask = tokens = counted_tokens(response_mask, valid)
     rewards, values = under_mask(token_level_rewards.double(), mask), under_mask(values.double(), mask)
@@ -121,14 +119,14 @@ def compute_gae_marft_advantage(
     whiten: bool = True,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gae` over the tokens of all agents of an episode: the value after the last token of a turn is that before the
-    first token of the next speaker. Turns that were asked for at once are in the order of the agents.
+    """`gae` over the tokens of all agents of an episode: the value after the last token of a turn is the one before the
+    next speaker's first token. Turns requested at once are in the order of the agents.
 
     turn_order: `(bs, response_length)`, the place of each token's turn. Raises ValueError as `gae` does.
     """
     length = response_mask.shape[1]
     places = torch.arange(length, device=response_mask.device)
-    turns = torch.where(response_mask > 0, turn_order, length)  # given tokens come last
+    turns = torch.where(response_mask > 0, turn_order, length)  # tokens that no policy wrote come last
     order = (turns * length + places).argsort(dim=1)
     rewards, mask, values = (each.gather(1, order) for each in (token_level_rewards, response_mask, values))
     options: dict[str, Any] = {"gamma": gamma, "lam": lam, "bootstrap_truncated": bootstrap_truncated, "whiten": whiten}

@@ -16,10 +16,10 @@ from distflow.algorithms.masked_reductions import Reduce, masked_var, under_mask
 class GroupRule:
     """The choice of baseline and scale.
 
-    baseline: the mean reward of the group, plain or weighted by response lengths.
-    leave_one_out: a sample's own reward is not in its baseline.
-    scale: divide by the unbiased standard deviation of the group, or of the whole batch, plus `epsilon`; or not.
-    alone: the advantage in a group of one valid sample: its reward over (1 + epsilon if scaled), or zero.
+    baseline: the mean reward of the group, plain or weighted by response lengths. leave_one_out: exclude a sample's own
+    reward from its baseline. scale: divide by the unbiased standard deviation of the group or the whole batch, plus
+    `epsilon`, or not at all. alone: the advantage in a group of one valid sample: its reward over (1 + epsilon if
+    scaled), or zero.
     """
 
     baseline: Literal["mean", "length_weighted_mean"] = "mean"
@@ -38,7 +38,7 @@ class GroupRule:
 
 
 class Groups:
-    """Samples by group, and sums over the valid ones. Every method returns one float64 value a sample, `(bs,)`."""
+    """Samples by group, and sums over the valid ones. Every method returns one float64 value per sample, `(bs,)`."""
 
     def __init__(self, group_index: Tensor, valid: Tensor | None) -> None:
         index = torch.as_tensor(group_index)
@@ -52,7 +52,7 @@ class Groups:
         return totals.index_add_(0, self.group, under_mask(values.double(), self.valid))[self.group]
 
     def max(self, values: Tensor) -> Tensor:
-        """−inf in a group without a valid sample."""
+        """The maximum; −inf in a group without a valid sample."""
         lowest = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
         inside = torch.where(self.valid, values.double(), -torch.inf)
         return lowest.scatter_reduce(0, self.group, inside, "amax")[self.group]
@@ -62,7 +62,7 @@ class Groups:
         return self.max(values) == -self.max(-values)
 
     def std(self, values: Tensor) -> Tensor:
-        """Unbiased; 0 in a group of one, and exactly 0 where all values are equal."""
+        """The unbiased standard deviation; 0 in a group of one, and exactly 0 if all values are equal."""
         mean = self.sum(values) / self.size.clamp(min=1)
         variance = self.sum((values.double() - mean) ** 2) / (self.size - 1).clamp(min=1)
         return torch.where(self.all_equal(values), torch.zeros_like(variance), variance.sqrt())
@@ -76,10 +76,10 @@ def group_advantage(
     lengths: Tensor | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """One advantage a sample, float64 `(bs,)`; exactly 0 where a group's rewards are equal, and for invalid samples.
+    """One advantage per sample, float64 `(bs,)`; exactly 0 if a group's rewards are equal, and for invalid samples.
 
     scores, group_index, valid: `(bs,)`. lengths: tokens of each response, for `length_weighted_mean`. reduce: over the
-    ranks, for `batch_std`. Invalid samples are in no mean and no standard deviation.
+    ranks, for `batch_std`. Means and standard deviations exclude invalid samples.
     """
     groups = Groups(group_index, valid)
     scores = under_mask(scores.double(), groups.valid)
@@ -111,7 +111,7 @@ def advantages_of_rule(
     valid: Tensor | None,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns): the rule's advantage of each sample on all of its policy tokens, for both."""
+    """(advantages, returns): both are the rule's advantage of each sample, on all of its policy tokens."""
     scores, lengths = sample_scores(token_level_rewards, response_mask), (response_mask > 0).sum(dim=-1)
     advantages = on_tokens(group_advantage(scores, group_index, rule, valid, lengths, reduce), response_mask)
     return advantages, advantages.clone()
@@ -129,21 +129,21 @@ def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
-    """One value a sample `(bs,)` on the last of its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    """One value per sample `(bs,)` on the last of its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
     keep = response_mask > 0
     is_last = keep & (keep.flip(-1).cumsum(dim=-1).flip(-1) == 1)
     return on_tokens(values, is_last)
 
 
 def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
-    """One value a sample `(bs,)` spread over its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    """One value per sample `(bs,)` spread over its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
     return under_mask(advantage[:, None].expand(response_mask.shape), response_mask).float()
 
 
 def sum_by_turn(values: Tensor, turn_index: Tensor) -> Tensor:
-    """The sum over the tokens of each turn, float64 `(bs, turns)`; 0 for a turn that a sample does not have.
+    """The sum over the tokens of each turn, float64 `(bs, turns)`; 0 for turns that a sample lacks.
 
-    values, turn_index: `(bs, response_length)`; a negative index is that of no turn.
+    values, turn_index: `(bs, response_length)`; a negative index means no turn.
     """
     num_turns = int(turn_index.max()) + 1 if turn_index.numel() else 0
     sums = torch.zeros(len(values), max(num_turns, 1), dtype=torch.float64, device=values.device)
@@ -151,11 +151,11 @@ def sum_by_turn(values: Tensor, turn_index: Tensor) -> Tensor:
 
 
 def on_turns(values: Tensor, turn_index: Tensor) -> Tensor:
-    """The value of each turn `(bs, turns)` on its tokens, `(bs, response_length)`; 0 on those of no turn."""
+    """The value of each turn `(bs, turns)` on its tokens, `(bs, response_length)`; 0 outside turns."""
     return under_mask(values.gather(1, turn_index.clamp(min=0)), turn_index >= 0)
 
 
 def first_tokens(turn_index: Tensor) -> Tensor:
-    """bool `(bs, response_length)`: the first token of each turn, by which its others are numbered as well."""
+    """bool `(bs, response_length)`: the first token of each turn; a turn's tokens share its index."""
     earlier = torch.nn.functional.pad(turn_index, (1, 0), value=-1).cummax(dim=1).values[:, :-1]
     return turn_index > earlier

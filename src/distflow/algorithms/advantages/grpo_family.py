@@ -1,12 +1,11 @@
 """GRPO (arXiv:2402.03300) and its variants, all relative to the rewards of a group.
 
-- Dr.GRPO (arXiv:2503.20783): without the standard deviation; or with that of the batch (Liu et al. 2025,
-  arXiv:2508.08221; TRL's `scale_rewards`). CPGD (arXiv:2505.12504) and GSPO (arXiv:2507.18071) use GRPO's advantages
-  with losses of their own.
+- Dr.GRPO (arXiv:2503.20783): no standard deviation, or that of the batch (Liu et al. 2025, arXiv:2508.08221; TRL's
+  `scale_rewards`). CPGD (arXiv:2505.12504) and GSPO (arXiv:2507.18071) use GRPO's advantages with their own losses.
 - GDPO (Liu et al. 2026, arXiv:2601.05242): each part of the reward is normalised before they are summed.
 - GPG: group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 - Policy gradient for pass@k: only the best response of a group has an advantage (arXiv:2503.19595).
-- GRPO over turns: each turn of an episode is compared with the same turn of the group's others.
+- GRPO over turns: each turn of an episode is compared with the same turn of the group's other episodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,10 +94,10 @@ def compute_gdpo_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Σ_k weight_k · GRPO's advantage of part k, whitened over the global batch; returns are the same.
 
-    reward_parts: scores of a sample by name,
-    unweighted; a missing part adds 0 and is in no mean. reward_weights: by domain (else "default") and name, 1 if
-    missing. Whitening is over the policy's tokens, as in NVIDIA's verl and in verl, or over
-    samples, as in NVIDIA's TRL. The summed rewards, and a KL in them, are not read.
+    reward_parts: unweighted scores of a sample by name; a missing part adds 0 and is excluded from means.
+    reward_weights: by domain (else "default") and name, 1 if missing. Whitening is over the policy's tokens, as in
+    NVIDIA's verl and in verl, or over samples, as in NVIDIA's TRL. The summed rewards, and any KL in them, are not
+    read.
     """
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     is_valid = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
@@ -174,9 +173,9 @@ def compute_grpo_passk_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     adv_epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """best − second best reward, over (std + ε), for the one best sample of a group; 0 for the others.
+    """best − second best reward, over (std + ε), for the best sample of a group; 0 for the others.
 
-    Where several share the best reward, and in a group of one, all get 0. Returns are the advantages.
+    If several share the best reward, and in a group of one, all get 0. Returns are the advantages.
     """
     groups = group_estimator_base.Groups(group_index, valid)
     scores = under_mask(group_estimator_base.sample_scores(token_level_rewards, response_mask), groups.valid)

@@ -24,8 +24,7 @@ def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Te
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on without
-    discount."""
+    """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on undiscounted."""
     returns = rewards_to_go(
         token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma
     ).float()
@@ -66,7 +65,7 @@ def compute_reinforce_plus_plus_baseline_advantage(
 ) -> tuple[Tensor, Tensor]:
     """reward − mean of its group on every policy token, whitened over the tokens of the global batch.
 
-    Returns are the advantages. A group of one enters with its reward.
+    Returns are the advantages. A group of one keeps its reward before whitening.
     """
     scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
     centred = group_estimator_base.group_advantage(scores, group_index, group_estimator_base.GroupRule(), valid)
@@ -94,7 +93,7 @@ RLOO = group_estimator_base.GroupRule(leave_one_out=True, alone="zero")
 def compute_rloo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """reward − mean of the others of its group, on every policy token, 0 in a group of one; returns are the same."""
+    """reward − mean of the group's other rewards, on every policy token; 0 in a group of one; returns are the same."""
     return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
 
 

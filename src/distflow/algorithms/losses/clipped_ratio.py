@@ -4,8 +4,8 @@ its relatives.
 - CISPO: a clipped, gradient-free importance weight on every token's log-prob (MiniMax 2025, arXiv:2506.13585).
 - GSPO: one ratio a sequence (Zheng et al. 2025, arXiv:2507.18071).
 - GMPO: geometric mean of the ratios (Zhao et al. 2025, arXiv:2507.20673).
-- DPPO: a token is left out if the policy moved too far in probability, not in ratio (arXiv:2602.04879); the binary
-  approximations of the divergence, as verl's `dppo_tv` and `dppo_kl`. The clip options bound the divergence.
+- DPPO: a token is excluded if the policy moved too far in probability, not in ratio (arXiv:2602.04879), by the binary
+  approximations of the divergence, as in verl's `dppo_tv` and `dppo_kl`. The clip options bound the divergence.
 """
 
 import torch
@@ -118,11 +118,11 @@ def compute_gmpo_loss(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, Stats]:
-    """−A · (Π r_t)^(1/n), the sequence's loss on each of its n tokens; all `(bs, response_length)`.
+    """−A · (Π r_t)^(1/n), the sequence's loss, on each of its n tokens; all `(bs, response_length)`.
 
-    Log-ratios are clipped per token to −ε_low (where A < 0) and ε_high (where A > 0), and nowhere else, so a ratio may
-    overflow where A < 0; A is the sequence's mean advantage. The paper's mean over sequences is `seq-mean-token-mean`,
-    and counts every row, also one without a token, as verl, siiRL and TRL do.
+    Log-ratios are clipped per token only at −ε_low if A < 0 and at ε_high if A > 0, so a ratio may overflow if A < 0; A
+    is the sequence's mean advantage. The paper's mean over sequences is `seq-mean-token-mean`, and counts every row,
+    even without tokens, as verl, siiRL and TRL do.
     """
     difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask).to(difference.dtype)
@@ -157,8 +157,8 @@ def compute_dppo_tv_loss(
 ) -> tuple[Tensor, Stats]:
     """−sg[min(r, c)]·A·logπ per token, 0 where π − π_old is above `clip_ratio_high` (A > 0) or below −`clip_ratio_low`.
 
-    All `(bs, response_length)`. `clip_ratio_c` None leaves the weight untruncated; the paper wants it large
-    (its section 5.4).
+    All `(bs, response_length)`. `clip_ratio_c` None leaves the weight untruncated; the paper recommends a large value
+    (section 5.4).
     """
     policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
     moved = policy - old
@@ -177,9 +177,9 @@ def compute_dppo_kl_loss(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 20.0,
 ) -> tuple[Tensor, Stats]:
-    """As `dppo_tv`, 0 where the token moved the way that A pushes it by a binary KL(old ‖ policy) above the bound.
+    """As `dppo_tv`, but 0 where a token moved in A's direction by a binary KL(old ‖ policy) above the bound.
 
-    Binary: of the distributions {this token, any other}.
+    Binary: over the distributions {this token, any other}.
     """
     policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()

@@ -2,8 +2,8 @@
 et al. 2025, arXiv:2505.22617), by the covariance of log-prob and advantage.
 
 Clip-Cov gives a few of these tokens no gradient; KL-Cov pulls them to the old policy. Options are as in verl and the
-authors' code (PRIME-RL/Entropy-Mechanism-of-RL). These select tokens in each micro-batch, by the policy of that moment;
-here they are selected once for the whole step, by the policy before its first update, and equally on any ranks.
+authors' code (PRIME-RL/Entropy-Mechanism-of-RL). Those select tokens in each micro-batch with the current policy; here
+they are selected once per step with the policy before its first update, independent of the number of ranks.
 """
 
 import hashlib
@@ -34,19 +34,19 @@ def token_covariance(
 
 
 def check_share(name: str, share: float) -> None:
-    """Raises ValueError if it is no share of the tokens."""
+    """Raises ValueError if the share is outside its range."""
     if not 0 < share <= 1:
         raise ValueError(f"{name} is a share of the tokens, above 0 and at most 1, not {share}")
 
 
 def num_selected(share: float, loss_mask: Tensor, reduce: Reduce | None = None) -> int:
-    """That share of the tokens of all ranks, rounded down, at least one."""
+    """The share as a number of tokens over all ranks, rounded down, at least one."""
     tokens = global_sum((loss_mask > 0).sum().double(), reduce)
     return max(int(share * float(tokens)), 1)
 
 
 def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
-    """A random number in 0..1 for each token, float64 `(bs, response_length)`, by its sample's uid and its position."""
+    """A random number in 0..1 for each token, float64 `(bs, response_length)`, from its sample's uid and position."""
     length = loss_mask.shape[-1]
     keys = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") for name in uid]
     rows = [np.random.Philox(key=key).random_raw(length) for key in keys]
@@ -57,7 +57,7 @@ def token_draws(uid: Sequence[str], loss_mask: Tensor) -> Tensor:
 def largest(values: Tensor, ties: Tensor, among: Tensor, count: int, reduce: Reduce | None = None) -> Tensor:
     """bool: the `count` largest values of all ranks under `among` (all of them if there are no more).
 
-    Of equal values at the threshold those with the larger `ties`. values, ties: float64.
+    Among equal values at the threshold, larger `ties` win. values, ties: float64.
     """
     cut = _cut(values, among, count, reduce)
     above, at = among & (_ordered(values) > cut), among & (_ordered(values) == cut)
@@ -79,7 +79,7 @@ def _cut(values: Tensor, among: Tensor, count: int, reduce: Reduce | None) -> in
 
 def _ordered(values: Tensor) -> Tensor:
     """float64 as int64 in the same order."""
-    bits = (values + 0.0).contiguous().view(torch.int64)  # −0 becomes 0
+    bits = (values + 0.0).contiguous().view(torch.int64)  # turns −0 into 0
     return bits ^ ((bits >> 63) & (2**63 - 1))
 
 
@@ -102,9 +102,9 @@ def select_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """1 on `clip_cov_ratio` of the step's tokens (at least one), drawn from those with a covariance within the bounds.
+    """1 on a share `clip_cov_ratio` of the step's tokens (at least one), drawn where the covariance is within bounds.
 
-    `(bs, response_length)`, float32; fewer where fewer are within. uid: names the samples for the draws.
+    `(bs, response_length)`, float32; fewer if fewer are within bounds. uid: identifies the samples for the draws.
     """
     covariance = token_covariance(advantages, old_log_probs, loss_mask, reduce)
     within = (loss_mask > 0) & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
@@ -149,7 +149,7 @@ def select_kl_cov(
     *,
     kl_cov_ratio: float = 0.0002,
 ) -> Tensor:
-    """1 on the `kl_cov_ratio` of the step's tokens (at least one) with the largest covariance, ties by draws.
+    """1 on the share `kl_cov_ratio` of the step's tokens (at least one) with the largest covariance; ties are drawn.
 
     `(bs, response_length)`, float32.
     """

@@ -1,4 +1,4 @@
-"""Decoupled PPO: clip against a recent policy, weight by the one that sampled (Hilton et al. 2022, arXiv:2110.00641),
+"""Decoupled PPO: clips against a recent policy, weights by the sampling policy (Hilton et al. 2022, arXiv:2110.00641),
 as AReaL uses it for stale rollouts (arXiv:2505.24298), with its `rejection_sampling` of tokens or sequences
 (`RejectionSamplingConfig` and `apply_rejection_sampling` of AReaL 1.0).
 """
@@ -18,11 +18,11 @@ from distflow.errors import hint
 
 @dataclass(frozen=True)
 class RejectionSampling:
-    """The divergence of the proximal policy from the one that sampled, and the action outside lower..upper.
+    """The divergence of the proximal policy from the sampling one, and the action outside lower..upper.
 
-    level: each token by itself, or sequences as a whole. action: `mask` gives loss 0, `clamp` the weight at the bound.
-    metric: with d = prox − old, `ratio` e^d, `kl_k1` d, `kl_k2` d²/2, `kl_k3` e^−d + d − 1. agg: of the tokens of a
-    sequence; a ratio is aggregated by its log, so that `mean` is the geometric mean. Bounds are inclusive.
+    level: single tokens or whole sequences. action: `mask` sets the loss to 0, `clamp` the weight to the bound. metric:
+    with d = prox − old, `ratio` e^d, `kl_k1` d, `kl_k2` d²/2, `kl_k3` e^−d + d − 1. agg: over the tokens of a sequence;
+    ratios are aggregated as logs, so `mean` is the geometric mean. Bounds are inclusive.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -34,7 +34,7 @@ class RejectionSampling:
 
     @staticmethod
     def of(options: Mapping[str, object]) -> "RejectionSampling":
-        """Raises ValueError for an unknown name, or invalid bounds or choices."""
+        """The rule of the option `rejection_sampling`. Raises ValueError for invalid names, bounds or choices."""
         if not isinstance(options, Mapping):
             raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {options!r}")
         known = {f.name: get_args(f.type) if get_origin(f.type) is Literal else () for f in fields(RejectionSampling)}
@@ -96,7 +96,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _aggregate(measured: Tensor, inside: Tensor, count: Tensor, agg: str) -> Tensor:
-    """One value a row, `(bs, 1)`; 0 for a row without a token."""
+    """One value per row, `(bs, 1)`; 0 for a row without tokens."""
     if agg == "max":
         lowest = torch.where(inside, measured, torch.full_like(measured, -torch.inf))
         largest = lowest.amax(dim=-1, keepdim=True) if measured.shape[-1] else measured.sum(dim=-1, keepdim=True)
@@ -135,10 +135,10 @@ def compute_decoupled_loss(
 ) -> tuple[Tensor, Stats]:
     """exp(prox − old) · the clipped loss of the ratio exp(log_probs − prox), per token; all `(bs, response_length)`.
 
-    old_log_probs: of the policy that sampled. Tokens whose weight is above the cap get loss 0 and stay in the
-    denominator, or with mode `clamp` the cap as their weight; None means no cap. `rejection_sampling`, a mapping of the
-    names of `RejectionSampling`, replaces cap and mode. Mode `disabled` gives no weights, if another correction
-    does.
+    old_log_probs: of the policy that sampled. Tokens with a weight above the cap get loss 0 and stay in the
+    denominator, or with mode `clamp` the cap as weight; None means no cap. `rejection_sampling`, a mapping with the
+    fields of `RejectionSampling`, replaces cap and mode. Mode `disabled` sets no weights, for use with another
+    correction.
     """
     difference = log_ratio(log_probs, prox_log_probs, loss_mask)
     behaviour = log_ratio(prox_log_probs, old_log_probs, loss_mask).detach()

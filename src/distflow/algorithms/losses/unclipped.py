@@ -85,7 +85,7 @@ def compute_dro_loss(
 ) -> tuple[Tensor, Stats]:
     """−logπ·A + beta/2 · (logπ − logπ_old)² per token; all `(bs, response_length)`.
 
-    The log-ratio is not clamped: far away the pull must not vanish.
+    The log-ratio is not clamped: the pull must not vanish far away.
     """
     difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
     loss = -under_mask(log_probs, loss_mask) * under_mask(advantages, loss_mask) + 0.5 * beta * difference.square()
@@ -110,7 +110,7 @@ def compute_topr_loss(
 ) -> tuple[Tensor, Stats]:
     """−A·logπ where the sample's score is above 0, else −sg[clamp(r, 0, 1)]·A·logπ; all `(bs, response_length)`.
 
-    token_level_scores: summed over each row; a `(bs,)` tensor is one score a sample. ratio_level: r of each token
+    token_level_scores: summed over each row; a `(bs,)` tensor is one score per sample. ratio_level: r of each token
     (ROLL), or the product over the sequence (the paper).
     """
     score = token_level_scores if token_level_scores.dim() == 1 else sample_scores(token_level_scores, loss_mask)

@@ -1,4 +1,4 @@
-"""Files and folders that a config names: missing ones are found before anything is loaded."""
+"""Finds missing files and folders that a config names, before anything is loaded."""
 
 import importlib.util
 import re
@@ -39,7 +39,7 @@ NEEDED_TO_EVALUATE = frozenset(
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
 NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, derived_settings.POLICY_LOSS, derived_settings.ADV_ESTIMATOR}
-"""Keys of files and folders that must exist; `data.reward` is that of domains."""
+"""Keys of files and folders that must exist; `data.reward` is the domains' key."""
 
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
@@ -50,7 +50,7 @@ def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[
 
 
 Fault = Callable[[str], tuple[str, str] | None]
-"""The problem of a path and advice; None if there is none that can be seen without loading it."""
+"""Finds (problem, advice) of a path; None if there is no problem visible without loading it."""
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
@@ -81,7 +81,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
 
 
 def data_fault(source: str) -> tuple[str, str] | None:
-    """The check of a path of `data.train_files`."""
+    """Checks a path of `data.train_files`."""
     path, folder = Path(source).expanduser(), Path(source.partition(":")[0]).expanduser()
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES or is_compressed(path)
@@ -104,7 +104,7 @@ def is_local_data(source: str) -> bool:
 
 
 def _builtin_fault(text: str) -> tuple[str, str] | None:
-    """The check of a model whose weights are to be loaded."""
+    """Checks a model whose weights are to be loaded."""
     prefix, _, name = text.rpartition(":")
     if prefix != "builtin":
         return None
@@ -114,11 +114,11 @@ def _builtin_fault(text: str) -> tuple[str, str] | None:
 
 
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
-    """The check of a file or module whose function has its own key."""
+    """Checks a file or module whose function has its own key."""
     if ".py:" in path:
         file, name = split_name(path)
         return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
-    if path.endswith(".pkl"):  # a function from Python, saved by distflow.rewards.reward_functions
+    if path.endswith(".pkl"):  # a function passed from Python, saved by distflow.rewards.reward_functions
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)
     fault = _code_fault(path)
@@ -128,7 +128,7 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
 
 
 def _function_fault(name: str) -> tuple[str, str] | None:
-    """The check of the file of "file.py:function"."""
+    """Checks the file of "file.py:function"."""
     module, function = split_name(name)
     if not module.endswith(".py"):
         return None
@@ -136,7 +136,7 @@ def _function_fault(name: str) -> tuple[str, str] | None:
 
 
 def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | None:
-    """The check of a Python file without running it: its syntax, and whether it binds the name. advice: a format with
+    """Checks a Python file without running it: its syntax, and whether it binds the name. advice: a format string with
     a field for the name of an existing function."""
     try:
         source = SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
@@ -154,7 +154,7 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
 
 
 def _code_fault(name: str) -> tuple[str, str] | None:
-    """The check of a Python file or an importable module."""
+    """Checks a Python file or an importable module."""
     path = Path(name).expanduser()
     if name.endswith(".py"):
         return None if path.is_file() else missing_path(path)

@@ -1,6 +1,6 @@
-"""Composition of presets, files and overrides by Hydra's compose API, with the settings of each.
+"""Composes presets, files and overrides with Hydra's compose API, and records the settings of each.
 
-Overrides of the command line have Hydra's grammar; a str that it cannot parse is taken literally.
+Command-line overrides use Hydra's grammar; a str that Hydra cannot parse is taken literally.
 """
 
 import re
@@ -34,7 +34,7 @@ from distflow.errors import ConfigError, Problem, nearest
 
 _RUN = "distflow_run"
 _MAX_TEXT = 1_000_000
-_CONFIG_OF_A_RUN = "config.yaml"  # in its folder
+_CONFIG_OF_A_RUN = "config.yaml"  # relative to the run's folder
 
 _CLOSE = "close each bracket, and quote the argument for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
 _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
@@ -44,8 +44,7 @@ _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 class Composition:
     """The composed plain values, every setting in the order in which it took effect, and problems.
 
-    refused: keys whose override could not be read.
-    failure: why there are no values; often the consequence of an unknown key.
+    refused: keys whose override cannot be read. failure: why there are no values; often caused by an unknown key.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -94,9 +93,9 @@ def compose_values(
 ) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
-    defaults: without lists and mappings of the user's own names, which settings replace as a whole.
-    is_known: whether a key exists; overrides of unknown keys are recorded as settings and left out.
-    base: a preset that the file builds on without naming it; see `find_base`.
+    defaults: without lists and open mappings, which settings replace as a whole. is_known: whether a key exists;
+    overrides of unknown keys are recorded as settings but not applied. base: a preset that the file builds on without
+    naming it; see `find_base`.
     """
     result = Composition()
     parsed = _read_overrides(overrides, result)
@@ -132,15 +131,15 @@ def compose_values(
             places = ["default", *(setting.where for setting in result.settings if setting.key == subject)]
             result.failure = Problem(((subject, places[-1]),), what, advice)
         except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
-            # The last three: an override sets a key below a list or a number of the file.
+            # The last three occur if an override sets a key below a list or a number in the file.
             result.failure = Problem(((origins.display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
 
 
 def find_base(source: Path, composed: Composition, otherwise: str) -> str | None:
-    """The preset that a file of the user's builds on if it names none: that of the pipeline which its keys select, else
-    `otherwise`. None for one that names a preset, or sets every key, as that of a run. Raises ConfigError if a file
-    beside it would be taken for the preset."""
+    """The preset that a user's file builds on if it names none: that of the pipeline that its keys select, else
+    `otherwise`. None for a file that names a preset or, like that of a run, sets every key. Raises ConfigError if a
+    neighbouring file would be taken for the preset."""
     is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
     if source.parent == origins.PRESETS or composed.failure or is_whole or not origins.only_own_files(source):
         return None
@@ -185,7 +184,7 @@ def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]
 
 
 def _parse(parser: OverridesParser, line: str) -> Override:
-    """Raises HydraException if the line cannot be parsed, also with its value as a str."""
+    """Parse an override. Raises HydraException if the line cannot be parsed even with its value as a str."""
     key, _, value = line.partition("=")
     if "~" in value:
         line = f"{key}={_ITEM_AT_HOME.sub(lambda found: _quoted(found[1]), value)}"
@@ -239,13 +238,13 @@ def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
 
 
 def check_interpolations(values: dict[str, object]) -> None:
-    """Raises ValueError where texts that repeat others by ${...} are too long: forty lines of two are 2^40 texts."""
+    """Raises ValueError if strings expand too far through ${...}: forty lines with two references each give 2^40."""
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
-        """The characters that a value stands for. Whatever one of its references may mean counts."""
+        """The length of a value once expanded, counting everything that its references may mean."""
         if path not in known:
-            known[path] = 0  # one that holds itself: OmegaConf reports it
+            known[path] = 0  # self-reference: OmegaConf reports it
             value = _at(values, path)
             if isinstance(value, dict | list):
                 names = value if isinstance(value, dict) else range(len(value))
@@ -268,7 +267,7 @@ def _at(value: object, path: tuple[str, ...]) -> object:
 
 
 def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
-    """The places that a text may repeat; of `${a.${b}}` all of `a`. Leading dots begin at the text's own group."""
+    """The places that a string may refer to; for `${a.${b}}` all of `a`. Leading dots: from the string's group."""
     for inner in text.split("${")[1:]:
         for name in re.split("[:,]", inner.partition("}")[0]):
             dots = len(name.lstrip()) - len(name.lstrip(" ."))
@@ -311,7 +310,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _CheckedFiles(FileConfigSource):
-    """Hydra's reader of a folder's YAML files, but for those that are no files, or too large."""
+    """Hydra's reader for a folder's YAML files, except that it rejects non-files and files that are too large."""
 
     @staticmethod
     def scheme() -> str:
@@ -327,8 +326,8 @@ class _CheckedFiles(FileConfigSource):
 
 @contextmanager
 def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
-    """Hydra's reader of the file's folder and the presets. Hydra allows one composition at a time, so an outer one is
-    restored afterwards. base: what the file builds on without naming it."""
+    """Hydra's reader for the file's folder and the presets. Hydra allows one composition at a time, so an outer one is
+    restored afterwards. base: the preset that the file builds on without naming it."""
     Plugins.instance().register(_CheckedFiles)
     search = {"searchpath": [f"{_CheckedFiles.scheme()}://{source.parent}", "pkg://distflow.config.presets"]}
     files = [source.stem] if base is None else [base, source.stem]
@@ -344,15 +343,15 @@ def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
 
 
 def _choose_files(source: Path, files: CachingConfigRepository, result: Composition) -> list[ResultDefault]:
-    """The composed files in order. Without the config of Hydra's own command line, which `hydra.compose` composes too,
-    and takes longer than ours."""
+    """The composed files in order, without the config of Hydra's command line, which `hydra.compose` would compose too,
+    taking longer than for ours."""
     try:
         return create_defaults_list(files, _RUN, [], prepend_hydra=False, skip_missing=False).defaults
-    except ConfigError:  # of `_CheckedFiles`
+    except ConfigError:  # raised by `_CheckedFiles`
         raise
     except YAMLError as error:
         result.failure = origins.yaml_problem(error, source)
-    except (HydraException, ValueError) as error:  # ValueError: defaults is no list
+    except (HydraException, ValueError) as error:  # ValueError: defaults is not a list
         reason = _reason(error)
         names = ", ".join(origins.preset_names())
         advice = f"under defaults: name a preset ({names}) or a file next to this one, without .yaml"
@@ -364,7 +363,7 @@ def _choose_files(source: Path, files: CachingConfigRepository, result: Composit
 
 
 def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path, str]]:
-    """The YAML files, each with its package, the prefix of its keys."""
+    """Each YAML file with its package, the prefix of its keys."""
     for entry in chosen:
         if entry.config_path not in (None, _RUN):
             places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, origins.PRESETS)]
@@ -373,7 +372,7 @@ def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path
 
 
 def _merged(chosen: list[ResultDefault], files: CachingConfigRepository, overrides: list[Override]) -> DictConfig:
-    """The files one over the other, then the overrides."""
+    """The files merged in order, then the overrides."""
     composed = _loader()._compose_config_from_defaults_list(chosen, files)
     composed.pop("hydra", None)
     OmegaConf.set_struct(composed, True)

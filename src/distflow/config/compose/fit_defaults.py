@@ -1,5 +1,5 @@
-"""Defaults shrink to fit: a batch to the data, a mini-batch to the batch, lengths to the model's context. Values that
-were set stay, for the rules to check."""
+"""Shrinks defaults to fit: a batch to the data, a mini-batch to the batch, lengths to the model's context. Values that
+were set are kept, and the rules check them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from distflow.errors import count_of
 _DEFAULT = "default"
 
 IsFree = Callable[..., bool]
-"""(key, *limits): whether nobody chose the value of the key, see `is_free`."""
+"""(key, *limits): whether nobody chose the key's value; see `is_free`."""
 Change = tuple[str, object, str]
 """A key, the value that fits, and why."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A default that was changed to fit. before, value: as YAML."""
+    """A default that was changed to fit. before, value: YAML text."""
 
     key: str
     before: str
@@ -36,7 +36,7 @@ class Fitted:
 
 
 def fit(config: Config, origins: Mapping[str, str], room: derived_settings.RunLimits) -> tuple[Config, list[Fitted]]:
-    """The config with every default reduced that does not fit the limits, and the changes. Deterministic."""
+    """The config with defaults reduced to the limits, and the changes. Deterministic."""
     changes = []
     for step in _STEPS:
         if wanted := list(step(config, partial(is_free, origins), room)):
@@ -46,7 +46,7 @@ def fit(config: Config, origins: Mapping[str, str], room: derived_settings.RunLi
 
 
 def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, list[Fitted]]:
-    """The config with these values, and the changes with the values before."""
+    """The config with these values, and the changes with the previous values."""
     made, values, keys = [], flatten(config), schema_keys()
     for key, value, why in changes:
         made.append(Fitted(key, show_value(keys[key], values[key]), show_value(keys[key], value), why))
@@ -55,8 +55,8 @@ def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, li
 
 
 def is_free(origins: Mapping[str, str], key: str, *limits: str) -> bool:
-    """Whether a key has its default, or the value of a preset of the package; or that of a file, where one of `limits`
-    was set on top of files: on the command line or in Python."""
+    """Whether a key has its default or the value of a built-in preset; or a file's value, if one of `limits` was set
+    above files: on the command line or in Python."""
     origin = where(key, origins)
     is_typed = (COMMAND_LINE, IN_PYTHON)
     on_top = origin not in is_typed and any(where(limit, origins) in is_typed for limit in limits)
@@ -64,7 +64,7 @@ def is_free(origins: Mapping[str, str], key: str, *limits: str) -> bool:
 
 
 def _domains(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
-    """Defaults that name data and rewards for all are removed if there are domains, which name their own."""
+    """Remove run-wide defaults for data and rewards if there are domains, which set their own."""
     if not config.data.domains:
         return
     empty: dict[str, object] = {"data.train_files": (), "data.val_files": (), "reward.functions": {}}
@@ -75,7 +75,7 @@ def _domains(config: Config, is_free: IsFree, room: derived_settings.RunLimits) 
 
 
 def _reward(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
-    """A custom reward function scores the domains that name no other."""
+    """Let a custom reward function score the domains that name no other."""
     functions = config.reward.functions
     uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
     if config.custom_reward_function.path is None or uses_custom or not derived_settings.is_rl(config):
@@ -90,7 +90,7 @@ def _reward(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -
 
 
 def _lengths(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
-    """Prompt and response shrink in proportion, or one of them to what the other leaves of the context."""
+    """Shrink prompt and response in proportion, or one of them to the context that the other leaves."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context or context < 2:
         return
@@ -135,7 +135,7 @@ def _mini_batches(config: Config, is_free: IsFree, room: derived_settings.RunLim
 
 
 def _warm_ups(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
-    """A tenth of the run, the default of `warmup_ratio`."""
+    """Shorten warm-ups to a tenth of the run, the default of `warmup_ratio`."""
     steps = derived_settings.run_steps(config, room)
     if steps is None:
         return

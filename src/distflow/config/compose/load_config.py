@@ -1,4 +1,4 @@
-"""From a preset or file and overrides to a checked, frozen config with the origin of each key.
+"""Loads a preset or file with overrides into a checked, frozen config with the origin of each key.
 
 A value that cannot be read is replaced by the default and reported with all other problems at once.
 """
@@ -27,7 +27,7 @@ from distflow.config.rules.check_config import find_problems, find_size_problems
 from distflow.errors import ConfigError, Problem, UserError, joined
 from distflow.import_target import LoadError, load_modules
 
-# Keys that do not change the training: limits of memory, names of the run, other spellings of a value.
+# Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
     "trainer.project_name",
     "trainer.experiment_name",
@@ -55,13 +55,13 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
     def origin(self, key: str) -> str:
-        """Where a key was set, or "default"; for one that was changed to fit, why."""
+        """Where a key was set, or "default"; for a value that was changed to fit, the reason."""
         why = [fitted.why for fitted in self.fitted if fitted.key == key]
         return f"made to fit: {why[-1]}" if why else where(key, self.origins)
 
     @property
     def set_keys(self) -> dict[str, str]:
-        """The keys that were set to another value than the default, with their origin: those must have an effect."""
+        """Keys that were set to a value other than the default, with their origins; they must have an effect."""
         values, keys = flatten(self.config), schema_keys()
         return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
 
@@ -77,12 +77,12 @@ def load_config(
 ) -> Loaded:
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
-    preset_or_file: `grpo`, or a .yaml file, which may build on a preset or its neighbours (`defaults: [grpo, _self_]`).
-    base: the preset that a file builds on if it names none and its keys select no pipeline of the package.
-    overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`.
-    complete: False allows a missing model and missing data, as in a preset.
-    needed: keys whose files and folders must exist, e.g. `check_paths.NEEDED_TO_TRAIN`.
-    trust_code: False imports no user module; one that must be imported to know a group is then a problem.
+    preset_or_file: e.g. `grpo`, or a .yaml file, which may build on a preset or on files beside it (`defaults: [grpo,
+    _self_]`). base: the preset that a file builds on if it names none and its keys select no built-in pipeline.
+    overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`. complete: False allows a missing model
+    and missing data, as in a preset. needed: keys whose files and folders must exist, e.g.
+    `check_paths.NEEDED_TO_TRAIN`. trust_code: False imports no user modules; needing one to resolve a group is then a
+    problem.
     """
     try:
         # Importing Hydra takes longer than everything else here.
@@ -115,7 +115,7 @@ def load_config(
         notes += [*accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
-        # The name may be unknown because a table lacks the line of its file.
+        # A built-in name may be unknown because its file is missing from a table.
         unregistered = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
         if not unregistered:
             raise
@@ -146,8 +146,7 @@ def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
 
 
 def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
-    """The config with values that were not set and follow from others. Raises ConfigError with all keys that do not go
-    with them."""
+    """The config with unset values that follow from others. Raises ConfigError with all keys that contradict them."""
     config, fitted = apply_changes(loaded.config, changes)
     if problems := find_problems(config, loaded.origins, set(), complete=False):
         raise ConfigError(problems)
@@ -155,7 +154,7 @@ def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
-    """(key, value here, value there) of the keys that a verl preset sets differently and the user did not set."""
+    """(key, value here, value there) of keys that the user did not set and a verl preset sets differently."""
     here, there, infos = flatten(loaded.config), flatten(theirs.config), schema_keys()
     unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
     return [
@@ -179,7 +178,7 @@ def preset_config(name: str) -> Config:
 def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Config:
     """A config from nested plain values; missing keys have their defaults. Raises ConfigError.
 
-    judge: False only reads the values, e.g. of a finished run whose files may be gone.
+    judge: False skips the checks, e.g. for a finished run whose files may be gone.
     """
     settings = [setting for name, value in values.items() for setting in settings_of_value(str(name), value, IN_PYTHON)]
     problems = judge_settings(settings, values)[0]
@@ -187,8 +186,8 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
 
 
 def config_of_run(values: Mapping[str, object]) -> Config:
-    """The saved config of a run, without checks, since its files may be gone. Groups that user modules registered are
-    left out if they are not registered now. Raises UserError."""
+    """The saved config of a run, without checks, since its files may be gone. Groups from user modules are omitted if
+    they are not registered now. Raises UserError."""
     known = group_names()
     config = config_from_dict({name: value for name, value in values.items() if name in known}, judge=False)
     if config.actor_rollout_ref.model.path is None:
@@ -197,8 +196,8 @@ def config_of_run(values: Mapping[str, object]) -> Config:
 
 
 def build(values: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
-    """The config with these nested values and defaults for all others; problems of values that could not be read, and
-    their keys."""
+    """The config with these nested values and defaults for the rest; the problems of unreadable values; and their
+    keys."""
     read: dict[str, object] = {}
     problems, faulty = [], set()
     for name, info in schema_keys().items():
@@ -226,7 +225,7 @@ def _finish(
     if (policy := config.dag.policy) and (own := config.dag.policies.get(policy)):
         own = {f"actor_rollout_ref.{name}": value for name, value in own.items()}
         origin = f"dag.policies.{policy}, {where('dag.policies', origins)}"
-        used = {"dag.policies": {**config.dag.policies, policy: {}}}  # read again, it changes nothing
+        used = {"dag.policies": {**config.dag.policies, policy: {}}}  # reading it again changes nothing
         config, origins = with_values(config, own | used), origins | dict.fromkeys(own, origin)
     faulty |= set(refused)
     problems = [*problems, *unreadable]
@@ -241,7 +240,7 @@ def _finish(
 
 
 def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]:
-    """A line if keys of verl were accepted on a preset without verl's defaults."""
+    """A note if verl's keys were accepted on a preset without verl's defaults."""
     has_verl_keys = any("verl" in find_names(key) for key in accepted)
     if not has_verl_keys or not is_rl(loaded.config) or any(map(is_verls, loaded.origins.values())):
         return []
@@ -281,7 +280,7 @@ def _register_user_groups(
 
 
 def _origins(settings: Sequence[Setting], deleted: Sequence[str]) -> dict[str, str]:
-    """The last place that set each key; a mapping of the user's own names has an origin for each name too."""
+    """The last place that set each key; an open mapping has an origin for each name too."""
     keys = schema_keys()
     origins: dict[str, str] = {}
     for setting in settings:

@@ -1,4 +1,4 @@
-"""Origins of settings: the keys of YAML files with their lines. Hydra composes the values."""
+"""Origins of settings: keys of YAML files with their line numbers. Hydra composes the values."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ PRESETS = Path(__file__).parents[1] / "presets"
 
 @dataclass(frozen=True)
 class Setting:
-    """A key that was set. is_group: its value is a mapping with entries, which are settings too; it has no `value`.
-    has_dots: its last name has dots, which YAML does not read as levels."""
+    """A key that was set. is_group: its value is a mapping whose entries are settings too; it has no `value`. has_dots:
+    its last name contains dots, which YAML does not treat as levels."""
 
     key: str
     where: str
@@ -37,9 +37,9 @@ PIPELINE_KEYS = ("dag.pipeline", "algorithm.workflow_type", "algorithm.adv_estim
 
 
 def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
-    """The preset that a config of the user's builds on if it names none: that of the pipeline which its keys select.
+    """The preset that a user's config builds on if it names none: that of the pipeline that its keys select.
 
-    values: of PIPELINE_KEYS, as far as they are set. otherwise: where they select no pipeline of a preset.
+    values: those of PIPELINE_KEYS that are set. otherwise: the result if they select no preset's pipeline.
     """
     pipeline, workflow_type, estimator = (values.get(key) for key in PIPELINE_KEYS)
     if pipeline is not None:
@@ -48,13 +48,13 @@ def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
 
 
 def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | None:
-    """The pipeline that `algorithm` selects where `dag.pipeline` is null; None for the usual one."""
+    """The pipeline that `algorithm` selects if `dag.pipeline` is null; None for the usual one."""
     needs_critic = estimator in ESTIMATORS and ESTIMATORS[str(estimator)].needs_critic
     return "dapo" if workflow_type == "DAPO" else "ppo" if needs_critic else None
 
 
 def overriding_defaults(path: Path) -> list[str]:
-    """The names in the `defaults` of a YAML file that override its own keys, as they stand behind `_self_`."""
+    """The names after `_self_` in the `defaults` of a YAML file, which override its own keys."""
     root = read_node(path, [])
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     chosen = next((value for name, value in pairs if name.value == "defaults"), None)
@@ -63,10 +63,10 @@ def overriding_defaults(path: Path) -> list[str]:
 
 
 def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
-    """Whether a YAML file builds on no preset by its `defaults`, nor do the files beside it that these name."""
+    """Whether neither a YAML file nor the neighbouring files in its `defaults` build on a preset."""
     root = read_node(path, [])
     if path in seen or not isinstance(root, yaml.MappingNode):
-        return False  # a file that is refused, for that reason
+        return False  # reading the file reports the reason
     chosen = next((value for name, value in root.value if name.value == "defaults"), None)
     entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [chosen] if chosen is not None else []
     names = [entry.value for entry in entries if entry.value != "_self_"]
@@ -90,7 +90,7 @@ def display(path: Path) -> str:
 def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Setting]:
     """Every mapping entry of a YAML file, groups before their entries. prefix: the file's Hydra package.
 
-    Adds to `problems` for a file that is no readable mapping or names a key twice.
+    Adds to `problems` if the file is not a readable mapping or names a key twice.
     """
     root = _parse(path, problems)
     if root is None:
@@ -103,7 +103,7 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
 
 
 def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
-    """The same for a value on the command line, which may be a mapping."""
+    """The settings of a command-line value, which may be a mapping."""
     below = value.items() if isinstance(value, dict) else ()
     yield Setting(key, where, is_group=bool(below), value=NOT_GIVEN if below else value)
     for name, item in below:
@@ -111,7 +111,7 @@ def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
 
 
 def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
-    """The problem of a YAML error, with its file and line; `path` is the file if it names none."""
+    """The problem for a YAML error, with file and line; `path` if the error names no file."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
     mark = error.problem_mark or error.context_mark
@@ -130,7 +130,7 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
 
 
 def read_node(path: Path, problems: list[Problem]) -> yaml.Node | None:
-    """The document of a YAML file. Adds to `problems` where it cannot be read, or is too large."""
+    """The document of a YAML file. Adds to `problems` if it is unreadable or too large."""
     try:
         root = yaml.SafeLoader(read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")).get_single_node()
         check_aliases(root)
@@ -187,5 +187,5 @@ def _plain_value(node: yaml.Node) -> object:
     """The value in Python; Hydra rejects a tag that is not read here."""
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError):  # or is a number of thousands of digits
+    except (yaml.YAMLError, ValueError):  # or a number of thousands of digits
         return NOT_GIVEN

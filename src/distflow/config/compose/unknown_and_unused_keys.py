@@ -1,7 +1,7 @@
-"""Keys that are set in vain: unknown ones, and those that nothing reads.
+"""Finds set keys without effect: unknown keys, and keys that nothing reads.
 
-A config can record which of its keys are read. Settings of another system that need nothing here are accepted, other
-unknown ones get advice. A name counts as a misspelling only for typing errors, never for another word.
+A config can record which of its keys are read. Settings of another system that need no counterpart are accepted; other
+unknown ones get advice. Only a typing error counts as a misspelling, never a different word.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Watching:
-    """A base class beside that of a group: reading a key adds its dotted name to `_reads`."""
+    """A mix-in for group classes: reading a key adds its dotted name to `_reads`."""
 
     def __getattribute__(self, name: str) -> object:
         value = object.__getattribute__(self, name)
@@ -39,13 +39,13 @@ class _Watching:
 
 
 def watch(config: Config) -> tuple[Config, set[str]]:
-    """A watched config, and the set to which it adds the dotted name of each key that is read."""
+    """A watched config, and the set that collects the dotted names of the keys read."""
     reads: set[str] = set()
     return _watched(config, "", reads), reads
 
 
 def peek(config: T) -> T:
-    """The plain config or group of a watched one; reading its keys is not recorded."""
+    """The plain config or group behind a watched one; reading its keys is not recorded."""
     return cast(T, config.__dict__["_plain"]) if isinstance(config, _Watching) else config
 
 
@@ -56,7 +56,7 @@ def with_group(config: Config, name: str, group: object) -> Config:
 
 
 def whole(group: T) -> T:
-    """The plain group of a watched one, for code that takes the whole group: all its keys count as read."""
+    """The plain group behind a watched one, for code that needs the whole group: all its keys count as read."""
     own = peek(group)
     if isinstance(group, _Watching) and is_group(own):
         group.__dict__["_reads"].update(key for key, *_ in walk(own, group.__dict__["_key"]))
@@ -88,8 +88,8 @@ def _watching_class(group_class: Hashable) -> type:
     return type(group_class.__name__, (_Watching, group_class), {})
 
 
-_LEAST_SIMILARITY = 0.7  # of a word; below it, it is another word
-_JOINED = 0.9  # of names with other word boundaries
+_LEAST_SIMILARITY = 0.7  # of two words; below this they are different words
+_JOINED = 0.9  # of names with different word boundaries
 
 
 def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
@@ -100,7 +100,7 @@ def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
 
 
 def _similarity(name: str, other: str) -> float:
-    """The mean over groups and words; 0 if one of them is another word."""
+    """The mean similarity over groups and words; 0 if any word differs too much."""
     if name.count(".") != other.count("."):
         return 0.0
     ratios = []
@@ -115,10 +115,10 @@ def _similarity(name: str, other: str) -> float:
     return sum(ratios) / len(ratios)
 
 
-_SAME_KEYS = {"verl", "siiRL"}  # systems whose commands run here with few changes
-_MOST_PROBLEMS = 30  # each is compared with all keys
-_LISTED = 2  # keys of the same name in other groups; more are no hint
-_TELLING = 5  # letters of a word that is compared without its group
+_SAME_KEYS = {"verl", "siiRL"}  # systems whose commands need few changes to run here
+_MOST_PROBLEMS = 30  # each unknown key is compared with all keys
+_LISTED = 2  # keys of the same name in other groups; more would not help
+_TELLING = 5  # minimum letters of a word that is compared without its group
 
 
 def parents(key: str) -> list[str]:
@@ -128,14 +128,14 @@ def parents(key: str) -> list[str]:
 
 
 def is_known(key: str) -> bool:
-    """Whether the key or group exists, or the key is in a mapping of the user's own names."""
+    """Whether the key or group exists, or the key belongs to an open mapping."""
     keys = schema_keys()
     return key in keys or key in _groups() or any(parent in keys and keys[parent].is_map for parent in parents(key))
 
 
 def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> tuple[list[Problem], dict[str, str]]:
-    """A problem for each unknown setting (for an unknown group only one) and each misused group; and by key a line for
-    each accepted setting of another system.
+    """A problem for each unknown setting (one per unknown group) and each misused group; and, by key, a line for each
+    accepted setting of another system.
 
     values: the composed config as nested plain values; a key of verl or siiRL that agrees with them is accepted.
     """
@@ -153,7 +153,7 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
         if problem is not None:
             problems.append(problem)
         info = schema_keys().get(setting.key)
-        is_misread = info is not None and setting.is_group and not info.is_map  # reading its value reports that
+        is_misread = info is not None and setting.is_group and not info.is_map  # reading the value reports this
         if problem is not None or setting.key in accepted or is_misread:
             settled.add(setting.key)
     return problems, accepted
@@ -192,7 +192,7 @@ def _judge(
         found = find_names(key)
         by_name = {system for system, table in all_tables().items() if key in table.names}
         if setting.is_group and translated.get(key, set()) - by_name:
-            return None  # its entries get the message
+            return None  # its entries are reported
         if line := _acceptance(setting, found, values):
             accepted[key] = line
             return None
@@ -212,14 +212,14 @@ def _judge(
 
 
 def _misplaced(key: str) -> str:
-    """Advice for a group that exists below another one; empty for others."""
+    """Advice for a group that exists below another one; else empty."""
     same = [group for group in _groups() if group.endswith(f".{key.rpartition('.')[2]}")]
     near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
     return f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
 
 
 def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:
-    """The line for a setting that changes nothing here in any system that has it; else empty."""
+    """The line for a setting that changes nothing here, whichever system it comes from; else empty."""
     reasons = []
     for name in found.values():
         overrides = name.overrides(setting.value)
@@ -246,7 +246,7 @@ def _is_same(text: str, other: str) -> bool:
 
 
 def _answer(found: dict[str, Name], value: object) -> str:
-    """The answer for each system that has the name, once for those that agree."""
+    """The answer for each system that has the name; systems that agree share one."""
     systems: dict[str, list[str]] = {}
     for system, name in found.items():
         systems.setdefault(name.answer(value), []).append(system)
@@ -265,7 +265,7 @@ def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
 
 
 def _resembling(key: str, known: Collection[str]) -> list[str]:
-    """The key that ends with it (`actor.clip_ratio`), the key above it, or one of its group by spelling."""
+    """The key that ends with this one (`actor.clip_ratio`), the key above it, or a similar spelling in its group."""
     by_end = [name for name in known if name.endswith(f".{key}")]
     above = [parent for parent in parents(key) if parent in known]
     if by_end or above:
@@ -275,7 +275,7 @@ def _resembling(key: str, known: Collection[str]) -> list[str]:
 
 
 def _elsewhere(key: str, known: Collection[str]) -> list[str]:
-    """Its last word in other groups, unless that word is common; else a key with a similar spelling."""
+    """Keys in other groups with the same last word, unless it is common; else a key with a similar spelling."""
     words: dict[str, list[str]] = {}
     for name in known:
         words.setdefault(name.rpartition(".")[2], []).append(name)

@@ -1,4 +1,4 @@
-"""Strict conversion of plain data to the type of a key, with advice for what does not fit."""
+"""Strict conversion of plain data to a key's type, with advice for values that do not fit."""
 
 import math
 import re
@@ -12,8 +12,8 @@ from distflow.config.migration.tables import find_value
 from distflow.errors import nearest
 
 Differing = dict[str, dict[str, Any]]
-"""Keys of a group that differ for some domains, `{code: {adv_estimator: reinforce}}`: by domain, values by their dotted
-keys in the group."""
+"""Values of a group's keys that differ by domain, `{code: {adv_estimator: reinforce}}`; keys are dotted names within
+the group."""
 
 # YAML 1.1 reads 1e-6 (no dot) as a string; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str)
 
 
 class Mismatch(ValueError):
-    """A value that a key cannot take: what is wrong with it, and what to write instead."""
+    """A value that a key cannot have: what is wrong with it, and what to write instead."""
 
     def __init__(self, what: str, advice: str = ""):
         super().__init__(what)
@@ -29,7 +29,7 @@ class Mismatch(ValueError):
 
 
 def convert(value: object, annotation: object) -> object:
-    """The value as that type; lists become tuples where the type is one. Raises Mismatch."""
+    """The value as that type; lists become tuples if the type is a tuple. Raises Mismatch."""
     origin = get_origin(annotation)
     if annotation in (Any, object):
         return value
@@ -107,8 +107,8 @@ def parse_differing(
     elsewhere: Callable[[str, str], str] = lambda *_: "",
     of: str = "domain",
 ) -> Differing:
-    """Settings by domain, or by what `of` says, from plain data, nested or dotted. keys: those that may differ; form:
-    an example; elsewhere: advice about another key of a domain, or nothing. Raises Mismatch."""
+    """Settings by domain (or by `of`) from nested or dotted plain data. keys: those that may differ; form: an example;
+    elsewhere: advice about another key of a domain, or "". Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch(f"is not a mapping by {of}", form)
     found: Differing = {}
@@ -142,7 +142,7 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The start of an advice with the nearest known name; empty if none is near."""
+    """The beginning of advice, with the nearest known name; empty if none is near."""
     guess = nearest(name, known)
     return f"did you mean {guess}? " if guess else ""
 

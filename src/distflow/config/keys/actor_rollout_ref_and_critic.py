@@ -24,7 +24,7 @@ from distflow.config.keys.declare import collect, group, key, plain_settings
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the model comes from, and which of its weights are trained."""
+    """The model's source, and which of its weights are trained."""
 
     path: str | None = key(None, "folder or hub id of the model, builtin:NAME, or package:NAME of a Python package")
     tokenizer_path: str | None = key(None, "folder or hub id of the tokenizer; null is the model's")
@@ -58,7 +58,7 @@ class TrainedFsdpConfig:
 
 @dataclass(frozen=True)
 class ActorFsdpConfig(TrainedFsdpConfig):
-    """Sharding and offloading of the policy; fsdp_size holds for critic and reference too."""
+    """Sharding and offloading of the policy; fsdp_size also applies to the critic and the reference."""
 
     fsdp_size: int = key(-1, "data-parallel ranks that shard one copy of the weights; -1 is all", minimum=-1)
 
@@ -116,7 +116,7 @@ class ActorConfig:
     kl_loss_type: str = key("low_var_kl", "estimator of the KL in the loss", choices=KL_TYPES, advice=NO_FULL_KL)
     ppo_epochs: int = key(1, "passes over the batch of a step", minimum=1)
     ppo_mini_batch_size: int = key(256, "prompts per optimizer step", minimum=1)
-    # Less on a CPU, whose allocator keeps the memory.
+    # A CPU needs less: its allocator keeps the memory.
     ppo_max_token_len_per_gpu: int | None = key(
         None,
         "maximum tokens in a micro-batch; a longer sample is its own micro-batch; null is 16384, on a CPU 4096",
@@ -146,7 +146,7 @@ class RefConfig:
 
 @dataclass(frozen=True)
 class CriticModelConfig:
-    """Where the critic's weights come from."""
+    """The source of the critic's weights."""
 
     path: str | None = key(None, "folder or hub id of the critic; null: the actor's with a new value head")
 
@@ -184,7 +184,7 @@ class ValKwargsConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """One of the agents of an episode."""
+    """An agent of an episode."""
 
     policy: str = key("actor", "whose replies it gives: actor, or one of dag.policies")
     trainable: bool = key(True, "train on what it says")

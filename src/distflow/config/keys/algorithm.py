@@ -95,7 +95,7 @@ class NormConfig:
 
 
 def is_on(norm: NormConfig) -> bool:
-    """Whether it subtracts a mean or divides by a standard deviation."""
+    """Whether the normalisation subtracts a mean or divides by a standard deviation."""
     return norm.mean_level is not None or norm.std_level is not None
 
 
@@ -132,7 +132,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups that teach nothing, or that a function rejects, are dropped and replaced."""
+    """Dynamic sampling: groups without a learning signal, or that a function rejects, are dropped and replaced."""
 
     enable: bool = key(False, "drop groups without a gradient signal and refill the batch")
     metric: str = key(

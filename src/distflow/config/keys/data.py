@@ -16,7 +16,7 @@ _ROLLOUT = "null is actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class DomainConfig:
-    """Settings in which a domain differs from the rest of the run."""
+    """Settings of a domain that override those of the run."""
 
     train_files: tuple[str, ...] = key((), "training data, in the forms of data.train_files")
     val_files: tuple[str, ...] = key((), "validation data")
@@ -154,7 +154,7 @@ def _name(name: str) -> str:
 
 
 def _elsewhere(domain: str, key: str) -> str:
-    """What to set instead of a key that belongs to another group's domains."""
+    """An error hint: the key to set instead of one that belongs to another group's domains."""
     if key.partition(".")[0] in DIFFERING:
         return f"set algorithm.domains.{domain}.{key}"
     return f"set reward.domains.{domain}.{key}" if key in JUDGED_BY_DOMAIN else ""

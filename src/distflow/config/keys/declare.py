@@ -17,13 +17,12 @@ Group = TypeVar("Group", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class KeySpec:
-    """What is known of a key besides its type and default.
+    """Metadata of a key besides its type and default.
 
-    choices: the allowed values. open_names: user modules may add to them (checked against the registry later).
-    later: choices that are not implemented yet; True means any value but the default.
-    minimum, maximum: inclusive bounds; above, below: exclusive ones.
-    parse: converts plain data to the value; None converts by the type. plain: the inverse.
-    advice: what to do about a value that is not allowed, if the bound or the choices do not say it.
+    choices: the allowed values. open_names: user modules may add to them (checked against the registry later). later:
+    choices that are not implemented yet; True means any value but the default. minimum, maximum: inclusive bounds;
+    above, below: exclusive ones. parse: converts plain data to the value; None converts by the type. plain: the
+    inverse. advice: what to do about a rejected value, if the bound or the choices do not show it.
     """
 
     description: str = ""
@@ -68,13 +67,13 @@ class KeyInfo:
 
     @property
     def arms(self) -> tuple[object, ...]:
-        """The members of its type if that is a union, else the type."""
+        """The members of a union type, else the type itself."""
         is_union = get_origin(self.annotation) in (Union, types.UnionType)
         return get_args(self.annotation) if is_union else (self.annotation,)
 
     @property
     def is_map(self) -> bool:
-        """Whether its value is a mapping with the user's own names."""
+        """Whether its value is a mapping whose keys are names that the user chose."""
         return any((get_origin(arm) or arm) is dict for arm in self.arms)
 
 
@@ -97,7 +96,7 @@ def is_group(value: object) -> "TypeGuard[DataclassInstance]":
 
 
 def yaml_name(attribute: str) -> str:
-    """The name in YAML: an attribute that would be a Python keyword ends in an underscore (`async_`)."""
+    """The name in YAML: attributes that would be Python keywords end in an underscore (`async_`)."""
     return attribute.removesuffix("_")
 
 

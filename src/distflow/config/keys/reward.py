@@ -1,4 +1,4 @@
-"""Keys of `reward`, `custom_reward_function` and `reward_model`: what a response is worth."""
+"""Keys of `reward`, `custom_reward_function` and `reward_model`: how responses are scored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
-"""What happens to a sample with a reward error: left out of the loss, its group dropped, or given a score."""
+"""The treatment of a sample with a reward error: mask it in the loss, drop its group, or assign this score."""
 Option: TypeAlias = bool | int | float | str
 _FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: {n: 4}}]}"
 _PART = {"name", "weight", "options"}
@@ -27,7 +27,7 @@ class RewardPart(NamedTuple):
     options: Mapping[str, Option] = {}
 
     def plain(self) -> object:
-        """The shortest form in a config."""
+        """The shortest form that a config accepts."""
         weight = {} if self.weight == 1.0 else {"weight": self.weight}
         options = {"options": dict(self.options)} if self.options else {}
         return {"name": self.name, **weight, **options} if weight or options else self.name
@@ -49,7 +49,7 @@ def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
 
 
 def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
-    """Reward functions of one domain, from a name, {name, weight} or a list of these. whose: names the domain in
+    """Reward functions of one domain, from a name, {name, weight} or a list of these. whose: the domain's name in
     messages. Raises Mismatch."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
@@ -130,7 +130,7 @@ class IfevalConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Reward functions by domain; `default` holds for the domains that are not named."""
+    """Reward functions by domain; `default` applies to all other domains."""
 
     functions: dict[str, tuple[RewardPart, ...]] = key(
         {"default": (RewardPart("math"),)},
@@ -177,7 +177,7 @@ class CustomRewardConfig:
 
 @dataclass(frozen=True)
 class RewardModelPathConfig:
-    """Where the reward model's weights come from."""
+    """The source of the reward model's weights."""
 
     path: str | None = key(None, "folder or hub id of a reward model, or a run of the pipeline rm; null is none")
 
@@ -206,7 +206,7 @@ _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: 
 _CHOICES = "write e.g. choices: [0, 0.5, 1]"
 _TAKEN = (
     *(REWARD_MODEL, "actor", "critic", "ref", "rollout", "reward_fn", "policy", "tokenizer", "stop_token_ids"),
-    *("collective", "mesh", "start_pool"),  # all that a worker's factories find by name
+    *("collective", "mesh", "start_pool"),  # other names that a worker's factories look up
 )
 
 
@@ -230,7 +230,7 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """Reward models and judges as engines of the run, which score whole steps."""
+    """Reward models and judges that run as engines and score whole steps."""
 
     model: RewardModelPathConfig = group(RewardModelPathConfig)
     weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
@@ -244,7 +244,7 @@ class RewardModelConfig:
 
 
 def scoring_models(config: RewardModelConfig, domain: str | None = None) -> dict[str, ScoringModelConfig]:
-    """The models that score as engines, by the names of their engines: all, or those of a domain."""
+    """The scoring models by engine name: all, or those of a domain."""
     path, offloads = config.model.path, config.fsdp_config.param_offload
     own = {} if path is None else {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
     models = own | config.models
@@ -252,8 +252,8 @@ def scoring_models(config: RewardModelConfig, domain: str | None = None) -> dict
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
-    """Timeout, workers and retries of the domain's reward functions, by key, and after how many timeouts a function
-    that never returned is given up."""
+    """Timeout, workers and retries of the domain's reward functions by key, and the number of timeouts after which a
+    function that never returned is given up."""
     own = reward.domains.get(domain, {})
     patience = {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
     calls = max(4, 2 * patience["num_workers"]) * (1 + patience["retries"])
@@ -261,5 +261,5 @@ def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
 
 
 def on_error_of(reward: RewardConfig, domain: str) -> OnError:
-    """What happens to a sample of that domain with a reward error."""
+    """The treatment of the domain's samples with a reward error."""
     return cast(OnError, reward.domains.get(domain, {}).get("on_error", reward.on_error))

@@ -1,4 +1,4 @@
-"""The whole config: every group, and those that users register; as flat keys, as YAML, and compared with another."""
+"""The whole config, with groups that users register: as flat keys, as YAML, and compared with another."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -23,7 +23,7 @@ _user_groups: dict[str, type] = {}
 
 @dataclass(frozen=True)
 class Config:
-    """All keys of a run. A group that a user registered is an attribute too; `user_groups` holds it."""
+    """All keys of a run. Groups that a user registered are attributes too, stored in `user_groups`."""
 
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
@@ -40,7 +40,7 @@ class Config:
     user_groups: dict[str, Any] = field(default_factory=lambda: {name: made() for name, made in _user_groups.items()})
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for names that are no field. During unpickling `user_groups` is not set yet.
+        # Called only for names that are not fields. During unpickling `user_groups` is not set yet.
         groups = self.__dict__.get("user_groups", {})
         if name in groups:
             return groups[name]
@@ -53,7 +53,7 @@ class Config:
 
 
 def register_config_group(name: str, config_class: type) -> None:
-    """Add a group of a user's own keys: `config.<name>` is then an instance of the dataclass.
+    """Add a group of custom keys: `config.<name>` is then an instance of the dataclass.
 
     Fields need defaults; `metadata={"help": ...}` describes them, or they are declared with `distflow.config.key`.
     Registering the same class again does nothing. Raises ValueError if the name is taken or a field cannot be read
@@ -127,8 +127,8 @@ _RESUMABLE = {
 }
 RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
 """Keys that may change when a run is resumed. Data are compared by fingerprint, not by path (`changed_keys` ignores the
-files of domains too), and what dag.policies says of a run's own policy is in actor_rollout_ref; changed code of a
-reward function is reported."""
+files of domains too), actor_rollout_ref has the settings that dag.policies gives a run's own policy, and changed code
+of a reward function is reported."""
 
 
 def flatten(config: Config) -> dict[str, object]:
@@ -137,7 +137,7 @@ def flatten(config: Config) -> dict[str, object]:
 
 
 def changed_from_default(values: Mapping[str, object], names: Iterable[str]) -> Iterator[str]:
-    """Those of the keys whose value is not the default. values: of `flatten`."""
+    """The keys whose value is not the default. values: the result of `flatten`."""
     keys = schema_keys()
     return (name for name in names if values[name] != keys[name].default)
 
@@ -154,7 +154,7 @@ def to_yaml(config: Config) -> str:
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     if text.replace("\n", "").isprintable():
         return text
-    return yaml.safe_dump(values, sort_keys=False, width=120)  # escapes characters that control a terminal
+    return yaml.safe_dump(values, sort_keys=False, width=120)  # escapes terminal control characters
 
 
 def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
@@ -163,7 +163,7 @@ def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
 
 
 def changed_keys(before: Config, after: Config) -> list[tuple[str, object, object]]:
-    """The same without the keys that may change on resume, and without the files of domains."""
+    """(key, before, after) of each difference, except keys that may change on resume and the files of domains."""
     old, new = (
         {name: replace(own, train_files=(), val_files=()) for name, own in config.data.domains.items()}
         for config in (before, after)

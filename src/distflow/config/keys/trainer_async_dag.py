@@ -29,8 +29,8 @@ MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
 
 
 def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
-    """A name, or nodes written in YAML. Raises Mismatch that names an entry without an id or, unless it is a marker,
-    without a func."""
+    """A name, or nodes written in YAML. Raises Mismatch for an entry without an id, or without a func unless it is a
+    marker."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
@@ -51,7 +51,7 @@ _CONDITION = re.compile(r"\s*([^\s<>=!]+)\s*(>=|<=|>|<)\s*([^\s<>=!]+)\s*")
 
 @dataclass(frozen=True)
 class StopCondition:
-    """At which value of which metric a run ends, such as `val_correct/all/mean >= 0.9`."""
+    """The condition on a metric that ends a run, such as `val_correct/all/mean >= 0.9`."""
 
     metric: str
     operator: str
@@ -59,7 +59,7 @@ class StopCondition:
 
     @classmethod
     def of(cls, text: str) -> "StopCondition":
-        """Raises Mismatch for another form."""
+        """Parse a condition. Raises Mismatch for any other form."""
         found = _CONDITION.fullmatch(text)
         try:
             value = float(found[3]) if found else math.nan
@@ -75,7 +75,7 @@ class StopCondition:
         return re.match("val(_correct)?/|(sft|rm)/val_", self.metric) is not None
 
     def holds(self, value: float) -> bool:
-        """Never for a value that is not a number."""
+        """Whether the value meets the condition; NaN never does."""
         return _COMPARE[self.operator](value, self.value)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class StopCondition:
 
 
 def parse_stop_when(value: object) -> str | None:
-    """Raises Mismatch if it is no condition."""
+    """A condition, or None. Raises Mismatch for anything else."""
     return None if value is None else str(StopCondition.of(str(value)))
 
 
@@ -210,7 +210,7 @@ class TrustConfig:
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of operators and kernels by torch's profiler, in the run's folder `profiles`."""
+    """Traces of operators and kernels from torch's profiler, in the folder `profiles` of the run."""
 
     enable: bool = key(False, "record what the training thread of each worker computes, and the kernels of its device")
     steps: tuple[int, ...] = key((2,), "the steps that are recorded, counted from 1")
@@ -227,7 +227,7 @@ class AsyncConfig:
 
 
 FIRST_POLICY = "actor"
-"""The name of the policy of `actor_rollout_ref` beside those of `dag.policies`."""
+"""The policy of `actor_rollout_ref`; `dag.policies` names the others."""
 
 
 def parse_policies(value: object) -> Differing:
@@ -254,7 +254,7 @@ def plain_policies(policies: Differing) -> Differing:
 
 @dataclass(frozen=True)
 class DagConfig:
-    """The pipeline that runs, and how it is laid out on devices."""
+    """The pipeline to run, and its placement on devices."""
 
     pipeline: str | tuple[dict[str, object], ...] | None = key(
         None,

@@ -1,4 +1,4 @@
-"""Rules of what the keys of a config mean together: functions from a config to findings."""
+"""Rules about combinations of keys: functions from a config to findings."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class Finding:
-    """Keys that do not go together, the one to change first; what is wrong; what to do.
+    """A contradiction: the keys, beginning with the one to change; what is wrong; what to do.
 
     missing: a required key is not set yet.
     """

@@ -1,5 +1,5 @@
-"""Rules of the algorithm: the KL controller, clips, rollout correction, dynamic sampling, and how rewards and
-advantages are scaled: one normalisation at a time, and each with an effect."""
+"""Rules of the algorithm: the KL controller, clips, rollout correction, dynamic sampling, and scaling of rewards and
+advantages: one normalisation at a time, each with an effect."""
 
 from collections.abc import Iterator
 
@@ -121,7 +121,7 @@ def rejection(config: Config) -> Iterator[Finding]:
 
 
 def dynamic_sampling(config: Config) -> Iterator[Finding]:
-    """A filter compares several samples of a group, by an existing score; not where those teach by their turns."""
+    """A filter compares several samples of a group by an existing score, and advantages are not per turn."""
     filters = config.algorithm.filter_groups
     if not filters_groups(config) or not is_rl(config):
         return
@@ -155,7 +155,7 @@ _OF_SUMS = tuple(f"algorithm.{name}" for name in ("reward_shift", "reward_scale"
 
 
 def scaling(config: Config) -> Iterator[Finding]:
-    """`scale_rewards` agrees with `norm_adv_by_std_in_grpo`, and a batch scales differences that are not all 0."""
+    """`scale_rewards` agrees with `norm_adv_by_std_in_grpo`, and batch scaling has differences that are not all 0."""
     algorithm = config.algorithm
     if algorithm.scale_rewards in ("group", "batch") and not algorithm.norm_adv_by_std_in_grpo:
         yield Finding(
@@ -169,7 +169,7 @@ def scaling(config: Config) -> Iterator[Finding]:
 
 
 def normalisations(config: Config) -> Iterator[Finding]:
-    """Groups of a normalisation are made of the samples of a prompt, of which there are several."""
+    """The groups of a normalisation are samples of one prompt, and have several of them."""
     size = config.actor_rollout_ref.rollout.n
     for name, norm in ((_REWARD_NORM, config.algorithm.reward_norm), (_ADV_NORM, config.algorithm.adv_norm)):
         key = f"{name}.group_size"
@@ -191,7 +191,7 @@ def normalisations(config: Config) -> Iterator[Finding]:
 
 
 def running_moments(config: Config) -> Iterator[Finding]:
-    """Running moments are of rewards, not of advantages."""
+    """Running moments apply to rewards, not to advantages."""
     for name in ("mean_level", "std_level"):
         if getattr(config.algorithm.adv_norm, name) == "running":
             yield Finding(
@@ -202,7 +202,7 @@ def running_moments(config: Config) -> Iterator[Finding]:
 
 
 def one_normalisation(config: Config) -> Iterator[Finding]:
-    """What an estimator normalises itself is not normalised a second time."""
+    """Values that an estimator normalises are not normalised twice."""
     estimator, name = find_estimator(config), config.algorithm.adv_estimator
     if estimator is None:
         return
@@ -229,7 +229,7 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
 
 
 def _has_several_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Whether the turns or agents of an episode have advantages of their own."""
+    """Whether the turns or agents of an episode have separate advantages."""
     over_turns = algorithm.adv_estimator in ("grpo_turns", "gae_marft") or algorithm.adv_estimator_kwargs.get(
         "over_turns"
     )
@@ -237,7 +237,7 @@ def _has_several_rewards(algorithm: AlgorithmConfig) -> bool:
 
 
 def rewards_of_turns(config: Config) -> Iterator[Finding]:
-    """Where advantages are those of turns or agents, no key makes one reward of an episode's."""
+    """If advantages are per turn or agent, no key reduces an episode to a single reward."""
     algorithm = config.algorithm
     if _has_several_rewards(algorithm):
         keys = [*changed_from_default(flatten(config), _OF_SUMS[:3])]
@@ -249,7 +249,7 @@ def rewards_of_turns(config: Config) -> Iterator[Finding]:
 
 
 def rewards_of_agents(config: Config) -> Iterator[Finding]:
-    """Agents have rewards of their own if there are agents, and nothing rewards an episode as a whole."""
+    """Separate rewards for agents require agents, and no reward of the whole episode."""
     key, agents, estimator = "algorithm.agent_rewards", f"{ROLLOUT}.agents", find_estimator(config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.agents and rollout.workflow is None:
@@ -268,7 +268,7 @@ def rewards_of_agents(config: Config) -> Iterator[Finding]:
 
 
 def parts_of_rewards(config: Config) -> Iterator[Finding]:
-    """An estimator that reads the parts of the reward has several, and no key that changes only their sum is set."""
+    """An estimator that reads reward parts has several of them, and no key is set that changes only their sum."""
     estimator, name = find_estimator(config), config.algorithm.adv_estimator
     if estimator is None or not estimator.reads_parts:
         return

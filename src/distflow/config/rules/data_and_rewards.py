@@ -12,14 +12,14 @@ from distflow.config.rules import Finding
 
 
 def sources(config: Config) -> Iterator[tuple[str, DataConfig | DomainConfig]]:
-    """Every group that names data, with its key: `data`, and each of its domains."""
+    """Every group that names data: `data` and each of its domains, with its key."""
     yield "data", config.data
     for name, domain in config.data.domains.items():
         yield f"data.domains.{name}", domain
 
 
 def files(config: Config) -> Iterator[Finding]:
-    """There is data to train on, and limits on rows leave some."""
+    """There is training data, and the limits leave some rows."""
     if not config.data.train_files and not config.data.domains:
         yield Finding(
             ("data.train_files", "data.domains"),
@@ -38,13 +38,13 @@ def files(config: Config) -> Iterator[Finding]:
             if limit == 0:
                 yield Finding((limit_key,), "no row would be left", "set it to -1 for all rows, or to 1 or more")
             by_tags = getattr(source, "tags", ()) and getattr(config.data, files_key.rpartition(".")[2])
-            if limit > 0 and not (names or by_tags) and files_key != "data.train_files":  # a finding of its own
+            if limit > 0 and not (names or by_tags) and files_key != "data.train_files":  # a separate finding
                 advice = f"set {files_key}, or remove the limit"
                 yield Finding((limit_key, files_key), "it limits data, but there is no data", advice)
 
 
 def columns(config: Config) -> Iterator[Finding]:
-    """The prompt and what belongs to it are different columns."""
+    """The prompt and its companion columns are different columns."""
     other = "answer_key" if is_rl(config) else "response_key"
     for key, source in sources(config):
         prompt = source.prompt_key or config.data.prompt_key
@@ -119,7 +119,7 @@ def custom_function(config: Config) -> Iterator[Finding]:
 
 
 def retries(config: Config) -> Iterator[Finding]:
-    """A backoff is before a retry, and domains with settings of their own have reward functions."""
+    """A backoff needs retries, and domains with their own settings have reward functions."""
     each = {"reward": patience_of(config.reward, "")}
     each |= {f"reward.domains.{name}": patience_of(config.reward, name) for name in config.reward.domains}
     if all(settings["retries"] == 0 for settings in each.values()):

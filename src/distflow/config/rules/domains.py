@@ -1,4 +1,4 @@
-"""Rules of domains: `data.domains`, and `algorithm.domains`, for which the rules of the run's algorithm hold too."""
+"""Rules of `data.domains`, and of `algorithm.domains`, to which the rules of the run's algorithm apply too."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ _OF_RL = (
 
 
 def one_form(config: Config) -> Iterator[Finding]:
-    """Files are named by domain, or for all domains that have tags."""
+    """Files are listed per domain, or once for all domains with tags."""
     domains = config.data.domains
     for name in ("train_files", "val_files") if domains else ():
         if not getattr(config.data, name):
@@ -44,7 +44,7 @@ def one_form(config: Config) -> Iterator[Finding]:
 
 
 def tags(config: Config) -> Iterator[Finding]:
-    """A tag is of one domain, and tags are read from a column and choose rows of a file."""
+    """A tag belongs to one domain; tags come from a column and select rows of a file."""
     data, domain_of = config.data, dict[str, str]()
     for name, domain in data.domains.items():
         key = f"data.domains.{name}.tags"
@@ -91,7 +91,7 @@ def sources(config: Config) -> Iterator[Finding]:
 
 
 def curriculum(config: Config) -> Iterator[Finding]:
-    """A curriculum has several domains and, if built in, scores."""
+    """A curriculum needs several domains and, if built in, scores."""
     name, key = config.data.curriculum.function, "data.curriculum.function"
     if name is None:
         return
@@ -128,7 +128,7 @@ def rewards(config: Config) -> Iterator[Finding]:
 
 
 def lengths(config: Config) -> Iterator[Finding]:
-    """A domain's response limit is within that of the run, and longer than the zone of the penalty."""
+    """A domain's response limit is at most the run's, and longer than the penalty zone."""
     longest, zone = config.data.max_response_length, config.reward.overlong.buffer_tokens
     for name, domain in config.data.domains.items():
         key, own = f"data.domains.{name}.max_response_length", domain.max_response_length
@@ -167,7 +167,7 @@ _RULES_OF_DOMAINS = (
 
 
 def of_each(config: Config) -> Iterator[Finding]:
-    """The rules of the run's algorithm hold with the settings of a domain; findings name the domain's own keys."""
+    """The rules of the run's algorithm apply to each domain's settings; findings name the domain's keys."""
     sized = [name for name, each in config.data.domains.items() if each.n]
     for domain in dict.fromkeys((*config.algorithm.domains, *sized)):
         own = config.algorithm.domains.get(domain, {})
@@ -184,7 +184,7 @@ def of_each(config: Config) -> Iterator[Finding]:
 
 
 def critics(config: Config) -> Iterator[Finding]:
-    """An estimator of a domain that reads values needs a pipeline with a critic."""
+    """A domain's estimator that reads values needs a pipeline with a critic."""
     if not is_rl(config) or pipeline_name(config) == CUSTOM or may_have_critic(config):
         return
     for domain in config.algorithm.domains:

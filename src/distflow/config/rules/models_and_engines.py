@@ -34,7 +34,7 @@ def model_source(config: Config) -> Iterator[Finding]:
 
 
 def remote_code(config: Config) -> Iterator[Finding]:
-    """Code of a model runs only if it cannot change later."""
+    """A model's code runs only if it is pinned."""
     model = config.actor_rollout_ref.model
     if not model.trust_remote_code or not model.path or Path(model.path).expanduser().is_dir():
         return
@@ -86,7 +86,7 @@ def optimizers(config: Config) -> Iterator[Finding]:
 
 
 def sampling(config: Config) -> Iterator[Finding]:
-    """Sampling has tokens to choose from, and a response is not empty."""
+    """Sampling leaves tokens to choose from, and a response cannot be empty."""
     rollout = config.actor_rollout_ref.rollout
     sampled: list[tuple[str, int | None, tuple[str, ...] | None]] = [
         (ROLLOUT, rollout.top_k, rollout.stop),
@@ -124,7 +124,7 @@ def weight_sync(config: Config) -> Iterator[Finding]:
 
 
 def rollout_server(config: Config) -> Iterator[Finding]:
-    """Options of a server are those of an engine that has one."""
+    """Server options are set only for an engine with a server."""
     rollout = config.actor_rollout_ref.rollout
     given = [f"{ROLLOUT}.{name}" for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
     given += [f"{ROLLOUT}.data_parallel_size"] if rollout.data_parallel_size > 1 else []
@@ -160,13 +160,13 @@ def rollout_server(config: Config) -> Iterator[Finding]:
 
 
 def _allocation_decides(config: Config) -> bool:
-    """Whether the allocation names another rollout engine: it replaces a default name, and rules are asked again."""
+    """Whether the allocation names another rollout engine; it replaces a default, and the rules run again."""
     allocation = config.trainer.allocation or ""
     return bool(allocation) and not re.search(rf"\b{re.escape(config.actor_rollout_ref.rollout.name)}\b", allocation)
 
 
 def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
-    """An engine on several devices can be one, and has them."""
+    """An engine on several devices supports this, and has the devices."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     key, size = f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     entry = ROLLOUT_ENGINES.get(rollout.name)
@@ -201,7 +201,7 @@ def sampling_of_server(config: Config) -> Iterator[Finding]:
 
 
 def no_secrets(config: Config) -> Iterator[Finding]:
-    """The config has no secrets: the run's folder and Ray's tables show it."""
+    """The config contains no secrets: the run's folder and Ray's tables show it."""
     roles = config.trainer.worker_roles.values()
     of_roles = (("trainer.worker_roles", own.get("worker_env", {})) for own in roles)
     for key, env in (("trainer.worker_env", config.trainer.worker_env), *of_roles):
@@ -214,7 +214,7 @@ def no_secrets(config: Config) -> Iterator[Finding]:
 
 
 def sharding(config: Config) -> Iterator[Finding]:
-    """There are ranks to shard over, the optimizer takes shards, and offloading is not asked for twice."""
+    """There are ranks to shard over, the optimizer accepts shards, and offloading is not requested twice."""
     if not is_sharded(config):
         return
     if is_one_process(config):

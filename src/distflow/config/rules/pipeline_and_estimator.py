@@ -113,7 +113,7 @@ def known_names(config: Config) -> Iterator[Finding]:
 
 
 def critic_warmup(config: Config) -> Iterator[Finding]:
-    """A warm-up of the critic needs a critic."""
+    """Critic warm-up needs a critic."""
     warmup = config.trainer.critic_warmup
     if warmup > 0 and not may_have_critic(config):
         yield Finding(
@@ -132,7 +132,7 @@ def known_policy(config: Config) -> Iterator[Finding]:
 
 
 def agents_and_policies(config: Config) -> Iterator[Finding]:
-    """Each agent has a policy that is there, each policy an agent, and nothing is set that several policies lack."""
+    """Each agent has an existing policy, each policy an agent, and no set key excludes several policies."""
     agents, key, policies = config.actor_rollout_ref.rollout.agents, f"{ROLLOUT}.agents", config.dag.policies
     known, owners = policies_of(config), policies_of_agents(config)
     for name, agent in agents.items():

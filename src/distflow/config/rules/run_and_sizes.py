@@ -12,7 +12,7 @@ from distflow.errors import count_of, missing_path, nearest
 
 
 def validation(config: Config) -> Iterator[Finding]:
-    """Validation has data and responses."""
+    """Validation has data, and responses per prompt."""
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     if config.trainer.val_before_train and not validates(config):
         yield Finding(
@@ -34,7 +34,7 @@ def _val_files(config: Config) -> str:
 
 
 def stop_when(config: Config) -> Iterator[Finding]:
-    """A metric of the validation needs one."""
+    """A validation metric needs validation."""
     trainer = config.trainer
     if trainer.stop_when is None or not StopCondition.of(trainer.stop_when).is_of_validation:
         return
@@ -74,7 +74,7 @@ def keep_best(config: Config) -> Iterator[Finding]:
 
 
 def resume(config: Config) -> Iterator[Finding]:
-    """The checkpoint to resume from exists; a run that starts again by itself resumes from its own."""
+    """The checkpoint to resume from exists; a run that restarts automatically resumes from its own."""
     mode, launcher, restarts = config.trainer.resume_mode, config.trainer.launcher, config.trainer.max_restarts
     if mode not in ("auto", "never") and (launcher == "slurm" or restarts):
         keys = ("trainer.resume_mode", "trainer.launcher" if launcher == "slurm" else "trainer.max_restarts")
@@ -164,7 +164,7 @@ def lengths(config: Config, room: derived_settings.RunLimits) -> Iterator[Findin
 
 
 def overlong_zone(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
-    """The zone of the penalty is shorter than the response."""
+    """The penalty zone is shorter than the response."""
     zone, limit = config.reward.overlong.buffer_tokens, config.data.max_response_length
     if zone >= limit and derived_settings.is_rl(config):
         yield Finding(

@@ -1,4 +1,4 @@
-"""Options without an effect: those whose switch is off, and weights of 0 of terms that are on."""
+"""Options without an effect: those whose switch is off, and enabled terms with weight 0."""
 
 import tomllib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def unused_options(config: Config) -> Iterator[Finding]:
 
 
 def zero_weights(config: Config) -> Iterator[Finding]:
-    """A term that is on has a weight."""
+    """An enabled term has a weight."""
     values = flatten(config)
     for switch, off, weight, example in _TABLES["terms"]:
         if values[switch] and values[weight] == 0:

@@ -1,5 +1,5 @@
-"""Native kernels for a CPU: C, compiled where it runs (`build.py`), and the Python that calls it. Without a compiler
-torch does it all.
+"""Native CPU kernels: C, compiled on the machine (`build.py`), and the Python that calls it. Without a compiler torch
+computes everything.
 
 `decode_step.py` calls `decode.c` and `draw.c`, with weights packed by `weight_layout.py`; `training_layer.py` calls
 `attend.c`, `before.c`, `after.c` and `between.c`.

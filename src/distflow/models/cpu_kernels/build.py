@@ -1,4 +1,4 @@
-"""Compiles this folder's C for the processor at hand, with the machine's C compiler, once for all runs; calls its
+"""Compiles this folder's C for this processor with the machine's C compiler, once for all runs, and calls its
 functions."""
 
 import ctypes
@@ -18,7 +18,7 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC") + (
-    # Of themselves compilers make loops half as wide as products are.
+    # By default compilers make loops half as wide as the products.
     ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 )
 LONGEST_S = 60.0
@@ -26,11 +26,11 @@ ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
 
 
 class NotNative(Exception):
-    """There is no native code for this machine or this model; says why."""
+    """There is no native code for this machine or model; the message says why."""
 
 
 def library() -> ctypes.CDLL:
-    """Compiled now, or taken from the cache of this user. Raises NotNative."""
+    """The library, compiled now or taken from the user's cache. Raises NotNative."""
     found = outcome()
     if isinstance(found, NotNative):
         raise found
@@ -43,7 +43,7 @@ def is_there() -> bool:
 
 @functools.cache
 def outcome() -> ctypes.CDLL | NotNative:
-    """Tried once in a process."""
+    """The library, or why there is none; tried once per process."""
     try:
         return _load()
     except NotNative as reason:
@@ -56,7 +56,7 @@ def _load() -> ctypes.CDLL:
     compiler = shutil.which("cc")
     if compiler is None:
         raise NotNative("there is no C compiler `cc` on the PATH (Debian's package is named gcc)")
-    # Have the code find the OpenMP that torch computes with: a second one would have threads of its own.
+    # Make the code find the OpenMP that torch uses: a second one would have its own threads.
     loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
     if len(loaded) != 1:
         raise NotNative(f"it requires a single OpenMP library (torch's), but this process has {len(loaded)}")
@@ -71,13 +71,13 @@ def _load() -> ctypes.CDLL:
 
 
 def name() -> str:
-    """Of the code, by all that its results depend on; "torch" where there is none."""
+    """The name of the code, from everything that its results depend on; "torch" if there is none."""
     found = outcome()
     return "torch" if isinstance(found, NotNative) else Path(found._name).stem
 
 
 def _cache() -> Path:
-    """A folder that nobody else can write to: its files are loaded into the process."""
+    """A folder that only this user can write to, since its files are loaded into the process."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _cache() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    """Of all that the result depends on; a home may be shared by unlike machines."""
+    """A hash of everything that the result depends on; different machines may share a home folder."""
     features = {
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     }
@@ -104,7 +104,7 @@ def _compile(compiler: str, path: Path) -> None:
         compiled = [Path(folder) / f"{source.stem}.o" for source in FOLDER.glob("*.c")]
         for each in compiled:
             _run(compiler, *FLAGS, "-c", str(FOLDER / f"{each.stem}.c"), "-o", str(each))
-        # Without -fopenmp: the OpenMP library is found when it is loaded.
+        # Without -fopenmp: the OpenMP library is found at load time.
         linked = Path(folder) / "native.so"
         _run(compiler, "-shared", *map(str, compiled), "-o", str(linked))
         linked.replace(path)
@@ -121,13 +121,13 @@ def _run(*command: str) -> str:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Run a C function, whose last argument is the number of threads. arguments: tensors, None for a missing one,
-    structures, whole numbers, and values of C. Raises NotNative."""
+    """Run a C function, whose last argument is the number of threads. arguments: tensors (None for a missing one),
+    structures, integers, and C values. Raises NotNative."""
     return getattr(library(), name)(*map(_of_c, arguments), COUNT(torch.get_num_threads()))
 
 
 def size(name: str, *arguments: Any) -> int:
-    """What a C function returns that computes a size. arguments: as of `call`. Raises NotNative."""
+    """The result of a C function that computes a size. arguments: as in `call`. Raises NotNative."""
     function = getattr(library(), name)
     function.restype = COUNT
     return function(*map(_of_c, arguments))

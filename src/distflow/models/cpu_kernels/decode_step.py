@@ -1,5 +1,5 @@
-"""Native code for a decode step of a Llama-like decoder, one call in place of some hundred operations, and for draws
-from softmax(logits / temperature), a row at a time.
+"""Native code for a decode step of a Llama-like decoder, one call instead of some hundred operations, and for draws
+from softmax(logits / temperature), row by row.
 """
 
 import ctypes
@@ -13,9 +13,9 @@ from distflow.models.cpu_kernels.weight_layout import check_modules, head_key, l
 
 
 def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Token ids int64 and their log-probs float64, `(rows,)`: of each row the first token, in vocabulary order, whose
+    """Token ids int64 and their log-probs float64, `(rows,)`: for each row the first token, in vocabulary order, whose
     cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total. logits: float32 `(rows, vocab)`, on
-    the CPU. None where one is NaN or +inf, or a row is -inf altogether. Raises NotNative."""
+    the CPU. None if one is NaN or +inf, or a whole row is -inf. Raises NotNative."""
     logits, uniform = logits.contiguous(), uniform.contiguous()
     rows, vocabulary = logits.shape
     masses, tokens = torch.empty(torch.get_num_threads(), vocabulary), torch.empty(rows, dtype=torch.int64)
@@ -37,15 +37,15 @@ class _Memory(ctypes.Structure):
 
 
 class NativeStep:
-    """Computes what `DecoderView` does by torch, in another order of sums; a row's bits do not depend on its batch.
+    """Computes the same as `DecoderView` by torch, with another order of sums; a row's bits do not depend on its batch.
 
-    The weights are copied into a layout of their own, as much memory again, and again when they change: in place, or
-    by others taking their place, but not by way of `weight.data`, which counts no changes; `expire` is for that.
+    The weights are copied into a special layout, which takes as much memory again, and again when they change in place
+    or are replaced. Changes through `weight.data`, which are not counted, need `expire`.
     """
 
     def __init__(self, causal: nn.Module, halves: bool = False) -> None:
         """halves: products are those of autocast to bfloat16. Raises NotNative if there is no native code for this
-        model, or, which a warning says, on this machine."""
+        model or (with a warning) on this machine."""
         _check(causal)
         try:
             library()
@@ -54,18 +54,19 @@ class NativeStep:
             raise
         self._panel = size("panel_width")
         self._causal, self._halves = causal, halves
-        self.values_dtype = torch.bfloat16 if halves else torch.float32  # which products make them in
+        self.values_dtype = torch.bfloat16 if halves else torch.float32  # the dtype that products produce
         self._key = layout_key(causal)
         self._packed = pack_weights(causal, self._panel, halves)
         self._scratch = torch.empty(0)
 
     def expire(self) -> None:
-        """Free the copies of the weights; they are made again before the next step."""
+        """Free the copies of the weights, which are recreated before the next step."""
         self._key = []
         vars(self).pop("_packed", None)
 
     def refresh(self) -> bool:
-        """Update the copies of the weights. False: the model has changed, and only torch can compute it."""
+        """Update the copies of the weights. Returns False if the model has changed so that only torch can compute
+        it."""
         now = layout_key(self._causal)
         if now != self._key:
             try:
@@ -76,7 +77,7 @@ class NativeStep:
         return True
 
     def refresh_head(self) -> bool:
-        """The same for `logits` alone, in less time."""
+        """As `refresh`, but only for `logits`, in less time."""
         now = head_key(self._causal)
         return self._key[-len(now) :] == now or self.refresh()
 

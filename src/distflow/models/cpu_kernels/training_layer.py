@@ -1,11 +1,11 @@
 """Native code for a decoder layer on a CPU, forward and backward.
 
-- Causal attention of packed sequences in float32: each sequence to itself, shared prefixes included, without padding
-  and without a matrix that is saved for the backward pass.
+- Causal attention of packed sequences in float32: each to itself, including shared prefixes, without padding and
+  without saving a matrix for the backward pass.
 - In float32: the part before attention (norm, projections, rotation) and the part after it (output, norm, gated MLP and
   residuals), as one operation each. Intermediate results stay in the processor's cache.
-- The operations between matrix products that torch computes, in bfloat16 or float32: each reads its inputs and writes
-  its outputs once. With bfloat16, forward rounds where autocast does, and backward less often.
+- In bfloat16 or float32: the operations between matrix products computed by torch, each of which reads its inputs and
+  writes its outputs once. With bfloat16, forward rounds where autocast does, and backward less often.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ class _Packing(ctypes.Structure):
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the
-    scores, above 0. As queries; differentiable once. Raises NotNative."""
+    """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the scores,
+    above 0. Returns a tensor like queries; differentiable once. Raises NotNative."""
     return _Attention.apply(queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale)
 
 
@@ -54,7 +54,7 @@ class _Attention(Function):
         of_queries = torch.empty_like(queries)
         others = (mixed, log_sums, of_mixed, of_queries, *added)
         _run_attention("attend_backward", sequences, ctx.scale, queries, keys, values, *others)
-        if len(sequences.place) != len(keys):  # some rows are of several sequences, or of none
+        if len(sequences.place) != len(keys):  # some rows belong to several sequences, or to none
             for index, rows in enumerate(added):
                 added[index] = torch.zeros_like(keys)
                 call("add_rows", sequences.place, len(rows), keys[0].numel(), rows, added[index])
@@ -64,7 +64,7 @@ class _Attention(Function):
 def _run_attention(
     name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor
 ) -> None:
-    """others: values, and the C function's arguments after them."""
+    """others: values, and the C function's further arguments."""
     of = (sequences.place, sequences.starts, sequences.shared)
     packing = _Packing(
         *(tensor.data_ptr() for tensor in of),
@@ -115,7 +115,7 @@ def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     """Rotated queries `(rows, heads, head_dim)`, rotated keys and values `(rows, kv_heads, head_dim)`, of a layer that
     `weight_layout.check_modules` accepts.
 
-    x: float32 `(rows, hidden)`. cos, sin: `(rows, head_dim)`, as the model makes them. Differentiable once.
+    x: float32 `(rows, hidden)`. cos, sin: `(rows, head_dim)`, from the model. Differentiable once.
     """
     attention, norm = layer.self_attn, layer.input_layernorm
     weights: list[Tensor | None] = []
@@ -243,20 +243,20 @@ class _Heads(ctypes.Structure):
 
 
 def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or
-    None for zeros. Differentiable once, as all here."""
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or None
+    for zeros. Differentiable once, like everything here."""
     return _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
 
 
 def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Normed and rotated queries, rotated keys and values, all float32 `(rows, heads of each, head_dim)`.
 
-    projected: by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
+    projected: a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
     return _SplitHeads.apply(projected, cos.contiguous(), sin.contiguous(), *heads_and_norms(attention))
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, `(rows, size)`. gate_up: by a product, `(rows, 2 · size)`, gates first."""
+    """silu(gate) · up, `(rows, size)`. gate_up: a product, `(rows, 2 · size)`, gates first."""
     return _Gate.apply(gate_up)
 
 

@@ -1,8 +1,8 @@
-"""Weights in the layouts that products on a CPU are fast with.
+"""Weights in layouts that make products on a CPU fast.
 
-For `decode.c` a decoder's weights are packed into a layout of our own. Linear maps in bfloat16 that torch computes keep
-a copy in oneDNN's layout: it brings a weight into it before each product otherwise, which takes as long as a product of
-few rows. Both take as much memory again, and are made again when the weights change.
+For `decode.c` a decoder's weights are packed into our own layout. Linear maps in bfloat16 computed by torch keep a copy
+in oneDNN's layout, into which it would otherwise bring a weight before each product, taking as long as a product of few
+rows. Both take as much memory again, and are recreated when the weights change.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from distflow.models.cpu_kernels.build import NotNative, addresses, counts
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `halves.h`: rows of pairs are padded to a multiple of it
 KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
-"""Endings of the class names of known modules. Others may compute anything, and so may those with a `forward` that is
-not by one of the makers."""
+"""Suffixes of the class names of known modules. Others may compute anything, and so may those with a `forward` from
+other packages."""
 
 
 class Linear(ctypes.Structure):
@@ -44,7 +44,7 @@ class Model(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """memory: of the addresses in `model` and `head`."""
+    """memory: holds the tensors at the addresses in `model` and `head`."""
 
     model: Model
     head: Linear
@@ -52,12 +52,12 @@ class PackedWeights:
 
 
 def layout_key(causal: nn.Module) -> list[object]:
-    """Changes whenever the result of `pack_weights` would, except for weights changed by way of `weight.data`."""
+    """A key that changes whenever the result of `pack_weights` would, except for changes through `weight.data`."""
     return _key_of(layer_modules(causal._modules["model"])) + head_key(causal)  # type: ignore[arg-type]
 
 
 def head_key(causal: nn.Module) -> list[object]:
-    """The end of `layout_key`: of the output head alone."""
+    """The end of `layout_key`, for only the output head."""
     return [_has_any_global_hook(), *_key_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
 
 
@@ -73,14 +73,14 @@ def _key_of(modules: Iterable[nn.Module]) -> list[object]:
             found.append(weight.data_ptr())
             try:
                 found.append(weight._version)
-            except RuntimeError:  # made in inference mode; asked beforehand, that takes as long as all the rest
+            except RuntimeError:  # created in inference mode; checking this beforehand takes as long as everything else
                 found.append(None)
     return found
 
 
 def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The modules that its layers call, those that these call, and those before and after the layers."""
-    # Not as attributes: looked up in each step, those of a module would take longer than some steps.
+    """The modules called by its layers, those called by them, and those before and after the layers."""
+    # Not attributes: looking up those of a module in each step would take longer than some steps.
     body = decoder._modules
     for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
         for part in layer._modules.values():  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_plain(module: nn.Module, kind: str) -> bool:
-    """Whether it is a module of `transformers` of that kind whose own forward is what runs."""
+    """Whether it is a module of `transformers` of that kind that runs its own forward."""
     return (
         type(module).__module__.startswith("transformers.")
         and type(module).__name__.endswith(kind)
@@ -100,7 +100,7 @@ def is_plain(module: nn.Module, kind: str) -> bool:
 
 
 def heads_and_norms(attention: Any) -> tuple[int, float, Tensor | None, Tensor | None]:
-    """The number of key-value heads; epsilon and weights of the norms of queries and keys, None where it has none."""
+    """The number of key-value heads; epsilon and weights of the norms of queries and keys, or None."""
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
     epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
@@ -108,9 +108,9 @@ def heads_and_norms(attention: Any) -> tuple[int, float, Tensor | None, Tensor |
 
 
 def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one linear map with the outputs of these, in this order."""
+    """Weight and bias of one linear map with the outputs of these maps, in order."""
     weights = [module.weight.to(dtype) for module in modules]
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # without a copy of one that is alone
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single one is not copied
     if all(module.bias is None for module in modules):
         return weight, None
     biases = (weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules)
@@ -119,8 +119,8 @@ def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tens
 
 @torch.no_grad()
 def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
-    """Of a model that `check_modules` accepts. panel: columns that are computed together. halves: products are of
-    bfloat16."""
+    """Pack the weights of a model that `check_modules` accepts. panel: columns computed together. halves: products are
+    in bfloat16."""
     config, layers = causal.config, causal.model.layers
     memory: list[object] = []
 
@@ -160,8 +160,8 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
 
 
 def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "cpu") -> None:
-    """Raises NotNative if one of these parts of a decoder is none that our kernels compute. epsilon: of all norms.
-    On a CPU all weights are float32."""
+    """Raises NotNative if our kernels do not compute one of these parts of a decoder. epsilon: of all norms. On a CPU
+    all weights are float32."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
     for module in modules:
@@ -185,13 +185,13 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "c
 
 
 class PrepackedLinear(nn.Linear):
-    """As `nn.Linear`; with gradients it is no more than that."""
+    """An `nn.Linear` with a packed weight; with gradients it is a plain `nn.Linear`."""
 
     _packed: Tensor
     _packed_of: tuple[int, int] | None = None
-    """Where the weight lay then, and the number of changes in place that it had seen."""
+    """The packed weight's address, and its count of in-place changes."""
     _held: Tensor
-    """The memory there: as long as it is held, no other weight comes to lie there."""
+    """The memory at that address, held so that no other weight is placed there."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() or not _gains(self.weight):
@@ -204,9 +204,9 @@ class PrepackedLinear(nn.Linear):
 
 
 def prepack(model: nn.Module) -> None:
-    """Make plain linear maps such, where there is something to gain. Their weights may be changed in place, or laid
-    elsewhere, but not by way of `weight.data`, which counts no changes."""
-    # The operators are torch's own, for its compiler; a build without oneDNN has none of them.
+    """Turn plain linear maps into `PrepackedLinear` if this is faster. Their weights may be changed in place or
+    replaced, but not through `weight.data`, whose changes torch does not count."""
+    # The operators are torch's own, for its compiler; builds without oneDNN lack them.
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
     if not all(hasattr(torch.ops.mkldnn, name) for name in names) or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
@@ -216,12 +216,12 @@ def prepack(model: nn.Module) -> None:
 
 
 def forget_packed(model: nn.Module) -> None:
-    """Free the copies of such linear maps; they are made again when they are needed."""
+    """Free the copies of prepacked linear maps, which are recreated when needed."""
     for module in model.modules():
         if isinstance(module, PrepackedLinear):
             module._packed_of, module._packed, module._held = None, torch.empty(0), torch.empty(0)
 
 
 def _gains(weight: Tensor) -> bool:
-    """One that was made in inference mode counts no changes."""
+    """Whether packing is faster; a weight created in inference mode does not count changes."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()

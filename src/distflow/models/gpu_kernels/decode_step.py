@@ -1,11 +1,11 @@
 """A decode step of Llama-like models on a CUDA device, with kernels in Triton between the products with weights.
 
-A step of single operations is some thirty-five kernels a layer, each of a few microseconds. Here it is thirteen: seven
-products by the module's own projections (so LoRA layers and replaced submodules take part), and of ours
+A step of single operations is some thirty-five kernels per layer, each of a few microseconds. Here it is thirteen:
+seven products by the module's own projections (so LoRA layers and replaced submodules work), and ours:
 
 - residual sum and norm (`add_norm`), twice,
-- the rotation of queries and keys, the write to the paged memory, and attention over pages where they lie (`attend`):
-  every 256 tokens of a row have an instance of their own (FlashDecoding), and a row's bits depend on it alone,
+- the rotation of queries and keys, the write to the paged memory, and attention over pages in place (`attend`): every
+  256 tokens of a row have their own instance (FlashDecoding), and a row's bits depend only on that row,
 - the gate of the MLP (`silu_mul`).
 
 Sums are in float32; results are rounded where `transformers` rounds them.
@@ -27,18 +27,18 @@ from distflow.models.cpu_kernels.weight_layout import is_plain
 _log = logging.getLogger(__name__)
 
 SPLIT_TOKENS = 256
-"""Of a row's keys and values that one instance reads."""
+"""Tokens of a row's keys and values that one instance reads."""
 GATE_BLOCK = 1024
-"""Of a gate's columns that one instance computes."""
+"""Columns of a gate that one instance computes."""
 PRODUCT_ROWS = 16
-"""The fewest that a product in Triton takes: query heads of one key-value head are filled up to it."""
+"""The fewest rows of a product in Triton: query heads of a key-value head are padded to it."""
 
 
 class PagedStep:
-    """Raises NotNative for a model or a machine that it cannot run."""
+    """A decode step over pages. Raises NotNative for a model or machine that it does not support."""
 
     def __init__(self, causal: Any, low: torch.dtype | None) -> None:
-        """low: of the products with weights, where it is not the dtype of the weights."""
+        """low: dtype of products with weights, if it is not that of the weights."""
         config, self._body = causal.config, causal.model
         self._head_dim: int = self._body.layers[0].self_attn.head_dim
         self._low = low
@@ -63,9 +63,9 @@ class PagedStep:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """hidden: `(rows, hidden)`, the tokens' embeddings, which are overwritten; positions: `(rows,)`, at which the
-        tokens' keys and values are written. rotary: `(positions, head_dim)` each, cosines and sines, of which the first
-        half is negative. tables: `(rows, width)`, the pages of each row. keys, values: `(layers, pages, kv_heads,
+        """hidden: `(rows, hidden)`, the tokens' embeddings, which are overwritten; positions: `(rows,)`, where the
+        tokens' keys and values are written. rotary: `(positions, head_dim)` each, cosines and sines; the first half of
+        the sines is negative. tables: `(rows, width)`, the pages of each row. keys, values: `(layers, pages, kv_heads,
         page_tokens, head_dim)`. Returns `(rows, hidden)` after the final norm."""
         narrow = self._low or hidden.dtype
         delta: Tensor | None = None
@@ -92,7 +92,7 @@ class PagedStep:
 
 @functools.cache
 def try_to_compile(device: torch.device) -> None:
-    """Raises NotNative, which a warning says, where Triton cannot compile, for want of a C compiler for instance."""
+    """Raises NotNative, with a warning, if Triton cannot compile, e.g. for lack of a C compiler."""
     try:
         add_norm(torch.ones(1, 16, device=device), None, torch.ones(16, device=device), 1e-6, torch.float32)
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -120,12 +120,12 @@ def add_norm_rows(
 
 
 def num_warps(block: int) -> int:
-    """Of an instance that has so many numbers of a row."""
+    """Warps of an instance that handles this many elements of a row."""
     return min(16, max(1, block // 256))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, both `(rows, width)`: matrices of their own, or halves of the columns of one."""
+    """`silu(gate) * up`, both `(rows, width)`: separate matrices, or halves of the columns of one."""
     (rows, width), result = gate.shape, gate.new_empty(gate.shape)
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
     _silu_mul[grid](gate, up, result, width, gate.stride(0), up.stride(0), GATE_BLOCK)
@@ -144,13 +144,13 @@ def attend(
     scaling: float,
 ) -> Tensor:
     """Rotate queries `(rows, heads, head_dim)` and keys `(rows, kv_heads, head_dim)`, write keys and values to the page
-    of each row's position, and attend to all up to it. keys, values: `(pages, kv_heads, page_tokens, head_dim)`; the
-    others: see `PagedStep.decode`. Returns `(rows, heads, head_dim)` in the dtype of the memory."""
+    of each row's position, and attend to all positions up to it. keys, values: `(pages, kv_heads, page_tokens,
+    head_dim)`; the others: see `PagedStep.decode`. Returns `(rows, heads, head_dim)` in the dtype of the memory."""
     (rows, heads, head_dim), (_, kv_heads, page_tokens, _) = query.shape, keys.shape
     split_pages = max(1, SPLIT_TOKENS // page_tokens)
     splits = triton.cdiv(tables.shape[1], split_pages)
     out = torch.empty(rows, heads, head_dim, dtype=keys.dtype, device=keys.device)
-    # What the parts of a row sum to, with its largest score and its sum of weights behind it.
+    # The sums of a row's parts, followed by its largest score and its sum of weights.
     parts = out if splits == 1 else out.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
     cos, sin = rotary
     group = heads // kv_heads
@@ -225,7 +225,7 @@ def _silu_mul(gate, up, result, width, gate_stride, up_stride, BLOCK: tl.constex
 
 @triton.jit
 def _rotated(x, cos, sin, mask, HALF: tl.constexpr, kind: tl.constexpr):
-    """Both halves of heads: x and y, with what is HALF behind, are x cos + y sin and y cos + x sin; see `rotary`."""
+    """Rotate both halves x and y of heads, which are HALF apart: x cos + y sin and y cos + x sin; see `rotary`."""
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
     first_cos, first_sin = tl.load(cos).to(tl.float32), tl.load(sin).to(tl.float32)

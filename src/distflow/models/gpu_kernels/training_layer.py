@@ -1,9 +1,8 @@
-"""What stands between the matrix products of a decoder layer on a CUDA device, forward and backward: the functions of
-`cpu_kernels/training_layer.py` by the same names. Each reads its inputs and writes its outputs once.
+"""The operations between the matrix products of a decoder layer on a CUDA device, forward and backward: the functions
+of `cpu_kernels/training_layer.py` by the same names. Each reads its inputs and writes its outputs once.
 
-Single operations move a layer's activations some fifty times; for these moves, more than for the products, an update of
-a small model waits. Forward rounds where autocast does, and backward less often. Sums are in float32, and in the same
-order each time.
+Single operations move a layer's activations some fifty times, which takes more of a small model's update than the
+products. Forward rounds where autocast does, and backward less often. Sums are in float32, always in the same order.
 """
 
 from typing import Any
@@ -20,39 +19,38 @@ from distflow.models.cpu_kernels.weight_layout import heads_and_norms
 from distflow.models.gpu_kernels.decode_step import GATE_BLOCK, add_norm_rows, num_warps, silu_mul
 
 INSTANCES = 512
-"""Of a backward pass that sums over rows: each adds up rows of its own."""
+"""Instances of a backward pass that sums over rows: each sums its own rows."""
 _TILE = 16  # rows of one head that are rotated together
 
-# Newer versions of torch want to be told that keys and values have fewer heads.
+# Newer versions of torch must be told that keys and values have fewer heads.
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)}
 if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
     _CAUSAL["enable_gqa"] = True
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-    """Each sequence to itself, causally: bfloat16 `(tokens, heads, head_dim)`, keys and values with their own number of
-    heads. bounds: int32 `(sequences + 1,)`, where they begin and the last one ends. As queries."""
+    """Causal attention of each sequence to itself: bfloat16 `(tokens, heads, head_dim)`, keys and values with their own
+    number of heads. bounds: int32 `(sequences + 1,)`, their starts and the last end. Returns a tensor like queries."""
     mixed = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, scale=scale, **_CAUSAL)
     assert isinstance(mixed, Tensor)
     return mixed
 
 
 def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or
-    None for zeros. Differentiable once, as all here."""
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or None
+    for zeros. Differentiable once, like everything here."""
     return _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
 
 
 def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Normed and rotated queries, rotated keys, and values, `(rows, heads of each, head_dim)`, in the dtype of
-    `projected`, which is by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows,
-    head_dim)`."""
+    `projected`, a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
     rows = (projected.contiguous(), cos.contiguous(), sin.contiguous())
     return _SplitHeads.apply(*rows, *heads_and_norms(attention))
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, `(rows, size)`. gate_up: by a product, `(rows, 2 · size)`, gates first."""
+    """silu(gate) · up, `(rows, size)`. gate_up: a product, `(rows, 2 · size)`, gates first."""
     return _Gate.apply(gate_up.contiguous())
 
 
@@ -91,7 +89,7 @@ class _SplitHeads(Function):
         rows, dim = cos.shape
         num_heads = projected.shape[1] // dim - 2 * num_kv_heads
         outputs = [projected.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
-        weights = [cos if norm is None else norm for norm in norms]  # where there is none, none is read
+        weights = [cos if norm is None else norm for norm in norms]  # a missing norm is not read
         grid = (triton.cdiv(rows, _TILE), num_heads + 2 * num_kv_heads)
         shape = (rows, epsilon, num_heads, num_kv_heads, dim, _TILE, norms[0] is not None)
         _split_heads[grid](projected, cos, sin, *weights, *outputs, *shape)
@@ -169,7 +167,7 @@ def _add_norm_backward(
 
 @triton.jit
 def _pair(place, mask, HALF: tl.constexpr):
-    """What lies there and HALF behind, in float32."""
+    """The elements at `place` and HALF after it, in float32."""
     first, second = tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 

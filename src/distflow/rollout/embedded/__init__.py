@@ -1,3 +1,3 @@
-"""The embedded rollout engine: schedule, run, sample, in this process."""
+"""The embedded rollout engine: schedules, runs and samples in this process."""
 
 from distflow.rollout.embedded.engine import EmbeddedEngine

@@ -47,25 +47,25 @@ class _Pending:
 
 @dataclass(eq=False, repr=False)
 class EmbeddedEngine:
-    """A `RolloutEngine` over the module that the trainer holds, or over a copy of it.
+    """A `RolloutEngine` over the trainer's module, or a copy of it.
 
-    Each draw is determined by the request's stream, the sample index and the number of tokens drawn before it. If the
-    rounding of a row depends on its batch, bit-equality needs the same batches: when no request is left
-    all slots and cached prompts are dropped, so the same requests submitted in the same order while paused, and then
-    resumed, give the same bits, whatever ran before. Requests that `may_continue` leave their keys and values until the
-    next `load_weights`: with them the same must have run since.
+    Each draw is determined by the request's stream, the sample index and the number of tokens drawn before it. If a
+    row's rounding depends on its batch, bit-equality needs the same batches. All slots and cached prompts are dropped
+    when no request is left, so the same requests, submitted in the same order during a pause and then resumed, give the
+    same bits, whatever ran before. With requests that `may_continue`, whose keys and values stay until the next
+    `load_weights`, everything since that load must be the same too.
 
-    Requests of the stream "train" have a lane of their own, and all others have one. The other lane goes first: while
-    an evaluation runs, training sequences keep their slots and wait, and their batches are the same as without it.
+    Requests of the stream "train" have one lane, all others a second one, which has priority: during an evaluation,
+    training sequences wait in their slots, and their batches are the same as without it.
 
-    tokenizer: for stop strings. max_num_seqs: sequences of a lane decoded together. shares_weights: `model` is the
-    trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the old
-    keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
-    engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `host_steps.py`.
-    max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is
-    work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode
-    steps asynchronously on the device (`cuda/`); None: if that is no CPU, and the engine is not `batch_invariant`.
-    Raises UserError for a model that `DecoderView` cannot run.
+    tokenizer: for stop strings. max_num_seqs: sequences of a lane that are decoded together. shares_weights: `model` is
+    the trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the
+    old keys and values, recompute them, or end (finish reason "abort"). num_threads: of torch, if the engine computes
+    on its own thread; None leaves the number unchanged. batch_invariant: see `host_steps.py`. max_prefill_tokens: see
+    `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is work. enforce_eager: no
+    CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode steps asynchronously on the
+    device (`cuda/`); None: unless it is a CPU or the engine is `batch_invariant`. Raises UserError for a model that
+    `DecoderView` cannot run.
     """
 
     model: nn.Module
@@ -96,10 +96,10 @@ class EmbeddedEngine:
             self.model, in_blocks=self.batch_invariant, native=not by_torch, compute_dtype=self.compute_dtype
         )
         self._activity = ActivityLog()
-        # Down to `_pending` only the step loop's thread uses these: asyncio's thread posts commands. Only the request
-        # numbers are drawn by asyncio's thread alone.
+        # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts commands. Only
+        # asyncio's thread draws request numbers.
         self._weights = EngineWeights(self.model, self.shares_weights)
-        self._num_loads = 0  # identifies the weights: they may get another version without a load
+        self._num_loads = 0  # identifies the weights, whose version may change without a load
         device = self.on_device
         if device is None and self._decoder.device.type != "cpu" and not self.batch_invariant:
             device = DeviceOptions(graphs=not self.enforce_eager)
@@ -122,7 +122,7 @@ class EmbeddedEngine:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that were recorded since the start."""
+        """The number of CUDA graphs recorded since the start."""
         return 0 if self._steps is None else self._steps.graphs.num_recorded
 
     async def __aenter__(self) -> "EmbeddedEngine":
@@ -130,11 +130,11 @@ class EmbeddedEngine:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self._loop.stop()  # no other thread is left that uses what `_fail` clears
+        await self._loop.stop()  # no other thread uses what `_fail` clears any more
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate all wanted samples. Cancelling aborts them and frees their slots.
+        """Generate all requested samples. Cancelling aborts them and frees their slots.
 
         Raises UserError for a request that cannot run, and whatever a failed step raised.
         """
@@ -155,8 +155,8 @@ class EmbeddedEngine:
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Returns when no step runs. release: drop all keys and values, which are recomputed after
-        `resume`, and the engine's own weights, which it needs again before it."""
+        """Returns when no step runs. release: drop all keys and values, which are recomputed after `resume`, and the
+        engine's own weights, which must be loaded before `resume`."""
 
         def pause() -> None:
             self._loop.paused = True
@@ -186,9 +186,9 @@ class EmbeddedEngine:
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         """Load weights between two steps, all or nothing; no pause is needed. Cached prompts are dropped;
-        `kv_on_update` decides about begun sequences. None: only the version changes, and the prefix cache alone is
-        dropped, so that what is found there does not depend on how many versions ran in this process.
-        Raises ValueError as `EngineWeights.load`.
+        `kv_on_update` decides about begun sequences. None: only the version changes; only the prefix cache is dropped,
+        so that its hits do not depend on how many versions ran in this process. Raises ValueError as
+        `EngineWeights.load`.
         """
         return await self._loop.call(partial(self._load_weights, version, weights))
 
@@ -198,15 +198,15 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Schedule, run, sample. Called by the thread that computes."""
+        """Schedule, run, sample; called by the computing thread."""
         t0 = time.time()
         self._weights.check_whole()
         if self.model.training:
             self.model.eval()
-        # A lane may have to wait for memory that sequences of the other have.
+        # A lane may have to wait for memory used by the other.
         lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
         step_tokens = lane.step(self._num_loads)
-        if step_tokens is not None and step_tokens.sequences:  # all may have ended meanwhile
+        if step_tokens is not None and step_tokens.sequences:  # all sequences may have ended meanwhile
             self._take(lane, step_tokens, t0)
 
     def _take(self, lane: Lane, step_tokens: StepTokens, t0: float) -> None:
@@ -223,8 +223,8 @@ class EmbeddedEngine:
         self._finish(lane, finished)
 
     def _settle(self) -> None:
-        """Read the tokens of all launched steps, before a change of weights or memory. A step that failed is detected
-        here at the latest: every waiting request gets its error."""
+        """Read the tokens of all launched steps, before a change of weights or memory. Failed steps are detected here
+        at the latest: every waiting request gets the error."""
 
         def read() -> None:
             for lane in self._lanes:
@@ -237,7 +237,7 @@ class EmbeddedEngine:
         return any(lane.scheduler.has_work for lane in self._lanes)
 
     def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
-        """Free their slots, and return the requests with no other sequence left, in order of submission."""
+        """Free the slots of finished sequences, and return requests without further ones, in order of submission."""
         self._leave(lane, finished)
         for number in sorted({sequence.request for sequence in finished}):
             if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences):
@@ -258,7 +258,7 @@ class EmbeddedEngine:
         pending.lane.scheduler.add(pending.sequences)
 
     def _abort(self, number: int) -> None:
-        """Does nothing if the request was done, or failed, before its caller's cancel arrived."""
+        """Abort a request; does nothing if it finished or failed before the cancellation arrived."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             self._leave(pending.lane, pending.sequences)
@@ -270,7 +270,7 @@ class EmbeddedEngine:
             self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
             lane.forget_prefixes()
         if self._steps is not None:
-            self._steps.release()  # NaN may be in it
+            self._steps.release()  # it may contain NaN
         for waiting in pending:
             settle(waiting.future, error)
 
@@ -295,7 +295,7 @@ class EmbeddedEngine:
         return receipt
 
     def _refresh_weights(self) -> None:
-        """Copies of the weights, and their addresses, are no longer valid."""
+        """Drop copies and addresses of the weights, which are no longer valid."""
         self._decoder.refresh_weights()
         if self._steps is not None:
             self._steps.graphs.drop_if_moved()

@@ -1,10 +1,10 @@
-"""The thread of the embedded engine: it steps while there is work, and runs everything else between two steps.
+"""The embedded engine's thread: it steps while there is work, and runs everything else between two steps.
 
-OpenMP keeps a pool of threads for each thread that ever computed, for as long as that one lives, and two pools on the
-same cores slow each other down even when one of them is idle (measured: 25 k tokens/s alone, 15 k beside the idle pool
-of the main thread). So on a CPU the loop computes on an idle thread with a pool that a host lends, or else on a thread
-that lives only while there is work. For an accelerator it computes on its own thread: CUDA's libraries keep plans and
-handles by thread, and make them anew for each new one (50 ms a prefill, measured).
+OpenMP keeps a pool of threads for each thread that ever computed, as long as it lives, and two pools on the same cores
+slow each other down even if one is idle (measured: 25 k tokens/s alone, 15 k beside the idle pool of the main thread).
+So on a CPU the loop computes on an idle thread that a host lends with its pool, or else on a thread that lives only
+while there is work. On an accelerator it computes on its own thread: CUDA's libraries keep plans and handles per
+thread, and create them for each new one (50 ms per prefill, measured).
 """
 
 import asyncio
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class StepLoop:
-    """Consumes commands, then steps; waits for a command where there is nothing to step or the loop is paused;
-    unblocked by `post`; produces the effects of `step`. Commands and steps never overlap, so the engine needs no lock.
+    """Runs commands, then steps; if it is paused or has no work, it waits for `post`. Commands and steps never overlap,
+    so the engine needs no lock.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StepLoop:
         on_cpu: bool = True,
     ) -> None:
         """fail: called with the exception of a step or a posted command; the loop continues after it. num_threads: of
-        torch, where no host lends a thread; None leaves them as they are. on_cpu: where steps compute."""
+        torch, if no host lends a thread; None leaves the number unchanged. on_cpu: whether steps compute on the CPU."""
         self.paused = False
         self._step = step
         self._has_work = has_work
@@ -50,17 +50,17 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, host: Host | None = None) -> None:
-        """host: None lets the loop compute on threads of its own."""
+        """host: None makes the loop compute on its own threads."""
         self._host = host if self._on_cpu else None
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        # Set on the thread that computes, read on asyncio's, as `stop` is run: it does what was posted in between.
+        # Set on the computing thread, read on asyncio's by `stop`, which runs what was posted in between.
         return self._thread.is_alive() and not self._stopping
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run `command` between two steps; nobody waits for it, so its exception is treated as a step's failure."""
+        """Run `command` between two steps without waiting for it; its exception is treated as a step's failure."""
         if not self.running:
             raise RuntimeError("the rollout engine is not running: use it inside `async with engine:`")
         self._commands.put(command)
@@ -73,25 +73,25 @@ class StepLoop:
         return await future
 
     async def stop(self) -> None:
-        """End after the step that runs; commands posted meanwhile are still run, so that none waits forever."""
+        """End after the current step; commands posted meanwhile still run, so that none waits forever."""
 
         def end() -> None:
             self._stopping = True
 
         await self.call(end)
         self._thread.join()
-        # The engine's threads have ended, so these too overlap with nothing.
+        # The engine's threads have ended, so these do not overlap with anything either.
         while not self._commands.empty():
             self.attempt(self._commands.get())
 
     def _run(self) -> None:
-        """Wait for something to do; on a CPU, leave all computing, of commands too, to the host's thread where it has
-        nothing to do, else to one that ends when it has no more."""
+        """Wait for something to do; on a CPU, leave all computation, including commands, to the host's idle thread,
+        else to a thread that ends when there is no more."""
         while not self._stopping:
-            # A thread that is wanted elsewhere may have left commands.
+            # A thread that was needed elsewhere may have left commands.
             if self._commands.empty() and not self._can_step():
                 self._posted.wait()
-            self._posted.clear()  # before the commands are looked at: one that comes from here on is not missed
+            self._posted.clear()  # before the commands are read, so that later ones are not missed
             if not self._on_cpu:
                 self._work_alone()
             elif self._host is None or not self._host.compute(self._work):
@@ -104,16 +104,16 @@ class StepLoop:
 
     def _work_alone(self) -> None:
         if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)  # of this thread
+            torch.set_num_threads(self._num_threads)  # for this thread
         try:
             self._work(lambda: self._host is not None and self._host.waits)
-        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # no request may be left waiting
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # no request may wait forever
             self.paused = False
             self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _work(self, ends: Callable[[], bool]) -> None:
-        """Commands and steps, as long as there are any and the thread is not wanted for something else, or another is
-        to be had."""
+        """Run commands and steps while there are any, and until this thread is needed elsewhere or a host has one to
+        lend."""
         while not self._stopping and not ends():
             if not self._commands.empty():
                 self.attempt(self._commands.get())
@@ -123,28 +123,28 @@ class StepLoop:
                 return
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Do it on the thread that computes; every waiting request gets its error."""
+        """Run an action on the computing thread; every waiting request gets its error."""
         is_done = False
         try:
             outcome = _outcome(action)
             is_done = True
         finally:
-            if not is_done:  # the thread is interrupted, or ended: nothing can continue from work that is half done
+            if not is_done:  # the thread is interrupted or ended: nothing can continue from half-done work
                 self.paused = True
         if isinstance(outcome, Exception):
             self._fail(outcome)
 
 
 def _outcome(action: Callable[[], T]) -> T | Exception:
-    """Its result, or the exception that it raised."""
+    """The action's result, or the exception that it raised."""
     try:
         return action()
-    except Exception as error:  # a model's, a tokenizer's or a sender's code may raise anything; the loop continues
+    except Exception as error:  # code of a model, tokenizer or sender may raise anything; the loop continues
         return error
 
 
 def settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
-    """Give a future of another thread's loop its result or exception, unless nobody waits for it any more."""
+    """Set the result or exception of a future of another thread's loop, unless nobody waits for it any more."""
     loop = future.get_loop()
 
     def deliver() -> None:
@@ -155,5 +155,5 @@ def settle(future: "asyncio.Future[T]", outcome: T | Exception) -> None:
         else:
             future.set_result(outcome)
 
-    if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
+    if not loop.is_closed():  # only its loop's thread may settle a future
         loop.call_soon_threadsafe(deliver)

@@ -1,16 +1,16 @@
-"""Decode steps of the embedded engine on the host, plain or batch-invariant: then a row's bits depend on its own
-request alone.
+"""Decode steps of the embedded engine on the host, plain or batch-invariant: in the latter, a row's bits depend only on
+its own request.
 
 The rounding of a matrix product depends on its shape, so every batch-invariant product has a fixed shape:
 
-- Decoding runs in batch tiles of a fixed number of slots, the last one padded. Attention runs in blocks
-  of the keys (`models/packed_attention.py`), so the length of a row's neighbours does not matter.
+- Decoding runs in batch tiles of a fixed number of slots, the last one padded. Attention runs in blocks of keys
+  (`models/packed_attention.py`), so the length of a row's neighbours does not matter.
 - A prompt is prefilled alone.
 - Tokens are drawn in tiles of rows with the same sampling parameters.
-- A response that lost its keys and values gets its prompt prefilled and its tokens decoded again in the same way.
+- For a response that lost its keys and values, the prompt is prefilled and the tokens are decoded again the same way.
 
-At the start the engine tests with the model that a row's result is the same at each position of a tile; if not, it
-makes tiles smaller, down to single rows.
+At the start the engine tests on the model that a row's result is the same at each position of a tile; if not, it
+shrinks tiles, down to single rows.
 """
 
 import itertools
@@ -37,11 +37,11 @@ from distflow.rollout.embedded.scheduler import (
 
 PREFIX_BLOCK = 16
 PREFIX_CACHE_BYTES = 2**29
-"""Of the prefix cache of a lane. The same on every machine: what is found decides about the last bits of a response."""
+"""Size of a lane's prefix cache. It does not depend on the machine, since cache hits affect a response's last bits."""
 
 LARGEST = 32
 _TRIED_LAYERS = 64
-"""Layers that are tested in all: a model with fewer layers is tested with more rows."""
+"""Layers tested in total: a model with fewer layers is tested with more rows."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class RequestLane:
     """Sequences that are decoded together on the host, with their queue, slots and cached prompts. Lanes share
     nothing, so that requests of one do not affect the batches of another.
 
-    prefixes: keys and values of finished sequences that may continue, of the weights of the last step.
+    prefixes: keys and values of finished sequences that may continue, under the weights of the last step.
     """
 
     name: str
@@ -64,14 +64,14 @@ class RequestLane:
         self.scheduler.num_cached = lambda sequence: num_tokens(self._found(sequence))
 
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
-        """These sequences have left the scheduler; with the last one all memory is dropped."""
+        """Forget sequences that left the scheduler; after the last one, all memory is dropped."""
         self.slots.move(moves)
         if not self.scheduler.has_work:
             self.slots.reset()
             self.prompts.clear()
 
     def forget_kv(self) -> None:
-        """Running sequences go back to the head of the queue, with the tokens that they have."""
+        """Return running sequences, with their tokens, to the head of the queue."""
         self.scheduler.preempt()
         self.prompts.clear()
         self.forget_prefixes()
@@ -81,14 +81,14 @@ class RequestLane:
         self.prefixes.clear()
 
     def keep(self, finished: list[Sequence]) -> None:
-        """These sequences, which still have their slots, may continue later. One that began with other weights has
-        keys and values of both, and is not kept."""
+        """Keep finished sequences that may continue later and still have their slots, except those that began with
+        other weights, whose keys and values are mixed."""
         kept = {each for each in finished if each.may_continue and each.weights == self._root[0]}
         if not kept:
             return
         for slot, sequence in enumerate(self.scheduler.running):
             if sequence in kept:
-                kept_tokens = sequence.context[:-1]  # the last one was not fed
+                kept_tokens = sequence.context[:-1]  # the last token was not fed
                 content = partial(self.slots.block, slot, len(kept_tokens), PREFIX_BLOCK)
                 self.prefixes.add(self._root, kept_tokens, content)
         while len(self.prefixes) * PREFIX_BLOCK * self.slots.bytes_per_token > PREFIX_CACHE_BYTES:
@@ -103,7 +103,7 @@ class RequestLane:
         return StepTokens(work.sequences, *(column.tolist() for column in draws))
 
     def read(self) -> None:
-        """No step is in flight: each returns its tokens."""
+        """Nothing to read: each step returns its tokens."""
 
     def _prefill(self, work: Work, weights: object) -> Tensor:
         """Returns `(rows, hidden)` of the last token of each sequence, in the order of the slots."""
@@ -136,7 +136,7 @@ class RequestLane:
         return self.prefixes.find(self._root, sequence.context[:-1]) if sequence.may_continue else []
 
     def _decode(self, work: Work) -> Tensor:
-        """One token of each running sequence; `(rows, hidden)` in the order of the slots."""
+        """Decode one token of each running sequence; `(rows, hidden)` in the order of the slots."""
         positions, device = [sequence.position for sequence in work.sequences], self.decoder.device
         tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=device)
         keys, values = self.slots.window(len(positions), max(positions) + 1, self.scheduler.num_wanted)
@@ -148,7 +148,7 @@ class RequestLane:
 
 @dataclass(eq=False)
 class TiledLane(RequestLane):
-    """A request lane whose steps run in batch tiles of `size` rows, see `tile_size`."""
+    """A request lane whose steps run in batch tiles of `size` rows; see `tile_size`."""
 
     size: int
 
@@ -164,8 +164,8 @@ class TiledLane(RequestLane):
         begun = torch.tensor([bool(sequence.token_ids) for sequence in work.sequences], device=hidden.device)
         if not begun.any():
             return hidden
-        # All tokens of running sequences are decoded again. A sequence with none, or no more, writes what its next
-        # step overwrites.
+        # All tokens of running sequences are decoded again. A sequence without further tokens writes what its next step
+        # overwrites.
         running = self.scheduler.running
         for index in range(max(len(sequence.token_ids) for sequence in running)):
             again = self._decode_tiles([sequence.input_at(index) for sequence in running])
@@ -194,7 +194,7 @@ class TiledLane(RequestLane):
         logits = torch.cat([self.decoder.logits(tile) for tile in tiles])
         parts, order = [], []
         for law, rows in rows_by_law(inputs.laws).items():
-            # Rows of one call decide together how far they look for a nucleus.
+            # The rows of one call share the number of candidates for the nucleus.
             size = 1 if law.top_p < 1.0 else self.size
             for start in range(0, len(rows), size):
                 tile = rows[start : start + size]
@@ -215,7 +215,7 @@ def tile_size(decoder: DecoderView) -> int:
 
 @torch.inference_mode()
 def _is_same_in_each_place(decoder: DecoderView, size: int) -> bool:
-    """In layers and logits."""
+    """Whether a row's bits are the same at each position, in layers and logits."""
     slots = KVSlots()
     for step in range(max(4, _TRIED_LAYERS // decoder.num_layers)):
         prompt = tuple((7 * index + 3 + step) % decoder.vocab_size for index in range(1 + step % (BLOCK - 1)))

@@ -1,4 +1,4 @@
-"""Key-value memory: slots of running sequences, a bounded cache of prefilled prompts, and one of their beginnings."""
+"""Key-value memory: slots of running sequences, a bounded cache of prefilled prompts, and a prefix cache."""
 
 import itertools
 from collections import OrderedDict
@@ -14,17 +14,17 @@ from distflow.rollout.embedded.scheduler import Move
 T = TypeVar("T")
 
 _Name = tuple[Hashable, tuple[int, ...]]
-"""Number of the block before, or the root; tokens."""
+"""The previous block's number, or the root; tokens."""
 
 
 class PrefixCache(Generic[T]):
     """Keys and values of finished requests, found again by the tokens that a prompt begins with.
 
-    They are in blocks of equally many tokens; the last one of a row may have fewer, where such ends are kept. A block
-    is known by its tokens and by the block before it, as in vLLM's and nano-vllm's prefix caching, which compare
-    hashes; here the tokens themselves are compared. The first block of a prompt follows a root, which names the
-    weights: what other weights computed is never found. The least recently used come first; a block is used whenever
-    one after it is.
+    Blocks have equally many tokens; only the last one of a row may have fewer, if partial blocks are kept. A block is
+    identified by its tokens and the block before it, as in vLLM's and nano-vllm's prefix caching, which compare hashes;
+    here the tokens themselves are compared. The first block of a prompt follows a root, which names the weights, so
+    keys and values from other weights are never found. The least recently used blocks come first; using a block also
+    uses those before it.
     """
 
     def __init__(self, block_tokens: int, keeps_ends: bool = False) -> None:
@@ -33,11 +33,11 @@ class PrefixCache(Generic[T]):
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """In blocks."""
+        """The number of blocks."""
         return len(self._blocks)
 
     def find(self, root: tuple[Hashable, ...], tokens: tuple[int, ...]) -> list[T]:
-        """The contents of the longest row of blocks with which `tokens` begin."""
+        """The contents of the longest row of cached blocks at the start of `tokens`."""
         names = self._known(root, tokens)
         before, rest = self._next(root, names, tokens)
         for count in range(len(rest) if self._keeps_ends else 0, 0, -1):
@@ -48,7 +48,7 @@ class PrefixCache(Generic[T]):
         return [self._blocks[name][1] for name in names]
 
     def add(self, root: tuple[Hashable, ...], tokens: tuple[int, ...], content: Callable[[int], T]) -> None:
-        """Keep the blocks of `tokens`. content: of the block with this number in the row, where it is new."""
+        """Keep the blocks of `tokens`. content: makes the content of a new block from its number in the row."""
         names = self._known(root, tokens)
         while (rest := self._next(root, names, tokens))[1]:
             if len(rest[1]) < self.block_tokens and not self._keeps_ends:
@@ -66,36 +66,36 @@ class PrefixCache(Generic[T]):
         self._blocks.clear()
 
     def _known(self, root: Hashable, tokens: tuple[int, ...]) -> list[_Name]:
-        """Without an end."""
+        """The known blocks at the start of `tokens`, without a partial one."""
         names: list[_Name] = []
         while (name := self._next(root, names, tokens)) in self._blocks and len(name[1]) == self.block_tokens:
             names.append(name)
         return names
 
     def _next(self, root: Hashable, names: list[_Name], tokens: tuple[int, ...]) -> _Name:
-        """Of the block after these."""
+        """The name of the block after these."""
         start = len(names) * self.block_tokens
         return self._blocks[names[-1]][0] if names else root, tokens[start : start + self.block_tokens]
 
     def _use(self, names: list[_Name]) -> None:
-        for name in reversed(names):  # none is older than those after it, which nobody could find without it
+        for name in reversed(names):  # no block is older than those after it, which cannot be found without it
             self._blocks.move_to_end(name)
 
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of some tokens of a sequence, `(layers, kv_heads, tokens, head_dim)`."""
+"""Keys and values of some tokens of a sequence, `(layers, kv_heads, tokens, head_dim)`."""
 
 EXTENT_BLOCK = 32
-FIRST_EXTENT = 128  # initial extent, if sequences may need it: growing costs more than unused room
+FIRST_EXTENT = 128  # initial extent, if sequences may need it: growing costs more than unused memory
 
 
 class KVSlots:
     """`keys`, `values`: `(layers, slots, kv_heads, extent, head_dim)`.
 
-    They have the extent of the longest sequence, and slots for running and waiting sequences, so that attention reads
-    contiguous memory. They grow as needed, drop unused slots, and shrink to nothing at `reset`. Memory that was never
-    written is zero: attention masks it, but a NaN in it would still spread. The tensors are made in inference mode and
-    may be written in it only, and aborts move slots outside of any step: hence the decorators.
+    The tensors have the extent of the longest sequence, and slots for running and waiting sequences, so that attention
+    reads contiguous memory. They grow as needed, drop unused slots, and shrink to nothing at `reset`. Memory that was
+    never written is zero: attention masks it, but a NaN in it would still spread. Inference tensors may be written only
+    in inference mode, and aborts move slots outside of steps: hence the decorators.
     """
 
     def __init__(self) -> None:
@@ -103,14 +103,14 @@ class KVSlots:
 
     def reset(self) -> None:
         self.keys = self.values = torch.empty(0, 0, 0, 0, 0)
-        self._least = 0  # tokens that there is room for at least
+        self._least = 0  # minimum number of tokens to have room for
 
     @torch.inference_mode()
     def fill(
         self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int, num_tokens_at_most: int = 0
     ) -> None:
-        """Copy the prompts' rows into consecutive slots. num_wanted: slots that will be needed soon, as far
-        as known. num_tokens_at_most: of one of these sequences, at its end."""
+        """Copy the prompts' rows into consecutive slots. num_wanted: slots known to be needed soon. num_tokens_at_most:
+        the most tokens that one of these sequences may reach."""
         longest, end = prompts.keys.shape[-2], first_slot + len(rows)
         if self.keys.numel() == 0:
             num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
@@ -118,21 +118,21 @@ class KVSlots:
                 memory.new_empty(num_layers, 0, num_kv_heads, 0, head_dim) for memory in (prompts.keys, prompts.values)
             )
         self._least = max(self._least, min(num_tokens_at_most, FIRST_EXTENT))
-        self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # others may be longer
+        self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # other sequences may be longer
         index = torch.tensor(rows, device=prompts.keys.device)
         self.keys[:, first_slot:end, :, :longest] = prompts.keys[:, index]
         self.values[:, first_slot:end, :, :longest] = prompts.values[:, index]
 
     @torch.inference_mode()
     def move(self, moves: list[Move]) -> None:
-        """Copy whole slots; sources and destinations are different slots."""
-        for source, destination in moves:  # one by one: on a CPU five times as fast as by index
+        """Copy whole slots; sources and destinations are disjoint."""
+        for source, destination in moves:  # one by one: five times as fast on a CPU as by index
             self.keys[:, destination] = self.keys[:, source]
             self.values[:, destination] = self.values[:, source]
 
     @torch.inference_mode()
     def block(self, slot: int, length: int, size: int, index: int) -> KeysValues:
-        """A copy of the block with this number, of `size` tokens, of a sequence of this length."""
+        """A copy of block number `index`, of `size` tokens, of a sequence of this length."""
         tokens = slice(index * size, min(length, (index + 1) * size))
         return self.keys[:, slot, :, tokens].clone(), self.values[:, slot, :, tokens].clone()
 
@@ -147,8 +147,8 @@ class KVSlots:
         return self.keys[:, :num_slots], self.values[:, :num_slots]
 
     def _fit(self, num_slots: int, extent: int, num_wanted: int) -> None:
-        """Room for the first slots, and for `num_wanted` where others are needed. The extent grows by at least an
-        eighth, so that copies stay rare, and shrinks where more than a quarter would be read in vain."""
+        """Make room for the first slots, and for `num_wanted` if more are needed. The extent grows by at least an
+        eighth, so that copies stay rare, and shrinks if more than a quarter would be read in vain."""
         has_slots, has_extent = self.keys.shape[1], self.keys.shape[-2]
         rounded = -(-max(extent, self._least) // EXTENT_BLOCK) * EXTENT_BLOCK
         if extent > has_extent:
@@ -166,15 +166,15 @@ def num_tokens(blocks: Sequence[KeysValues]) -> int:
 
 
 def joined_blocks(blocks: Sequence[KeysValues]) -> KeysValues:
-    """Of all their tokens."""
+    """Keys and values of all tokens of the blocks."""
     keys, values = zip(*blocks, strict=True)
     return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
 
 
 class PromptCache:
-    """Prefilled prompts by (weight version, tokens); the oldest forwards go first when it is full.
+    """Prefilled prompts by (weight version, tokens); when it is full, the oldest forwards are dropped.
 
-    The unit is a whole forward, because its prompts share their storage: dropping one alone would free nothing.
+    The unit is a whole forward, because its prompts share storage: dropping a single one would free nothing.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -218,7 +218,7 @@ class PromptCache:
 
 
 def _moved(memory: Tensor, region: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
-    """region: the part that is kept, of slots, kv heads, extent. shape: slots and extent of the new memory."""
+    """A copy with another shape (slots and extent). region: the part to keep, of slots, kv heads and extent."""
     new = memory.new_zeros(memory.shape[0], shape[0], memory.shape[2], shape[1], memory.shape[4])
     new[:, *region] = memory[:, *region]
     return new

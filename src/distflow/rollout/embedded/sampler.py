@@ -1,7 +1,7 @@
-"""Drawing tokens: an inverse CDF in vocabulary order, with log-probs before and after truncations and penalties.
+"""Draws tokens by inverse CDF in vocabulary order, with log-probs before and after truncations and penalties.
 
-Every row is computed on its own, and its uniform number comes from its own counter, so that draws do not
-depend on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
+Every row is computed separately, with a uniform number from its own counter, so draws do not depend on the batch.
+Top-k, top-p and min-p only mask; nothing is reordered.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import draw
 from distflow.rollout.embedded.scheduler import DrawInputs, SamplingLaw
 
-BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
-TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: intermediate results stay in its cache
-TOP_P_CANDIDATES = 1024  # the nucleus is looked for among so many tokens before the whole vocabulary is sorted
+BLOCK = 256  # the CDF is first searched in blocks of this many tokens; float64 is needed only for one block per row
+TILE_NUMBERS = 2**18  # numbers in rows drawn together on a CPU: intermediate results stay in its cache
+TOP_P_CANDIDATES = 1024  # the nucleus is searched among this many tokens before the whole vocabulary is sorted
 
 NOT_FINITE = "the model's logits are not finite: its weights contain NaN or inf, or it overflowed"
 
 
 class Draws(NamedTuple):
-    """One token a row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Generation`."""
+    """One token per row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Generation`."""
 
     token_ids: Tensor
     rollout_log_probs: Tensor
@@ -31,7 +31,7 @@ class Draws(NamedTuple):
 
 
 class Distribution:
-    """softmax of scores `(rows, vocab)` float32, as unnormalised masses whose sums are exact to float64."""
+    """The softmax of float32 scores `(rows, vocab)`, as unnormalised masses whose sums are accurate to float64."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -51,7 +51,7 @@ class Distribution:
         """The first token whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total."""
         cumulative = self.block_masses.cumsum(dim=-1)
         target = _below(uniform[:, None] * cumulative[:, -1:], cumulative[:, -1:])
-        # A sum of NaN is found after the last one: the bounds are for it.
+        # Searching a NaN sum ends after the last block, hence the bounds.
         block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
         before = pad(cumulative, (1, 0)).gather(-1, block)
         rows = torch.arange(len(block), device=block.device)
@@ -90,8 +90,8 @@ def joined(parts: Sequence[Draws], rows: list[int]) -> Draws:
 
 
 def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
-    """All rows have the same sampling parameters. A batch tile at a time if the vocabulary is large: five times as fast
-    at 151,936."""
+    """Draw rows with the same sampling parameters, in batch tiles if the vocabulary is large: five times as fast at
+    151,936."""
     law, uniform = inputs.laws[0], torch.from_numpy(inputs.uniforms).to(logits.device)
     size = max(1, TILE_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
     tiles = [slice(first, first + size) for first in range(0, len(logits), size)]
@@ -101,7 +101,7 @@ def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
 
 def _draw_rows(logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list[tuple[int, ...]]) -> Draws:
     truncates = 0 < law.top_k < logits.shape[-1] or law.top_p < 1.0 or law.min_p > 0.0
-    is_plain = not (law.greedy or truncates or law.repetition_penalty != 1.0)  # drawn from the policy itself
+    is_plain = not (law.greedy or truncates or law.repetition_penalty != 1.0)  # drawn directly from the policy
     if is_plain and logits.device.type == "cpu" and native.is_there():
         drawn = draw(logits, law.temperature, uniform)
         if drawn is None:
@@ -132,9 +132,9 @@ def draw_by_law(
     seen: Tensor | None,
     candidates: tuple[int, ...],
 ) -> Draws:
-    """One token a row. seen: bool `(rows, vocab)`, tokens in prompt or response, if there is a penalty for them;
-    candidates: the numbers of tokens among which the nucleus is searched, one after the other. With a single number,
-    and whatever the logits are (NaN too), nothing waits for the device, and every index is in its bounds."""
+    """One token per row. seen: bool `(rows, vocab)`, tokens in prompt or response, if they are penalised; candidates:
+    the numbers of tokens among which the nucleus is searched, one after the other. With a single number nothing waits
+    for the device, and every index is in bounds, whatever the logits are (even NaN)."""
     drawn_from = policy
     if seen is not None:
         # Positive logits are divided by the penalty, others multiplied (CTRL, 2019).
@@ -147,7 +147,7 @@ def draw_by_law(
 
 
 def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]) -> Distribution:
-    """Top-k, then top-p of the rest, then min-p; tokens tied with the last one that is kept are kept too."""
+    """Top-k, then top-p of the rest, then min-p; tokens tied with the last one kept are kept too."""
     current = full
     if 0 < law.top_k < full.scores.shape[-1]:
         least = current.scores.topk(law.top_k, dim=-1).values[:, -1:]
@@ -174,5 +174,5 @@ def _nucleus_edge(current: Distribution, top_p: float, candidates: tuple[int, ..
 
 
 def _below(value: Tensor, bound: Tensor) -> Tensor:
-    """`value`, or the largest number below `bound` where rounding took it there or beyond."""
+    """`value`, or the largest number below `bound` if rounding took it to the bound or beyond."""
     return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))

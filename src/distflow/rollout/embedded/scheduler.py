@@ -1,4 +1,4 @@
-"""The scheduler of a request lane: which waiting and running sequences run next, decided without tensors.
+"""The scheduler of a request lane: decides, without tensors, which waiting and running sequences run next.
 
 A step either prefills or decodes. Running sequence number i sits in slot i, so the slots in use are always the first
 ones and a decode step computes nothing for an empty slot; when a sequence leaves, the last ones move into the gaps.
@@ -17,7 +17,7 @@ from distflow.rollout.stops_and_draws import sample_key, uniforms
 
 
 class SamplingLaw(NamedTuple):
-    """The part of `SamplingParams` that shapes the distribution: rows with equal parameters are drawn together."""
+    """The `SamplingParams` that shape the distribution: rows with equal parameters are drawn together."""
 
     temperature: float
     top_p: float
@@ -29,9 +29,9 @@ class SamplingLaw(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """Compared by identity. key: of its random stream, in which it has drawn `num_drawn` numbers in earlier turns;
-    request: which call of `generate` it belongs to. weights: identifies those that its first keys and values are of;
-    num_cached: tokens of its prompt that were found in the prefix cache."""
+    """A sequence, compared by identity. key: of its random stream, from which it drew `num_drawn` numbers in earlier
+    turns; request: the call of `generate` that it belongs to. weights: identifies the weights of its first keys and
+    values; num_cached: tokens of its prompt found in the prefix cache."""
 
     request: int
     sample: int
@@ -56,12 +56,12 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Where the last token stands, which is the next one to be fed to the model."""
+        """The position of the last token, which is the next one to be fed to the model."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
     def input_at(self, index: int) -> tuple[int, int]:
-        """The token that was drawn as number `index`, or the last one, and its position. A sequence without any gives a
-        token that its first one will overwrite."""
+        """Drawn token number `index`, or the last one, and its position. A sequence without drawn tokens gives one that
+        its first will overwrite."""
         number = min(index, len(self.token_ids) - 1)
         return (self.token_ids[number] if self.token_ids else 0), len(self.prompt_ids) + max(number, 0)
 
@@ -85,7 +85,7 @@ class Sequence:
 
 
 def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
-    """One sequence for each wanted sample."""
+    """One sequence per requested sample."""
     law = SamplingLaw(*(getattr(request.params, name) for name in SamplingLaw._fields))
     common = (request.prompt_ids, request.params, law)
     return [
@@ -95,8 +95,8 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
 
 
 class DrawInputs(NamedTuple):
-    """What each row's next token is drawn by. uniforms: float64 `(rows,)`, in [0, 1). contexts: tokens in prompt or
-    response, empty in rows without a penalty for them."""
+    """Inputs of each row's next draw. uniforms: float64 `(rows,)`, in [0, 1). contexts: tokens in prompt or response;
+    empty in rows without a penalty for them."""
 
     laws: list[SamplingLaw]
     uniforms: NDArray[np.float64]
@@ -115,7 +115,7 @@ def draw_inputs(sequences: list[Sequence]) -> DrawInputs:
 
 
 class StepTokens(NamedTuple):
-    """One token of each sequence, read on the host; log-probs as in `Generation`."""
+    """One token per sequence, read on the host; log-probs as in `Generation`."""
 
     sequences: list[Sequence]
     token_ids: list[int]
@@ -126,17 +126,17 @@ class StepTokens(NamedTuple):
 Move = tuple[int, int]
 """(from slot, to slot)"""
 
-REFILL_FRACTION = 1 / 16  # a prefill for fewer slots than this costs more than letting them stay empty for a while
+REFILL_FRACTION = 1 / 16  # a prefill for fewer slots than this costs more than leaving them empty for a while
 
 
 Prefill = dict[tuple[int, ...], list[Sequence]]
-"""Different contexts to run in one forward, of similar lengths, each with the sequences that start from it. Either all
-of them begin with a prefix whose keys and values are there, or none."""
+"""Distinct contexts of similar lengths to run in one forward, each with the sequences that start from it. Either all or
+none of them begin with a cached prefix."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One step. sequences: those that get a token, in the order of their slots from `first_slot` on."""
+    """One step. sequences: those that get a token, in the order of their slots, starting at `first_slot`."""
 
     prefills: list[Prefill]
     sequences: list[Sequence]
@@ -145,10 +145,10 @@ class Work:
 
 @dataclass(eq=False)
 class Scheduler:
-    """Slots are given out in the order of submission.
+    """Assigns slots in the order of submission.
 
-    max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how many of
-    the first of these fit into memory now, at most the number; None: all. num_cached: tokens at the beginning of a
+    max_prefill_tokens: the most prompt tokens per step (a longer prompt runs alone). num_fitting: how many of the first
+    of these sequences fit into memory now, at most the number; None: all. num_cached: tokens at the start of a
     sequence's context that need no prefill.
     """
 
@@ -179,7 +179,7 @@ class Scheduler:
         return Work([], list(self.running), 0)
 
     def can_prefill(self) -> bool:
-        """Enough free slots to be worth a forward: a part of all, or room for all that wait."""
+        """Whether enough slots are free to be worth a forward: a fraction of all, or one per waiting sequence."""
         if not self.waiting:
             return False
         free = self._num_free()
@@ -221,7 +221,7 @@ class Scheduler:
         return free if self.num_fitting is None else self.num_fitting(self.waiting, free)
 
     def remove(self, gone: Collection[Sequence]) -> list[Move]:
-        """Forget sequences, finished or aborted, and say which slots move into the gaps."""
+        """Forget finished or aborted sequences; returns which slots move into the gaps."""
         if not gone:
             return []
         gone = set(gone)
@@ -240,6 +240,6 @@ class Scheduler:
         return [seq for seq in (*self.running, *self.waiting) if seq.token_ids]
 
     def preempt(self) -> None:
-        """Send all running sequences back, first in line: their context is prefilled again."""
+        """Return all running sequences to the head of the queue; their context is prefilled again."""
         self.waiting.extendleft(reversed(self.running))
         self.running = []

@@ -1,4 +1,4 @@
-"""What a server says of a sample, and what must hold before it is believed."""
+"""A server's answer for a sample, and the checks that it must pass."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ROUNDING: Final = 1e-5
 
 @dataclass(frozen=True)
 class Answer:
-    """Not checked yet. Fields as of `Generation`, versions as labels."""
+    """An unchecked answer: the fields of `Generation`, with versions as labels."""
 
     token_ids: Sequence[int]
     rollout_log_probs: Sequence[float]
@@ -28,7 +28,7 @@ class Answer:
 
 
 def label_of(version: Version) -> str:
-    """As servers know a version."""
+    """The server's name for a version."""
     return f"{version.restart}.{version.step}"
 
 
@@ -47,7 +47,7 @@ class AnswerCheck:
     last: Version
 
     def generation(self, sample: int, params: SamplingParams, answer: Answer) -> Generation:
-        """Raises TrustError for an answer that cannot be true."""
+        """The answer as a generation. Raises TrustError for an invalid answer."""
         said = (answer.token_ids, answer.rollout_log_probs, answer.sampling_log_probs, answer.versions)
         if len({len(each) for each in said}) > 1:
             counts = f"{len(said[1])} and {len(said[2])} log-probs, and {len(said[3])} versions"
@@ -69,8 +69,8 @@ class AnswerCheck:
         return Generation(sample, ids, rollout, sampling, [steps[label] for label in labels], reason)
 
     def _end(self, ids: list[int], params: SamplingParams, said: str) -> tuple[int, FinishReason | None]:
-        """Where a response ends, and by what: None if by nothing that a request has. Servers differ in where they see a
-        text that ends it, so what comes after is cut off here."""
+        """Where a response ends, and why; None if no condition of the request is met. Servers detect a stop string at
+        different places, so anything after it is cut off here."""
         if wrong := [token for token in ids if not (isinstance(token, int) and 0 <= token < self.vocab_size)]:
             raise lie(self.who, f"with a token {wrong[0]!r}, which the model does not have")
         ends_early = not set(params.stop_token_ids).isdisjoint(ids[:-1])

@@ -1,5 +1,5 @@
-"""Several servers as one rollout engine: requests go where they are answered soonest, and from a server that dies,
-falls silent or is late to the others, while it is brought back with the current weights."""
+"""Several servers as one rollout engine: requests go to the server expected to finish first. If a server dies, hangs or
+is late, its requests move to others, and it is restarted with the current weights."""
 
 import asyncio
 import logging
@@ -27,26 +27,26 @@ T = TypeVar("T")
 
 LEAST_DEADLINE_S: Final = 60.0
 DEADLINE_FACTOR: Final = 10.0
-"""A request may take so many times as long as its tokens take at the speed of its server."""
+"""A request may take this many times as long as expected from its tokens and its server's speed."""
 _DECAY: Final = 0.8
-"""Of what a measurement counts, with each one after it."""
+"""The factor by which each measurement reduces the weight of earlier ones."""
 _FORGET_S: Final = 60.0
-"""After which a server that got nothing counts as fast as the others, and so is tried again."""
+"""An idle server's measured speed is forgotten after this time, so that it is tried again."""
 _MOST_HOMES: Final = 10_000
 _MOST_BACK_OFF_S: Final = 30.0
 _FAILURES: Final = (
     *(ServerFailed, TrustError, UserError, httpx.HTTPError, OSError),
-    *(ValueError, LookupError, TypeError, AttributeError),  # answers in another form
+    *(ValueError, LookupError, TypeError, AttributeError),  # malformed answers
 )
-"""Of a server that is brought back."""
+"""Errors that a server restart may raise."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Server:
-    """outstanding: tokens that it may still have to generate. tokens, seconds: of a sample, and of its requests, later
-    ones counting more. failures: in a row, when it was to be brought back."""
+    """outstanding: tokens that it may still have to generate. tokens, seconds: of samples and their requests, decayed
+    over time. failures: consecutive failed restarts."""
 
     engine: HttpEngine
     number: int
@@ -68,14 +68,14 @@ class _Server:
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of a response; None before the first."""
+        """Tokens per second of a response; None before the first."""
         return max(self.tokens, 1.0) / self.seconds if self.seconds else None
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
-    """A `RolloutEngine`. A request is answered by one server as a whole: where its server is lost, all of it is asked
-    again elsewhere, and draws follow from the request alone. Only servers with the newest weights get new requests: the
-    bound of staleness counts from the version that the fleet says it serves.
+    """A `RolloutEngine`. A single server answers a whole request; if that server is lost, the whole request is sent to
+    another, and the draws depend only on the request. Only servers with the newest weights get new requests, since the
+    staleness bound counts from the version that the fleet reports.
     """
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
@@ -83,8 +83,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         for engine in engines:
             engine.in_fleet = True
         self.version = engines[0].version
-        self._files: WeightFiles | None = None  # that all are to have
-        self._served: WeightFiles | None = None  # that at least one has
+        self._files: WeightFiles | None = None  # for all servers
+        self._served: WeightFiles | None = None  # loaded by at least one server
         self._folders = set[Path]()
         self._paused = False
         self._homes = OrderedDict[Stream, _Server]()
@@ -102,7 +102,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        async with self._entered as ends:  # all of them, whatever one raises
+        async with self._entered as ends:  # all tasks, whatever one raises
             for task in (each.task for each in self._servers if each.task is not None):
                 ends.push_async_callback(cancel, task)
 
@@ -115,11 +115,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return all(getattr(each.engine, "repeats_draws", True) for each in self._servers)
 
     def take_activity(self) -> list[Activity]:
-        """See `ActivityLog`; of all servers together."""
+        """The activities of all servers together; see `ActivityLog`."""
         return self._activity.take()
 
     def server_metrics(self) -> dict[str, float]:
-        """As `observe/metrics.toml` has them; from any thread."""
+        """The metrics of `observe/metrics.toml`; callable from any thread."""
         found = dict[str, float]()
         for each in self._servers:
             found[f"rollout_server/{each.number}/outstanding_tokens"] = each.outstanding
@@ -131,7 +131,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Requests.
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `HttpEngine.generate`. Raises ServerFailed if several servers have failed at it, or none can be had."""
+        """See `HttpEngine.generate`. Raises ServerFailed if several servers failed at it, or none is available."""
         refused, why = set[_Server](), ""
         with self._activity.busy():
             for _ in range(MOST_SERVERS + len(self._servers) - 1):
@@ -150,7 +150,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         raise ServerFailed(f"{len(refused)} servers of the fleet have failed on one request. The last: {why}")
 
     async def _choose(self, request: GenerateRequest, refused: set[_Server]) -> _Server:
-        """The server of its group and of its earlier turns, if that is well, else the one that would be done first."""
+        """The server that had its group or earlier turns, if healthy, else the one expected to finish first."""
         await self._until(lambda: any(map(self._is_current, self._servers)))
         able = [each for each in self._servers if self._is_current(each)]
         able = [each for each in able if each not in refused] or able
@@ -182,7 +182,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     @asynccontextmanager
     async def _deadline(self, server: _Server, request: GenerateRequest) -> AsyncIterator[None]:
-        """Raises TimeoutError; the time stands still in a pause, and begins anew with new weights."""
+        """Raises TimeoutError at the deadline; the clock stops during a pause, and restarts with new weights."""
         limit = http_engine.CALL_S
         if server.speed is not None:
             limit = max(LEAST_DEADLINE_S, DEADLINE_FACTOR * request.params.max_tokens / server.speed)
@@ -197,14 +197,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def _wind_clocks(self, clocks: Mapping[asyncio.Timeout, float]) -> None:
         now = asyncio.get_running_loop().time()
         for clock, limit in clocks.items():
-            if not clock.expired():  # else its request is being cancelled
+            if not clock.expired():  # else the request is being cancelled
                 clock.reschedule(None if self._paused else now + limit)
 
     def _finishes(self, server: _Server, request: GenerateRequest) -> float:
         return (server.outstanding + _cost(request)) / self._speed(server)
 
     def _speed(self, server: _Server) -> float:
-        """As measured; it is forgotten in time, as only those that are asked are measured."""
+        """The measured speed, forgotten after some time, since only servers with requests are measured."""
         speeds = [speed for each in self._servers if (speed := each.speed) is not None]
         mean = sum(speeds) / len(speeds) if speeds else 1.0
         forgotten = min((time.monotonic() - server.measured) / _FORGET_S, 1.0) if not server.outstanding else 0.0
@@ -213,14 +213,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Servers.
 
     def _is_current(self, server: _Server) -> bool:
-        """Whether it may get requests."""
+        """Whether the server may get requests."""
         return not server.is_lost and server.engine.holds(self._served)
 
     def _is_behind(self, server: _Server) -> bool:
         return not server.engine.holds(self._files)
 
     async def _until(self, holds: Callable[[], bool], due: float = math.inf) -> None:
-        """Raises ServerFailed where every server has failed so often that none can be hoped for."""
+        """Wait for a condition. Raises ServerFailed if all servers have failed too often."""
         while not holds() and (left := due - time.monotonic()) > 0:
             if all(each.failures >= MOST_SERVERS for each in self._servers):
                 whys = "\n".join(f"  server {each.number}: {each.why}" for each in self._servers)
@@ -230,12 +230,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     await self._changed.wait()
 
     def _note(self) -> None:
-        """Wakes those that wait for a change of the servers."""
+        """Wake whoever waits for a change of the servers."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _lose(self, server: _Server, why: str) -> None:
-        """What it has been asked goes elsewhere, and it is brought back."""
+        """Move the server's requests elsewhere, and restart it."""
         if not server.is_lost:
             server.is_lost, server.why = True, why
             server.engine.abandon()
@@ -247,7 +247,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             server.task = asyncio.create_task(self._until_current(server))
 
     async def _until_current(self, server: _Server) -> None:
-        """Restart it if it is lost, and give it the newest weights. Tries for ever: somebody may repair it."""
+        """Restart the server if it is lost, and load the newest weights. Retries forever: someone may repair it."""
         while server.is_lost or self._is_behind(server):
             server.reads = self._files.folder if self._files is not None else None
             try:
@@ -271,7 +271,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             server.tokens = server.seconds = 0.0
             server.restarts += 1
             server.is_lost = False
-            await (engine.pause() if self._paused else engine.resume())  # which it may have missed
+            await (engine.pause() if self._paused else engine.resume())  # the server may have missed it
             if files is None:
                 await engine.load_weights(self.version, None)
         elif files is not None:
@@ -280,7 +280,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._served, self.version = files, files.version
 
     async def _all(self, work: Callable[[HttpEngine], Awaitable[T]]) -> list[T]:
-        """Done by all that are well; those that fail are lost."""
+        """Run `work` on all healthy servers; those that fail are lost."""
 
         async def one(server: _Server) -> list[T]:
             number = server.engine.number_of_server
@@ -295,7 +295,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return [result for results in found for result in results]
 
     async def pause(self, release: bool = False) -> None:
-        """See `RolloutEngine`. One that is lost begins paused."""
+        """See `RolloutEngine`. A lost server restarts paused."""
         async with self._updating:
             self._paused = True
             self._wind_clocks(self._clocks)
@@ -311,7 +311,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Weights.
 
     async def hashes(self) -> dict[str, str]:
-        """Of those that serve the current version. Raises TrustError if they differ."""
+        """The hashes of servers with the current version. Raises TrustError if they differ."""
         found = list[dict[str, str]]()
         while not found:
             await self._until(lambda: any(map(self._is_current, self._servers)))
@@ -325,7 +325,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return await engine.hashes() if engine.holds(self._served) else {}
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """See `RolloutEngine`. One server must have them; others that are well are waited for as long again."""
+        """See `RolloutEngine`. One server must have loaded them; other healthy ones get as much time again."""
         if version < self.version:
             raise ValueError(
                 f"weights of {version} offered to a fleet that serves {self.version}: versions never decrease"
@@ -365,7 +365,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return WeightFiles(version, engine.write(noted()), hashes)
 
     def _drop_old(self) -> None:
-        """Folders of weights that nobody reads."""
+        """Drop folders of weights that no server reads."""
         used = {each.reads for each in self._servers} | {self._files.folder if self._files is not None else None}
         for folder in self._folders - used:
             self._servers[0].engine.folder.drop(folder)
@@ -373,5 +373,5 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
 
 def _cost(request: GenerateRequest) -> int:
-    """Tokens that it is to a server, at most."""
+    """The most tokens that a server has to process for the request."""
     return len(request.prompt_ids) + len(request.samples) * request.params.max_tokens

@@ -1,5 +1,5 @@
-"""What engines behind an HTTP server of tokens in, tokens out have in common: requests that are sent again to a new
-server when one dies or falls silent, answers that are checked before they are believed, and weights by files.
+"""Common code of engines behind an HTTP server for token ids: requests are sent again if a server dies or hangs,
+answers are checked before use, and weights are passed as files.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 LOG: Final = "server.log"
 ATTACH_S: Final = 30.0
-START_S: Final = 900.0  # a large model is read and its graphs are captured
-CALL_S: Final = 600.0  # of one that moves weights
+START_S: Final = 900.0  # loading a large model and capturing its graphs
+CALL_S: Final = 600.0  # of a call that moves weights
 SILENT_S: Final = 10.0
 LOOKS_EVERY_S: Final = 1.0
-MOST_SERVERS: Final = 3  # at one request
-RETRIES: Final = 4  # after an answer that the server failed
-BACK_OFF_S: Final = 0.25  # doubled each time
+MOST_SERVERS: Final = 3  # tried for one request
+RETRIES: Final = 4  # after a server error
+BACK_OFF_S: Final = 0.25  # doubled on each retry
 _CONNECT_S: Final = 10.0
-UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # of responses: `_watch` finds a server that is silent
+UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # for responses: `_watch` detects a hung server
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
 _NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
@@ -46,22 +46,22 @@ _log = logging.getLogger(__name__)
 
 
 class ServerFailed(RuntimeError):
-    """A server does not start, or does not do what it is asked."""
+    """A server does not start, or fails a request."""
 
 
 class ServerLost(ServerFailed):
-    """A server is gone or silent, with all that it was asked."""
+    """A server has died or hangs, and its requests are lost."""
 
 
 @dataclass(eq=False)
 class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
-    """A `RolloutEngine`, of which a subclass knows the server.
+    """A `RolloutEngine`; subclasses implement the server's interface.
 
-    model: its config and the names and shapes of its weights matter, not their values. url: of a server that somebody
-    else started; None starts one, by `python`, the interpreter of the environment that has it (None is this one), with
-    the further options `engine_kwargs`, by their names there. kv_on_update, max_num_seqs: as the keys.
-    free_cache_engine: `pause(release=True)` frees the weights as well. A server that dies is started again with the
-    current weights; requests that it had are sent again.
+    model: only its config and the names and shapes of its weights matter. url: of a running server; None starts one
+    with `python`, the interpreter of the environment that has it (None for this one), and further options
+    `engine_kwargs`, by the server's names. kv_on_update, max_num_seqs: the keys' values. free_cache_engine:
+    `pause(release=True)` also frees the weights. A server that dies is restarted with the current weights, and its
+    requests are sent again.
     """
 
     model: nn.Module
@@ -79,55 +79,54 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     NAME = "server"
     in_fleet = False
-    """Whether somebody else takes the requests of a server that is lost, and calls `restart`."""
+    """Whether a fleet takes over the requests of a lost server, and calls `restart`."""
     is_shared = False
-    """Whether other workers ask the same server, which is then watched while this one asks nothing."""
+    """Whether other workers use the same server, which is then watched even while this one has no requests."""
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
         self.config: Any = self.model.config
         self._activity = RequestLog()
         self._running = set[asyncio.Task[Any]]()
-        self._tokens_of_earlier = 0  # servers
-        self._newest = self.version  # that the server may have been told
+        self._tokens_of_earlier = 0  # of earlier servers
+        self._newest = self.version  # that the server may have received
         self._held: WeightFiles | None = None
         self._process: ServerProcess | None = None
         self.number_of_server = 0
         self._silent_server, self._last_lines = -1, ""
         self._paused = self._is_released = False
-        self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # of a server of ours; another url: not at the socket
+        self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # for our own server, at its socket
         self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
 
-    # What a subclass knows.
+    # What a subclass implements.
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError for options of this class that cannot work on this machine."""
+        """Raises UserError for options that cannot work on this machine."""
 
     @abstractmethod
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """What starts a server, and its environment; it listens at `self.socket`."""
+        """The command that starts a server, and its environment variables; it listens at `self.socket`."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """Ask a server what it runs. Raises UserError for one that is not usable, httpx.TransportError while there is
-        none."""
+        """Query what a server runs. Raises UserError if it is not usable, httpx.TransportError while it is not up."""
 
     @abstractmethod
     async def ask(self, request: GenerateRequest) -> list[Answer]:
-        """Have the samples of a request generated, in their order. A cancelled one is aborted there."""
+        """Generate the samples of a request, in order. A cancelled request is aborted on the server."""
 
     @abstractmethod
     async def halt(self) -> None:
-        """Stop between two decode steps; requests stay open. Again it does nothing."""
+        """Stop between two decode steps; requests stay open. Idempotent."""
 
     @abstractmethod
     async def halt_for_update(self) -> None:
-        """The same, for new weights: what is begun is to continue with them as `kv_on_update` says."""
+        """Halt for new weights; running requests are to continue as `kv_on_update` says."""
 
     @abstractmethod
     async def drop_cache(self) -> None:
-        """The same, without keys and values of finished prompts."""
+        """Drop keys and values of finished prompts while halted."""
 
     @abstractmethod
     async def sleep(self) -> None:
@@ -148,11 +147,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     @abstractmethod
     async def set_label(self, label: str) -> None:
-        """The weights that are loaded are of this version."""
+        """Label the loaded weights with this version."""
 
     @abstractmethod
     async def count_tokens(self) -> int:
-        """That this server has generated; asks the part of it that computes."""
+        """The number of tokens generated by this server; asks its computing process."""
 
     # The protocol of engines.
 
@@ -191,8 +190,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await self.client.aclose()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate all wanted samples; cancelling aborts them. Raises UserError for a request that cannot run,
-        TrustError for an answer that cannot be true."""
+        """Generate all requested samples; cancelling aborts them. Raises UserError for an impossible request,
+        TrustError for an invalid answer."""
         vocab_size = self.config.vocab_size
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
         first = self.version
@@ -207,7 +206,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return GenerateResult(generations)
 
     async def pause(self, release: bool = False) -> None:
-        """See `RolloutEngine`. release: drops cached keys and values; what else, the server's class says."""
+        """See `RolloutEngine`. release: drops cached keys and values; the server's class decides what else."""
         async with self._updating:
             self._paused = True
             await self._call(self._release if release else self.halt)
@@ -223,8 +222,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return await self._call(self.held_hashes)
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """See `RolloutEngine`. What runs is halted only while the server reads files that are complete. Raises
-        ValueError, with nothing changed, where weights do not fit."""
+        """See `RolloutEngine`. Generation is halted only while the server reads complete files. Raises ValueError, with
+        nothing changed, if weights do not fit."""
         if version < self.version:
             raise ValueError(
                 f"weights of {version} offered to an engine that serves {self.version}: versions never decrease"
@@ -241,18 +240,18 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return WeightReceipt(version, dict(self._held.hashes))
 
     async def load_files(self, files: WeightFiles) -> None:
-        """The same with files, which stay the caller's. Those that it has only get the version."""
+        """Load weights from files, which the caller keeps. If the server has them already, only the version changes."""
         is_there = self._held is not None and files.folder == self._held.folder
         async with self._updating:
             await self._call(partial(self._rename, files.version) if is_there else partial(self._update, files))
 
     def holds(self, files: WeightFiles | None) -> bool:
-        """Whether these are what it serves; None are those that it began with."""
+        """Whether the server has these weights; None stands for its initial ones."""
         mine = self._held
         return files is None or (mine is not None and (mine.version, mine.folder) == (files.version, files.folder))
 
     def take_activity(self) -> list[Activity]:
-        """Its activity since the last call; from any thread."""
+        """Its activity since the last call; callable from any thread."""
         return self._activity.take()
 
     # Requests.
@@ -260,8 +259,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout: httpx.Timeout | None = None, **params: str
     ) -> Any:
-        """What the server answers. Tried again where it says that it failed. timeout: None is the client's. Raises
-        ServerFailed, TrustError for an answer that is no JSON, httpx.TransportError."""
+        """The server's answer, with retries after server errors. timeout: None for the client's. Raises ServerFailed,
+        TrustError for an answer that is not JSON, httpx.TransportError."""
         for number in range(RETRIES):
             answer = await self.client.post(path, json=body, params=params, timeout=timeout or self.client.timeout)
             if answer.status_code < 500:
@@ -292,7 +291,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             raise lie(self.who, f"in a form that its interface does not define ({type(err).__name__}: {err})") from err
 
     async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do it, again with the next server if this one is lost. Raises ServerFailed if none can be had."""
+        """Run `work`, again with the next server if this one is lost. Raises ServerFailed if none is available."""
         for number in range(1, MOST_SERVERS + 1):
             server, task = self.number_of_server, asyncio.create_task(work())
             self._running.add(task)
@@ -321,19 +320,19 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # The server.
 
     async def restart(self, files: WeightFiles | None, why: str) -> None:
-        """Another server with these weights, for a fleet; at an address, the one that is there by now."""
+        """Start another server with these weights, for a fleet; for a given url, attach to whatever runs there now."""
         async with self._changing:
             self._held = files
             await self._replace(why)
 
     def abandon(self) -> None:
-        """The server does not count any more, and what it was asked is lost."""
+        """Treat the server as lost, along with its requests."""
         self._silent_server = self.number_of_server
         for task in list(self._running):
             task.cancel()
 
     async def _is_well(self) -> bool:
-        """Whether only a connection was lost: an idle one that the server closed, or to a predecessor."""
+        """Whether only a connection was lost: an idle one that the server closed, or one to a predecessor."""
         try:
             return (await self.client.get("/health", timeout=SILENT_S)).status_code == httpx.codes.OK
         except httpx.TransportError:
@@ -341,7 +340,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     async def _replace(self, why: str) -> None:
         self.number_of_server += 1
-        self._is_released &= self.url is not None  # one of ours has begun anew
+        self._is_released &= self.url is not None  # our own server was restarted
         self._tokens_of_earlier = self.num_generated_tokens
         if self._process is not None:
             self._process.kill()
@@ -350,7 +349,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         await self._start()
 
     async def _start(self) -> None:
-        """Start a server, or find one that is there, and give it what its predecessor had."""
+        """Start a server or attach to a running one, and restore its predecessor's state."""
         if self.url is None:
             self.socket.unlink(missing_ok=True)
             command, env = self.command(self.folder.path)
@@ -380,7 +379,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return f". The end of its log:\n{self._process.last_lines()}" if self._process is not None else ""
 
     async def _watch(self) -> None:
-        """A server that neither answers nor computes is lost, and what it was asked is cancelled."""
+        """Treat a server that neither answers nor computes as lost, and cancel its requests."""
         while True:
             await asyncio.sleep(LOOKS_EVERY_S)
             if not (self._running or self.is_shared) or self._changing.locked():
@@ -400,13 +399,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                             await self._replace("it did not respond")
 
     async def _is_heard(self) -> bool:
-        """Whether it answers, whatever that is."""
+        """Whether the server answers at all."""
         try:
             await self._count()
-        except httpx.TransportError:  # of a machine that is gone, open requests hear nothing
+        except httpx.TransportError:  # if the machine is gone, open requests get no error
             return False
         except (httpx.HTTPError, TrustError, ValueError):
-            pass  # only silence counts here
+            pass  # only a missing answer counts here
         return True
 
     async def _count(self) -> None:
@@ -416,7 +415,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # Weights.
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Into a folder of files. Raises ValueError if they do not fit the model."""
+        """Write weights as files into a folder. Raises ValueError if they do not fit the model."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
@@ -429,12 +428,12 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if files.hashes and hashes != files.hashes:
             raise lie(self.who, "with hashes of weights other than those that were sent")
         await self.set_label(label_of(files.version))
-        self.version, self._held = files.version, replace(files, hashes=hashes)  # before the first token of it
+        self.version, self._held = files.version, replace(files, hashes=hashes)  # before its first token
         if not self._paused:
             await self.go_on()
 
     async def _rename(self, version: Version) -> None:
-        self._newest = version  # responses that end meanwhile may have either
+        self._newest = version  # responses that end meanwhile may have either version
         await self.set_label(label_of(version))
         self._held = self._held and replace(self._held, version=version)
         self.version = version
@@ -451,7 +450,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in their order. Where one fails, or the caller is cancelled, the others are cancelled."""
+    """The results in order. If one fails, or the caller is cancelled, the others are cancelled."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -461,7 +460,7 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel(task: asyncio.Task[None]) -> None:
-    """Raises what it had ended with before."""
+    """Cancel a task; raises its exception if it had failed before."""
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

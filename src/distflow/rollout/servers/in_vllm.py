@@ -1,7 +1,7 @@
-"""What a vLLM server has of us in its workers, by `--worker-extension-cls`: weights from files, with hashes of what was
-read, and draws that are those of our own engines, with log-probs before and after truncation.
+"""Our extension of vLLM's workers (`--worker-extension-cls`): weights from files, with hashes of what was read, and the
+same draws as in our own engines, with log-probs before and after truncation.
 
-The server finds it by PYTHONPATH, in an environment of its own: nothing else of distflow is importable there.
+The server finds it by PYTHONPATH in its own environment, where nothing else of distflow is importable.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Extension:
     distflow_held: "dict[str, str]"
 
     def distflow_describe(self) -> dict[str, Any]:
-        """What this worker runs. The first call takes over the drawing of tokens."""
+        """What this worker runs. The first call installs our sampler."""
         config = self.model_runner.model_config
         if not isinstance(self.model_runner.sampler, DrawingSampler):
             if type(self.model_runner.sampler) is not Sampler:
@@ -46,7 +46,7 @@ class Extension:
         }
 
     def distflow_load(self, paths: list[str]) -> dict[str, str]:
-        """Take the weights of safetensors files. Returns the hash of each tensor as it was read here."""
+        """Load weights from safetensors files. Returns the hash of each tensor as read here."""
         hashes = dict[str, str]()
 
         def weights() -> Iterator[tuple[str, Tensor]]:
@@ -70,7 +70,7 @@ class Extension:
             self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         finally:
             del model.load_weights
-        if current_platform.is_cpu():  # its head has a packed copy, which stays that of old weights if it is tied
+        if current_platform.is_cpu():  # the head has a packed copy, which keeps old weights if it is tied
             for head in (module for module in model.modules() if isinstance(module, ParallelLMHead)):
                 head.quant_method.process_weights_after_loading(head)
         missing = {name for name, _ in model.named_parameters()} - loaded
@@ -80,12 +80,12 @@ class Extension:
         return hashes
 
     def distflow_hashes(self) -> dict[str, str]:
-        """Of the weights that were loaded last."""
+        """The hashes of the weights that were loaded last."""
         return self.distflow_held
 
 
 def stripe_hash(tensor: Tensor) -> str:
-    """As in `distflow/rollout/engine_weights.py`, with which receipts are compared."""
+    """The same hash as in `distflow/rollout/engine_weights.py`, for comparison with receipts."""
     flat = tensor.reshape(-1)
     stripe = flat[torch.arange(0, flat.numel(), -(-flat.numel() // STRIPE_LENGTH) | 1)].contiguous()
     digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
@@ -94,11 +94,11 @@ def stripe_hash(tensor: Tensor) -> str:
 
 
 class DrawingSampler(Sampler):
-    """Draws by counters, as `distflow/rollout/stops_and_draws.py` has them: a token does not depend on its batch,
-    and is the one that our other engines draw.
+    """Draws with the counters of `distflow/rollout/stops_and_draws.py`: a token does not depend on its batch, and is
+    the same as in our other engines.
 
-    Each request says its law in `extra_args`. Its answer has two entries a token: the drawn token with its log-prob
-    under softmax(logits / temperature), then, under another token's id, what it had under what was drawn from.
+    Each request has its law in `extra_args`. Its answer has two entries per token: the drawn token with its log-prob
+    under softmax(logits / temperature), then, under another token's id, its log-prob under the distribution drawn from.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -108,7 +108,7 @@ class DrawingSampler(Sampler):
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> SamplerOutput:
         states = [self.runner.requests[name] for name in self.runner.input_batch.req_ids[: len(logits)]]
         laws: list[Any] = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
-        if None in laws:  # somebody else's requests
+        if None in laws:  # requests of other clients
             return super().forward(logits, sampling_metadata, *args, **options)
         logits = logits.float()
         temperature = torch.tensor([[law["temperature"]] for law in laws], device=logits.device)
@@ -127,8 +127,8 @@ class DrawingSampler(Sampler):
 
 
 def _uniform(law: dict[str, Any], state: Any) -> float:
-    """In [0, 1), of a sample's key and the number of tokens drawn before. vLLM writes the number of a sample before the
-    name of its request, where that has several."""
+    """A number in [0, 1) from a sample's key and the number of tokens drawn before. If a request has several samples,
+    vLLM puts the sample's number in front of the request's name."""
     number = int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0
     key, position = int(law["keys"][number]), law["num_drawn"] + len(state.output_token_ids)
     bits = (key + (position + 1) * _WEYL) & _64_BITS
@@ -138,7 +138,7 @@ def _uniform(law: dict[str, Any], state: Any) -> float:
 
 
 def _truncated(scores: Tensor, laws: list[dict[str, Any]]) -> Tensor:
-    """Top-k, then top-p of the rest, then min-p, each by its row's numbers; tokens tied with the last that is kept are
+    """Top-k, then top-p of the rest, then min-p, each with its row's values; tokens tied with the last one kept are
     kept too."""
 
     def column(name: str) -> Tensor:
@@ -159,7 +159,7 @@ def _truncated(scores: Tensor, laws: list[dict[str, Any]]) -> Tensor:
 
 
 def _draw(scores: Tensor, laws: list[dict[str, Any]], uniforms: list[float]) -> Tensor:
-    """One token a row, `(rows, 1)`: the first whose cumulative mass exceeds the uniform number, or the likeliest."""
+    """One token per row, `(rows, 1)`: the first whose cumulative mass exceeds the uniform number, or the likeliest."""
     cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = torch.from_numpy(np.array(uniforms)).to(scores.device)[:, None] * total

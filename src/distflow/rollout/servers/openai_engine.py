@@ -1,5 +1,5 @@
-"""Any server with OpenAI's route of completions that takes and returns token ids, as vLLM's and SGLang's do, for
-evaluation: it cannot take weights."""
+"""Any server with OpenAI's completions route that takes and returns token ids, such as vLLM's and SGLang's. Only for
+evaluation: it cannot load weights."""
 
 import asyncio
 import os
@@ -25,8 +25,8 @@ _AS_ID: Final = "token_id:"
 
 @dataclass(eq=False)
 class OpenAIEngine(HttpEngine):
-    """Log-probs are those that the server reports: vLLM's and SGLang's own are of temperature 1, without truncations.
-    A pause holds back requests that have not been sent."""
+    """Log-probs are as reported by the server: those of vLLM and SGLang are at temperature 1, without truncations. A
+    pause holds back unsent requests."""
 
     NAME = "OpenAI-compatible server"
     repeats_draws = False
@@ -90,7 +90,7 @@ class OpenAIEngine(HttpEngine):
                 "seed": sample_key(request.stream, sample) % _SEEDS,
                 "stop": list(params.stop),
                 "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": not params.stop_token_ids,  # with it SGLang ignores those as well
+                "ignore_eos": not params.stop_token_ids,  # with it SGLang ignores those too
                 "include_stop_str_in_output": True,
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
@@ -106,7 +106,7 @@ class OpenAIEngine(HttpEngine):
         return Answer(ids, log_probs, log_probs, [label_of(self.version)] * len(ids), choice["finish_reason"])
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Only the version. Raises UserError for weights."""
+        """Only sets the version. Raises UserError for weights."""
         if weights is not None and next(iter(weights), None) is not None:
             await self._refuse()
         self.version = version
@@ -134,7 +134,7 @@ class OpenAIEngine(HttpEngine):
 
 
 def _ids_of(choice: Mapping[str, Any]) -> list[int] | None:
-    """Its token ids, or those that stand in place of its tokens' texts."""
+    """Its token ids, or those given in place of token strings."""
     if (ids := choice.get("token_ids")) is not None:
         return list(ids)
     tokens = (choice.get("logprobs") or {}).get("tokens") or []

@@ -1,6 +1,6 @@
-"""Runs a server in this process's own group, and kills all of the group when the server ends, or standard input does:
-then the worker that asked for it is gone, in whatever way, and its private folders go, too. Started with
-`start_new_session`; imports no distflow."""
+"""Runs a server in this process's group, and kills the whole group when the server ends or standard input closes: the
+worker that started it is then gone, and its private folders are removed too. Started with `start_new_session`; does not
+import distflow."""
 
 import glob
 import os
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def _wait(server: "subprocess.Popen[bytes]") -> None:
-    """vLLM's own processes survive the one that answers requests."""
+    """Wait for the server; vLLM's other processes survive the one that answers requests."""
     print(f"\nthe server ended with status {server.wait()}", file=sys.stderr, flush=True)
     os.killpg(0, signal.SIGKILL)
 

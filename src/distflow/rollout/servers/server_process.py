@@ -31,7 +31,7 @@ _GROUP_FIELD: Final = 2
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weights of a version, as a folder of files. hashes: that a server must report of them; empty if unknown."""
+    """The weights of a version, as a folder of files. hashes: those that a server must report; empty if unknown."""
 
     version: Version
     folder: Path
@@ -39,8 +39,8 @@ class WeightFiles:
 
 
 class PrivateFolder:
-    """A folder of this user's, for as long as a server is used. It is locked meanwhile: whoever makes the next one of
-    that prefix removes those that nobody holds, which a killed process has left."""
+    """A private folder for as long as a server is used. It is locked meanwhile: creating the next one with that prefix
+    removes unlocked ones, which killed processes left behind."""
 
     def __init__(self, prefix: str) -> None:
         self._locks = dict[Path, int]()
@@ -50,7 +50,7 @@ class PrivateFolder:
         self.path = self._make(prefix, temporary)
 
     def _make(self, prefix: str, parent: Path) -> Path:
-        """It gets its name when it is locked."""
+        """Create a folder that gets its final name once locked."""
         made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
         folder = made.with_name(made.name.removeprefix("."))
         self._locks[folder] = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
@@ -58,8 +58,8 @@ class PrivateFolder:
         return made.rename(folder)
 
     def save(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> Path:
-        """Into a new folder of safetensors files, which `drop` removes: in shared memory if so many bytes fit twice,
-        else on disk. Nothing is left of weights that fail to come."""
+        """Write weights as safetensors files into a new folder, which `drop` removes: in shared memory if twice as many
+        bytes fit, else on disk. Incomplete weights leave nothing behind."""
         fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
         folder = self._make(f"{self.path.name}-", _SHARED_MEMORY if fits else self.path)
         try:
@@ -85,7 +85,7 @@ def _remove_left(folders: Iterable[Path]) -> None:
     for folder in folders:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:  # another user's folder, or already gone
             continue
         with suppress(BlockingIOError):  # it is in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +94,7 @@ def _remove_left(folders: Iterable[Path]) -> None:
 
 
 class ServerProcess:
-    """A server and all that it started, which end with `kill`, with this process, or with the server itself."""
+    """A server and its child processes, which end with `kill`, with this process, or with the server itself."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -105,7 +105,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
-                start_new_session=True,  # Ctrl-C reaches the run only
+                start_new_session=True,  # Ctrl-C reaches only the run
             )
         self.pid = self._guard.pid
 
@@ -113,32 +113,32 @@ class ServerProcess:
         return self._guard.poll() is None
 
     def cpu_ticks(self) -> int:
-        """The processor time that all of its processes have used so far."""
+        """The CPU time that all of its processes have used so far."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[_GROUP_FIELD]) == self.pid:
                     ticks += sum(map(int, fields[_TIME_FIELDS]))
         return ticks
 
     def last_lines(self) -> str:
-        """The end of its log, and the errors before it."""
+        """The last lines of its log, and earlier errors."""
         lines = self._log.read_text("utf-8", "replace").splitlines()
         errors = [line for line in lines[:-_SHOWN_LINES] if _ERROR.search(line)]
         return "\n".join(f"    {line[:300]}" for line in [*errors[-_SHOWN_LINES:], *lines[-_SHOWN_LINES:]])
 
     def kill(self) -> None:
-        """Kill all of its processes, and wait for the end of the first."""
+        """Kill all of its processes, and wait until the first one has ended."""
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the others may live without the first
+            os.killpg(self.pid, signal.SIGKILL)  # the others may outlive the first
         self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()
 
 
 def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file, with storage of their own, as the format wants it."""
+    """The tensors of each file, with separate storage, as the format requires."""
     file, num_bytes = dict[str, Tensor](), 0
     for name, tensor in weights:
         if file and num_bytes + tensor.nbytes > _FILE_BYTES:
@@ -152,7 +152,7 @@ def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def write_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
-    """Config and tokenizer, without weights, for a server to start with."""
+    """Write config and tokenizer, without weights, for a server to start with."""
     target = folder / "model"
     if not target.exists():
         config: Any = copy.copy(model.config)

@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine, over its own HTTP interface. Its routes that take pickles are not used."""
+"""SGLang as a rollout engine, over its HTTP interface. Routes that accept pickles are not used."""
 
 import asyncio
 import json
@@ -31,10 +31,10 @@ HEALTH_S: Final = 10.0
 
 @dataclass(eq=False)
 class SGLangEngine(HttpEngine):
-    """An answer of SGLang names one version of the weights, so what is under way is aborted at a pause, and asked for
-    again with the tokens that it had: each part is of one version, and keys and values are always computed again.
+    """An answer of SGLang names a single weight version, so running requests are aborted at a pause, and sent again
+    with their tokens so far: each part has one version, and keys and values are always recomputed.
 
-    repeats_draws: whether the server draws by the seeds that it is given.
+    repeats_draws: whether the server honours the seeds that it receives.
     """
 
     NAME = "SGLang server"
@@ -52,7 +52,7 @@ class SGLangEngine(HttpEngine):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Raises UserError for options that cannot be had exactly."""
+        """Raises UserError for options that SGLang cannot reproduce exactly."""
         if options.get("kv_on_update") == "keep":
             raise UserError(
                 f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of a response: set "
@@ -64,7 +64,7 @@ class SGLangEngine(HttpEngine):
             "max_running_requests": self.max_num_seqs,
             **self.engine_kwargs,
             "model_path": str(write_model(self.model, self.tokenizer, folder)),
-            "load_format": "dummy",  # the weights come as they do at every update
+            "load_format": "dummy",  # the weights are loaded as in every update
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "host": "127.0.0.1",
             "port": int(self.own_url.rpartition(":")[2]),
@@ -103,7 +103,7 @@ class SGLangEngine(HttpEngine):
             }
             meta = (await self._generate(body))["meta_info"]
             reason, tokens = meta["finish_reason"]["type"], meta.get("output_token_logprobs")
-            if tokens is None and reason == "abort":  # it had not begun
+            if tokens is None and reason == "abort":  # the request had not begun
                 tokens = []
             ids += [token for _, token, *_ in tokens]
             rollout += [float(log_prob) for log_prob, *_ in tokens]
@@ -116,7 +116,7 @@ class SGLangEngine(HttpEngine):
                 raise ServerFailed(f"{self.who} aborted a request by itself: {meta['finish_reason'].get('message')}")
 
     async def _generate(self, body: dict[str, Any]) -> Any:
-        """Aborted there if it is cancelled here."""
+        """Generate; a request cancelled here is aborted on the server."""
         name = uuid.uuid4().hex
         try:
             return await self.post("/generate", {**body, "rid": name}, timeout=UNLIMITED)
@@ -127,7 +127,7 @@ class SGLangEngine(HttpEngine):
             raise
 
     async def _abort(self, name: str) -> None:
-        if not self.client.is_closed:  # at the end of a run, with all of its connections
+        if not self.client.is_closed:  # at the end of a run all connections are closed
             with suppress(httpx.HTTPError):
                 await self.client.post("/abort_request", json={"rid": name})
 
@@ -139,7 +139,7 @@ class SGLangEngine(HttpEngine):
 
     async def drop_cache(self) -> None:
         await self.halt()
-        if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # which is no JSON
+        if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # the answer is not JSON
             raise ServerFailed(f"{self.who} did not flush its cache: {answer.text[:500]}")
 
     async def sleep(self) -> None:
@@ -152,7 +152,7 @@ class SGLangEngine(HttpEngine):
         await self.post("/continue_generation", {})
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
-        """SGLang reports no hashes of what it holds: these are of the files. The canary finds other weights."""
+        """SGLang reports no hashes of its weights: these are of the files. The canary detects wrong weights."""
         body = {"model_path": str(files[0].parent), "load_format": "auto", "flush_cache": True}
         if not (answer := await self.post("/update_weights_from_disk", body))["success"]:
             raise ServerFailed(f"{self.who} did not take new weights: {answer['message']}")
@@ -170,7 +170,7 @@ class SGLangEngine(HttpEngine):
             raise lie(self.who, f"that it has weights '{found}' instead of '{label}'")
 
     async def count_tokens(self) -> int:
-        await self._get("/server_info")  # its scheduler answers between two steps
+        await self._get("/server_info")  # the scheduler answers between two steps
         return self._num_tokens
 
     async def _get(self, path: str) -> Any:
@@ -182,8 +182,8 @@ class SGLangEngine(HttpEngine):
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises UserError for parameters with which SGLang reports no log-probs that are exact: those of tokens come after
-    a penalty, and those of draws are known for top-k alone."""
+    """Raises UserError for parameters with which SGLang's log-probs are not exact: it reports them after penalties, and
+    those of the draws can be derived only for top-k."""
     neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     for name, off in neutral.items():
         if (value := getattr(params, name)) != off:
@@ -195,7 +195,7 @@ def check_params(params: SamplingParams) -> None:
 def _sampling_params(request: GenerateRequest, sample: int, max_tokens: int) -> dict[str, Any]:
     params = request.params
     law: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k}
-    if params.greedy:  # SGLang's own greedy has the log-probs of temperature 1
+    if params.greedy:  # SGLang's greedy reports log-probs at temperature 1
         law = {"temperature": params.temperature, "min_p": 1.0} if params.temperature != 1 else {"temperature": 0.0}
     return {
         **law,
@@ -214,7 +214,7 @@ def _num_likeliest(params: SamplingParams) -> int:
 
 
 def _of_draws(meta: Mapping[str, Any], params: SamplingParams) -> list[float]:
-    """Log-probs of drawn tokens: under top-k, as a share of the mass of the k likeliest."""
+    """Log-probs of drawn tokens: under top-k, relative to the mass of the k likeliest."""
     log_probs = [log_prob for log_prob, *_ in meta["output_token_logprobs"]]
     if not _num_likeliest(params):
         return log_probs

@@ -1,5 +1,5 @@
-"""One server for the workers on whose devices it computes (tensor parallel). The first of them starts it and gives it
-weights; the others send it requests, and take a version when it has that."""
+"""One server shared by the workers on whose devices it computes (tensor parallel). The first of them starts it and
+loads its weights; the others send requests, and adopt a version once the server has it."""
 
 import asyncio
 import json
@@ -28,19 +28,19 @@ _SERVER: Final = "server.json"
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """The workers of one server, on one machine. folder: of the run, over which they find each other; it is empty when
-    they start. place: of this worker, from 0. size: how many there are."""
+    """The workers of one server, on one machine. folder: the run's, through which they find each other; empty at the
+    start. place: index of this worker. size: number of workers."""
 
     folder: Path
     place: int
     size: int
 
     def tell_devices(self) -> None:
-        """What this worker sees of the machine's GPUs, for the one that starts the server."""
+        """Publish this worker's visible GPUs to the worker that starts the server."""
         self._write(f"devices-{self.place}", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     async def devices(self) -> str:
-        """Of all workers, in their order. Raises ServerFailed if one does not come."""
+        """The GPUs of all workers, in order. Raises ServerFailed if one does not report."""
         due, files = time.monotonic() + START_S, [self.folder / f"devices-{place}" for place in range(self.size)]
         self.tell_devices()
         while missing := [file for file in files if not file.exists()]:
@@ -50,15 +50,15 @@ class ServerGroup:
         return ",".join(file.read_text() for file in files)
 
     def publish(self, socket: Path, label: str | None) -> None:
-        """label: of the weights that the server there has; None before the first."""
+        """Publish the server's socket. label: of the weights that it has; None before the first."""
         self._write(_SERVER, json.dumps({"socket": str(socket), "label": label}))
 
     def forget(self) -> None:
-        """There is no server now."""
+        """Publish that there is no server now."""
         (self.folder / _SERVER).unlink(missing_ok=True)
 
     def server(self) -> tuple[Path | None, Version | None]:
-        """The socket of the server, and the version that it has; None if there is none."""
+        """The server's socket and its version; None if there is none."""
         try:
             said = json.loads((self.folder / _SERVER).read_text())
         except OSError:
@@ -66,7 +66,7 @@ class ServerGroup:
         return Path(said["socket"]), said["label"] and version_of(said["label"])
 
     def has(self, version: Version) -> bool:
-        """Whether the server has that version or a newer one."""
+        """Whether the server has this version or a newer one."""
         served = self.server()[1]
         return served is not None and served >= version
 
@@ -78,19 +78,19 @@ class ServerGroup:
 
 
 def version_of(label: str) -> Version:
-    """See `label_of`. Raises ValueError for what is none."""
+    """The inverse of `label_of`. Raises ValueError for anything else."""
     restart, _, step = label.partition(".")
     return Version(int(restart), int(step))
 
 
 class _Follower(HttpEngine):
-    """Changes nothing in the server of another worker: pauses, updates and sleep are that one's."""
+    """Leaves the other worker's server unchanged: that worker pauses, updates and releases it."""
 
     group: ServerGroup
     has_weights = False
 
     async def _start(self) -> None:
-        """Find the server; after its death the next one, with the weights that the last one had."""
+        """Find the server; if it died, the next one, with the same weights."""
         due = time.monotonic() + START_S
         self.group.tell_devices()
         while True:
@@ -106,16 +106,16 @@ class _Follower(HttpEngine):
             await asyncio.sleep(_LOOKS_EVERY_S)
 
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
-        """The server may have a version a moment before this worker is told."""
+        """Checked answers. The server may have a version just before this worker learns of it."""
         answers = await super()._answers(request)
-        with suppress(ValueError):  # a label that is none, which is found later
+        with suppress(ValueError):  # an invalid label is reported later
             newest = max((version_of(label) for each in answers for label in each.versions), default=self.version)
             while self.version < newest and self.group.has(newest):
                 await asyncio.sleep(_LOOKS_EVERY_S)
         return answers
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Wait until the server has them. Raises TrustError where those are others than this worker was sent."""
+        """Wait until the server has the weights. Raises TrustError if they differ from those sent to this worker."""
         if version < self.version:
             raise ValueError(f"weights of {version} offered to an engine that serves {self.version}")
         sent = None
@@ -139,5 +139,5 @@ class _Follower(HttpEngine):
 
 
 def follower_of(engine: type[HttpEngine]) -> type[HttpEngine]:
-    """The engine class of a worker that uses the server of another."""
+    """The engine class of a worker that uses another worker's server."""
     return cast(type[HttpEngine], type(f"Following{engine.__name__}", (_Follower, engine), {}))

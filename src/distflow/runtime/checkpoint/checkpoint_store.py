@@ -1,10 +1,10 @@
-"""Checkpoints: complete or absent. After a kill at any point, a full disk or a flipped bit one is left that loads.
+"""Checkpoints are complete or absent. After a kill at any point, a full disk or a flipped bit, one that loads remains.
 
-FOLDER/step-000012/   one file a part, or one for each rank that has shards of it, and manifest.json with their sizes
+FOLDER/step-000012/ one file per part, or one for each rank that has shards of it, and manifest.json with their sizes
                       and checksums
 FOLDER/latest         the name of the newest, moved last
 
-Each process writes its own parts of a checkpoint, one process commits them all.
+Each process writes its own parts of a checkpoint; one process commits them all.
 """
 
 import errno
@@ -59,7 +59,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was verified.
+    """A verified checkpoint.
 
     files: by part. message: what to tell the user if it is not the requested one.
     """
@@ -73,9 +73,9 @@ class Checkpoint:
     def load(self, part: str, layout: Layout | None = None) -> Any:
         """Tensors by name, or the JSON value.
 
-        layout: how the tensors are to be sharded over the ranks, each of which reads only its own shards, whatever the
-        sharding at the save. Without it they are whole. Raises KeyError if the checkpoint has no such part,
-        CheckpointError if the part is of another kind than its name says.
+        layout: the sharding of the tensors over the ranks, each of which reads only its own shards, whatever the
+        sharding was when saved. Without it, tensors are whole. Raises KeyError if the checkpoint has no such part,
+        CheckpointError if the part is not of the kind that its name says.
         """
         files = self.files[part]
         try:
@@ -99,7 +99,7 @@ class Checkpoint:
 
 
 class GivenUp(CheckpointError):
-    """Another process could not write its part, and reports why."""
+    """Another process could not write its part, and reported why."""
 
     def __init__(self, step: int, folder: Path) -> None:
         super().__init__(
@@ -117,12 +117,12 @@ class Writing:
     partial: Path
 
     def write(self, name: str, part: object) -> None:
-        """Write one part: tensors by name, this rank's shards of them, or a JSON value. It is on the disk when this
+        """Write one part: tensors by name, this rank's shards of them, or a JSON value. It is on disk when this
         returns.
 
-        name: also the file's; no two processes write the same, and `shard_name` makes it for shards. Raises
-        CheckpointError if the disk is full or cannot be written, or another process abandoned the checkpoint: it is
-        abandoned, and earlier ones are still there.
+        name: also the file's, unique over processes; for shards, `shard_name` makes it. Raises CheckpointError if the
+        disk is full or not writable, or another process abandoned the checkpoint: it is then abandoned, and earlier
+        ones remain.
         """
         assert name != "manifest" and _NAME.fullmatch(name), f"a part's name becomes a file's: {name!r}"
         with or_give_up(self.step, self.store.folder, self._given_up):
@@ -134,15 +134,14 @@ class Writing:
     ) -> Path:
         """Make it the latest checkpoint, then remove old ones. For one process, after the others have written.
 
-        expected: the names of all parts. metric: higher is better; one that is not finite counts as none.
-        keep_waiting: called repeatedly, and blocks for a while, as long as parts of other processes are missing.
-        Returns its folder once it is on the disk. Raises CheckpointError if a part is missing, or as `write`: then
-        nothing is committed.
+        expected: the names of all parts. metric: higher is better; one that is not finite counts as none. keep_waiting:
+        called repeatedly while parts of other processes are missing; blocks for a while. Returns its folder once it is
+        on disk. Raises CheckpointError if a part is missing, or as `write` does; then nothing is committed.
         """
         with or_give_up(self.step, self.store.folder):
             while self._missing(expected) and not self._given_up() and keep_waiting():
                 pass
-            missing, folder = self._missing(expected), self.store.folder  # a part may have come during the last wait
+            missing, folder = self._missing(expected), self.store.folder  # a part may have arrived during the last wait
             if missing and self._given_up():
                 raise GivenUp(self.step, folder)
             if missing:
@@ -174,7 +173,7 @@ class Writing:
         return not (self.partial / BEGUN).exists()
 
     def _remove_old(self) -> None:
-        """Keep only the newest few and the best few. The newest, which was just written, always stays."""
+        """Keep only the newest few and the best few; the one just written always stays."""
         if self.store.keep_last is None:
             return
         paths = by_age(self.store.folder)
@@ -193,8 +192,8 @@ class Writing:
 class CheckpointStore:
     """The checkpoints of one run. One process begins and commits a checkpoint; any may write parts of it.
 
-    keep_last: how many of the newest are kept, at least 1; None for all. keep_best: in addition, how many with the
-    highest metric. on_point: called with the name of each point of a write that is reached, to inject faults there.
+    keep_last: how many of the newest to keep, at least 1; None for all. keep_best: how many more with the highest
+    metric. on_point: called with the name of each point that a write reaches, to inject faults there.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class CheckpointStore:
         self.folder, self.keep_last, self.keep_best, self.on_point = folder, keep_last, keep_best, on_point
 
     def begin(self, step: int) -> Writing:
-        """Begin a checkpoint beside the others; the leftovers of one that was not committed are removed.
+        """Begin a checkpoint beside the others, after removing leftovers of uncommitted ones.
 
         Raises CheckpointError if the folder cannot be written.
         """
@@ -229,9 +228,9 @@ class CheckpointStore:
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
         """A checkpoint verified against its checksums: the latest, the one of a step, or the one in a folder.
 
-        A folder is a checkpoint's own, or a store's, of which the latest is loaded. If the latest is damaged, the
-        newest complete one is loaded, and the checkpoint's `message` says so. Raises CheckpointError if there is none,
-        or the one that was named is damaged.
+        A folder is a checkpoint's, or a store's, whose latest is loaded. If the latest is damaged, the newest complete
+        one is loaded, and its `message` says so. Raises CheckpointError if there is none, or the requested one is
+        damaged.
         """
         if which == LATEST:
             return self._load_latest()
@@ -299,14 +298,14 @@ class CheckpointStore:
 
 @contextmanager
 def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """If a write fails, remove what was written of its checkpoint, which also frees the disk.
+    """If a write fails, remove its partial checkpoint, which also frees the disk.
 
-    given_up: whether another process did so already, which made this write fail.
+    given_up: whether another process already did so, which made this write fail.
     """
     try:
         yield
     except (OSError, SafetensorError) as err:
-        # safetensors reports the system's errors by their text alone
+        # safetensors reports the system's errors only as text
         full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
         cause = "the disk is full" if full else str(err)
         failure = CheckpointError(
@@ -315,7 +314,7 @@ def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: F
         )
         if given_up():
             failure = GivenUp(step, folder)
-        with suppress(OSError):  # the failure of the write itself is the one to report
+        with suppress(OSError):  # the write's own failure is the one to report
             remove_leftovers(folder)
         raise failure from err
 

@@ -1,8 +1,8 @@
-"""Files of checkpoints: parts as safetensors or JSON, a manifest of checksums, and writes that survive kills.
-Folders of checkpoints: which ones they hold, in which order, and the leftovers of a kill.
+"""Files of checkpoints: parts as safetensors or JSON, a manifest of checksums, and writes that survive kills. Folders
+of checkpoints: their contents, in order, and the leftovers of a kill.
 
-Other files may be in the folder. Only our own files are removed: those that a manifest of ours names, and those of a
-killed save, in a folder with the mark that `make_partial` put there.
+The folder may contain other files. Only our own are removed: those listed in our manifests, and those of a killed save,
+in a folder with the mark of `make_partial`.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ _PART: Final = re.compile(r"\w+(-rank\d+)?\.(safetensors|json)")
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written, or none could be read."""
+    """A checkpoint could not be written, or none can be read."""
 
 
 class DamagedError(Exception):
-    """A checkpoint's files are not those that were written. `CheckpointStore` then falls back on another."""
+    """A checkpoint's files differ from those written. `CheckpointStore` then falls back on another one."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint folder. serial: orders checkpoints by their time of creation, as steps do not after a
-    rollback. metric: what `keep_best` compares, higher is better. files: by name; see `part_of`."""
+    """The content of a checkpoint folder. serial: orders checkpoints by creation, which steps do not after a rollback.
+    metric: the value that `keep_best` compares, higher is better. files: by name; see `part_of`."""
 
     step: int
     serial: int
@@ -63,10 +63,10 @@ class Manifest:
 
 
 def write_part(folder: Path, name: str, part: object) -> None:
-    """Write a part to its file and the disk; after a kill there is no partial file under its name.
+    """Write a part to its file on disk; a kill leaves no partial file under its name.
 
-    part: tensors by name (a mapping of nothing else, and not empty), a rank's shards of such, or a JSON value with
-    string keys. Tensors may share storage or be strided; each is stored whole.
+    part: tensors by name (a non-empty mapping of only tensors), a rank's shards of tensors, or a JSON value with string
+    keys. Tensors may share storage or be strided; each is stored whole.
     """
     is_tensors = isinstance(part, Shards) or is_all_tensors(part)
     with replacing(folder / f"{name}{'.safetensors' if is_tensors else '.json'}") as aside:
@@ -87,12 +87,12 @@ def shard_name(part: str, rank: int) -> str:
 
 
 def part_of(file: str) -> str:
-    """The part that a file holds, whole or a rank's shards of it."""
+    """The part that a file holds, in whole or as a rank's shards."""
     return Path(file).stem.partition("-")[0]
 
 
 def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
-    """The part in its files. layout: the sharding of its tensors; without it they are whole, on the CPU."""
+    """Read a part from its files. layout: the sharding of its tensors; without it they are whole, on the CPU."""
     if files[0].suffix == ".json":
         text = read_file(files[0], files[0].parent)
         if count_values(text) > MAX_JSON_VALUES:
@@ -114,7 +114,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedError if it is missing or was changed."""
+    """Read the manifest. Raises DamagedError if it is missing or was changed."""
     try:
         body = json.loads(read_file(folder / MANIFEST, folder, _MAX_MANIFEST_BYTES))
         digest = body.pop("sha256")
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest, after every file was checked against it. Raises DamagedError naming the file."""
+    """Check every file against the manifest, and return it. Raises DamagedError with the file's name."""
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         path = folder / name
@@ -163,12 +163,12 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete and damaged ones, by name."""
+    """The checkpoints in a folder, complete or damaged, by name."""
     return sorted(_folders(folder, ""))
 
 
 def by_age(folder: Path) -> list[Path]:
-    """Checkpoints whose manifests can be read, oldest first."""
+    """Checkpoints with readable manifests, oldest first."""
     serials = {path: serial_of(path) for path in checkpoints_in(folder)}
     return sorted((path for path in serials if serials[path] >= 0), key=serials.__getitem__)
 
@@ -199,7 +199,7 @@ def make_partial(folder: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path, step: int) -> Path | None:
-    """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that there is one at most."""
+    """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that there is at most one."""
     partials = (path for path in _folders(folder, PARTIAL) if (path / BEGUN).exists())
     return next((path for path in partials if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}"), None)
 
@@ -221,8 +221,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_partial(partial: Path) -> None:
-    """Remove a checkpoint that was not committed. Files that are not ours stay. Another process that still writes to it
-    fails, and adds nothing."""
+    """Remove an uncommitted checkpoint. Files that are not ours stay. A process that still writes to it fails, and adds
+    nothing."""
     if not _is_begun(partial):
         remove_checkpoint(partial)
         return
@@ -231,8 +231,8 @@ def remove_partial(partial: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint: the files that its manifest names, last the manifest. Files that are not ours stay, and so
-    do the targets of links."""
+    """Remove a checkpoint: the files listed in its manifest, then the manifest. Files that are not ours stay, and so do
+    the targets of links."""
     if path.is_symlink():
         return
     with suppress(DamagedError):

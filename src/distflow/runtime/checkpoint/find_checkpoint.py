@@ -1,5 +1,5 @@
-"""Where a run begins: at its start, after a checkpoint, or nowhere because it is done; and which checkpoint's policy a
-run's folder stands for as a model."""
+"""Finds where a run begins: at its start, after a checkpoint, or not at all because it is done; and the checkpoint
+whose policy a run's folder provides as a model."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +23,8 @@ _WANTED = "name a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoin
 
 
 def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
-    """store: of the run's own folder. mode: `spec.options.resume`. Raises CheckpointError."""
+    """The checkpoint to resume from. store: of the run's folder. mode: `spec.options.resume`. Raises
+    CheckpointError."""
     if mode == "never":
         return None
     if mode == "auto":
@@ -33,7 +34,7 @@ def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
 
 
 def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> bool:
-    """Whether the folder's records of earlier starts belong to this run, and not to another."""
+    """Whether the folder's records of earlier starts belong to this run."""
     if mode == "auto":
         return True
     if checkpoint is None:
@@ -44,8 +45,8 @@ def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
 
 
 def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
-    """`chosen`; if the ledger is damaged before it and `mode` leaves the choice, the newest saved before the damage,
-    which its message reports. Raises LedgerError if there is none."""
+    """`chosen`, or, if the ledger is damaged before it and `mode` leaves the choice, the newest one saved before the
+    damage, with a message that says so. Raises LedgerError if there is none."""
     try:
         if ledger_id(ledger):
             counts_until(ledger)
@@ -66,14 +67,14 @@ def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
-    """Whether no step of the run is left after a checkpoint."""
+    """Whether no steps of the run are left after a checkpoint."""
     snapshot = _snapshot(checkpoint)
     return Coordinator(remaining_plan(spec.data, snapshot), None, snapshot).finished
 
 
 def remaining_plan(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
-    """The plan after a snapshot. Raised epochs continue after a step that was short because the data had ended, which
-    takes one more step."""
+    """The plan after a snapshot. If epochs were raised after a step that was short because the data had ended, one more
+    step is needed."""
     if plan.total_groups is None:
         return plan
     drawn = snapshot["issued"] - snapshot.get("offered", 0)
@@ -82,7 +83,7 @@ def remaining_plan(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
 
 
 def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
-    """For the user. resumes: the run that is done is the folder's own; raises UserError if it is another."""
+    """The message about a finished run. resumes: whether it is the folder's own; raises UserError if not."""
     by_steps = spec.data.total_groups is None
     longer = (
         f"trainer.total_training_steps={2 * checkpoint.step}"
@@ -99,7 +100,7 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
 
 
 def ways_to_start(spec: Spec) -> dict[str, str]:
-    """Options to use if a run's folder is in use, by their effect."""
+    """Options for a run's folder that is in use, by their effect."""
     beside = "trainer.default_local_dir=FOLDER"
     if spec.config.trainer.default_local_dir is None:
         beside = "trainer.experiment_name=NAME"
@@ -108,7 +109,7 @@ def ways_to_start(spec: Spec) -> dict[str, str]:
 
 
 def as_list(ways: Mapping[str, str]) -> str:
-    """Lines such as `  to start anew:    --resume never`."""
+    """Lines such as ` to start anew: --resume never`."""
     width = max(map(len, ways)) + 2
     return "\n".join(f"  {f'{what}:':<{width}}{how}" for what, how in ways.items())
 
@@ -120,7 +121,7 @@ def _snapshot(checkpoint: Checkpoint) -> Snapshot:
 
 
 def is_of_a_run(path: str | Path) -> bool:
-    """Whether a path is the folder of a run, of its checkpoints or of one of them, and not of a model."""
+    """Whether a path is the folder of a run, of its checkpoints or of one of them, rather than of a model."""
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "config.json").is_file():
         return False
@@ -130,12 +131,12 @@ def is_of_a_run(path: str | Path) -> bool:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Of a run's folder, not verified."""
+    """The newest checkpoint of a run's folder, not verified."""
     return next(reversed(by_age(run_dir / CHECKPOINTS)), None)
 
 
 def policy_checkpoint(source: Path) -> Checkpoint:
-    """The newest complete checkpoint of a run's folder, or the one that is named. Raises UserError if there is none."""
+    """The newest complete checkpoint of a run's folder, or the specified one. Raises UserError if there is none."""
     folder = source.expanduser()
     if not folder.exists():
         raise UserError(f"there is no folder {source}: {_WANTED}")
@@ -151,12 +152,12 @@ def policy_checkpoint(source: Path) -> Checkpoint:
 
 
 def describe_choice(checkpoint: Checkpoint, source: Path) -> str:
-    """A line for the user: the step that was loaded, and the best checkpoint if that is another one."""
+    """A line for the user: the loaded step, and the best checkpoint if it is a different one."""
     line = f"step {checkpoint.step} of {source}"
     if checkpoint.path.resolve() == source.expanduser().resolve():
         return line
     metrics = [(read_manifest(path).metric, path) for path in by_age(checkpoint.path.parent)]
     measured = [(metric, path) for metric, path in metrics if metric is not None]
-    best = max(measured)[1] if measured else checkpoint.path  # which `trainer.keep_best` kept
+    best = max(measured)[1] if measured else checkpoint.path  # kept by `trainer.keep_best`
     others = f"; the best is {best}" if best != checkpoint.path else ""
     return f"{line}, its newest checkpoint{others}" + (f" ({checkpoint.message})" if checkpoint.message else "")

@@ -36,12 +36,12 @@ def saved_parts(
     rank: int = 0,
     audit: Callable[[NodeState, ResumePoint[Batch] | None], Mapping[str, object]] = lambda state, point: {},
 ) -> Iterator[tuple[str, object]]:
-    """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
+    """The parts of a checkpoint that one rank writes, by name: tensors, shards of tensors, or JSON values.
 
-    resume_point: called by the first rank alone. state: of all nodes. rank: among those that train. Each rank writes
+    resume_point: called only by the first rank. state: of all nodes. rank: among the training ranks. Each rank writes
     its own shards of sharded tensors; the first rank that trains a model writes the tensors that all of them have, and
-    the first of all the parts of the run. The last part holds the random generators of the rank, and what `audit`
-    finds in its memory: with it, all that the rank writes is complete.
+    the very first rank the parts of the run. The last part holds the rank's random generators, and what `audit` finds
+    in its memory; it completes the rank's parts.
     """
     point = None
     trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
@@ -66,12 +66,12 @@ def saved_parts(
 
 
 def part_of_rank(rank: int) -> str:
-    """The last part that a rank writes."""
+    """The name of the last part that a rank writes."""
     return f"rank_{rank}"
 
 
 def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ...]) -> None:
-    """Raises UserError naming every key that must not differ, and all ways out."""
+    """Raises UserError with every key that must not differ, and the available options."""
     with checkpoint.reading():
         before = config_from_dict(checkpoint.load("run")["config"], judge=False)
     changed = [c for c in changed_keys(before, spec.config) if c[0] not in allowed]
@@ -88,7 +88,7 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
 
 
 def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
-    """Harmless differences, as lines for the user. Raises UserError naming what must not differ."""
+    """Harmless differences, as lines for the user. Raises UserError for those that are not allowed."""
     with checkpoint.reading():
         saved = checkpoint.load("run")
         before_facts, config = dict(saved["facts"]), config_from_dict(saved["config"], judge=False)
@@ -114,9 +114,9 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
 def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
     """Load weights and optimizer state; returns the state of the nodes.
 
-    If an engine's state is sharded, each rank loads its own shards, however many ranks saved them.
+    If an engine's state is sharded, each rank loads its own shards, regardless of how many ranks saved them.
 
-    Raises CheckpointError for unexpected content, or weights that training the model cannot have produced.
+    Raises CheckpointError for unexpected content, or weights that training cannot have produced.
     """
     with checkpoint.reading():
         run = checkpoint.load("run")
@@ -131,7 +131,7 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
 
 
 def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
-    """The complete groups that were in the queue, by group id. Raises CheckpointError for unexpected content."""
+    """The complete groups that were queued, by group id. Raises CheckpointError for unexpected content."""
     if "live" not in checkpoint.files:
         return {}
     with checkpoint.reading():
@@ -148,9 +148,9 @@ def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
 def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
     """Set the global random generators to the states that this rank saved, or to the seed at a run's start.
 
-    rank: among those that train. One that the checkpoint does not have, as the run had fewer, is seeded by the run's
-    seed, the step and its number. Called last before the run continues: modules and pipelines of the user may seed the
-    generators while they are loaded.
+    rank: among the training ranks. If the checkpoint lacks it, because the run had fewer ranks, it is seeded with the
+    run's seed, the step and its number. Call this last before the run continues: a user's modules and pipelines may
+    seed the generators when loaded.
     """
     random_states.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
@@ -189,8 +189,8 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
 
 
 def merge_node_states(states: Sequence[NodeState]) -> NodeState:
-    """The state of all nodes from the states of each rank; for a node that several ranks run, the state of the first.
-    The audit's count of each model's updates is only on the ranks that train that model."""
+    """The state of all nodes from the states of all ranks; for a node that several ranks run, the first one's. The
+    audit's count of a model's updates exists only on the ranks that train it."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}
     if audits := [state[AUDIT_STATE] for state in reversed(states) if AUDIT_STATE in state]:
         found[AUDIT_STATE] = {name: kept for audit in audits for name, kept in audit.items()}
@@ -201,7 +201,7 @@ def merge_node_states(states: Sequence[NodeState]) -> NodeState:
 
 
 def copy_of_state(state: NodeState) -> NodeState:
-    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes during the copy is copied again."""
+    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes while copied is copied again."""
     while True:
         try:
             return copy.deepcopy(state)

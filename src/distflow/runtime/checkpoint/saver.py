@@ -1,7 +1,7 @@
-"""Saves of one worker, together with the other ranks: each writes its own parts, the first begins and commits.
+"""Saves a worker's checkpoints, together with the other ranks: each writes its own parts, the first begins and commits.
 
-A save is asynchronous: the training thread makes a copy in memory, a separate thread writes it. At most one save is in
-progress. If the run waits for a save anyhow, as at its end, nothing is copied.
+A save is asynchronous: the training thread makes a copy in memory, and a separate thread writes it. At most one save is
+in progress. If the run waits for a save anyway, as at its end, nothing is copied.
 """
 
 import copy
@@ -29,7 +29,7 @@ T = TypeVar("T")
 Parts = Iterable[tuple[str, object]]
 
 DEADLINE_S: Final = 300.0
-"""How long the rank that commits waits for the parts of the others after its own are written."""
+"""How long the committing rank waits for the parts of others after writing its own."""
 
 _POLL_S: Final = 0.02
 _WHOLE, _WRITING, _FAILED = range(3)
@@ -42,15 +42,15 @@ class _UnderWay:
 
     @property
     def at(self) -> int:
-        """`_WHOLE`, `_WRITING` or `_FAILED`; over several ranks the highest counts."""
+        """`_WHOLE`, `_WRITING` or `_FAILED`; the highest over all ranks counts."""
         if not self.path.done():
             return _WRITING
         return _WHOLE if self.path.exception() is None else _FAILED
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """A context manager: on a normal exit it finishes the save in progress; on an error it waits for its own thread and
-    for no other rank.
+    """A context manager: a normal exit finishes the save in progress; on an error it waits only for its own thread, not
+    for other ranks.
 
     All ranks make the same calls in the same order, on their training threads. If one fails, all raise
     CheckpointError.
@@ -66,10 +66,9 @@ class Saver(AbstractContextManager["Saver"]):
         warn: Callable[[str], None] = lambda message: None,
         after_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_saved: called for each complete checkpoint, on the training thread of the rank that commits. deadline_s:
-        see `DEADLINE_S`. waits: logs the waits of this rank; None logs none. warn: called with the reason if the save
-        in progress failed while another error ends the run. after_commit: called on the rank that commits, on
-        the thread that writes."""
+        """on_saved: called for each complete checkpoint, on the training thread of the committing rank. deadline_s: see
+        `DEADLINE_S`. waits: logs this rank's waits, or None. warn: called with the reason if the save in progress
+        failed while another error ends the run. after_commit: called on the writing thread of the committing rank."""
         self._waits = waits or Waits()
         self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
         self._warn, self._after_commit = warn, after_commit
@@ -83,7 +82,7 @@ class Saver(AbstractContextManager["Saver"]):
                 self.finish()
         finally:
             self._let_go.set()
-            self._thread.shutdown()  # nothing writes to the folder after the run has left it
+            self._thread.shutdown()  # nothing may write to the folder after the run has left it
             self._report_alone()
 
     def save(
@@ -91,8 +90,8 @@ class Saver(AbstractContextManager["Saver"]):
     ) -> None:
         """Save the parts of this rank. A save in progress is finished first.
 
-        awaited: the names of parts of other ranks that a complete checkpoint needs. metric: see `Writing.commit`. wait,
-        the same on all ranks: return when the checkpoint is complete; else the parts are copied before this returns.
+        awaited: the names of other ranks' parts that a complete checkpoint needs. metric: see `Writing.commit`. wait
+        (the same on all ranks): return when the checkpoint is complete; else the parts are copied before this returns.
         """
         self.finish()
         writing = self._begin(step)
@@ -109,7 +108,7 @@ class Saver(AbstractContextManager["Saver"]):
         return self._under_way is not None
 
     def check(self) -> None:
-        """Once a step: report the save in progress if it is complete by now, raise its error if it has failed."""
+        """Once per step: report the save in progress if it is complete; raise its error if it has failed."""
         if self._under_way is not None and self._ranks.max(float(self._under_way.at)) != _WRITING:
             self.finish()
 
@@ -142,7 +141,7 @@ class Saver(AbstractContextManager["Saver"]):
         return self._together(step, _settled(lambda: self._store.writing(step)))
 
     def _write(self, writing: Writing, parts: Parts, awaited: Collection[str], metric: float | None) -> Path | None:
-        """On any thread. Returns the folder of the complete checkpoint on the rank that commits it."""
+        """Runs on any thread. Returns the folder of the complete checkpoint on the committing rank."""
         names = []
         for name, part in parts:
             writing.write(name, part)
@@ -161,14 +160,14 @@ class Saver(AbstractContextManager["Saver"]):
         if self._ranks.size == 1:
             return outcome.result()
         error = outcome.exception()
-        # For the other ranks: None if nothing failed, empty if another rank knows why.
+        # For the other ranks: None if nothing failed, empty if another rank knows the reason.
         why = None if error is None else "" if isinstance(error, GivenUp) else str(error)
         try:
             with self._waits("training", f"checkpoint of step {step}", on="other ranks"):
                 failures = [each for each in self._ranks.gather(why) if each is not None]
-        except RuntimeError:  # of torch.distributed
+        except RuntimeError:  # raised by torch.distributed
             if error is not None:
-                raise error from error.__cause__  # it may say why the others are gone
+                raise error from error.__cause__  # its cause may say why the others are gone
             raise
         if error is not None and not isinstance(error, GivenUp):
             raise error
@@ -178,7 +177,7 @@ class Saver(AbstractContextManager["Saver"]):
 
 
 def _settled(call: Callable[[], T]) -> "Future[T]":
-    """The outcome of a call that is made at once."""
+    """The outcome of a call that is made immediately."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
@@ -188,13 +187,13 @@ def _settled(call: Callable[[], T]) -> "Future[T]":
 
 
 def _copied(part: object) -> object:
-    """The current state in memory of its own; tensors on the CPU."""
+    """A copy of the current state, with tensors on the CPU."""
     if isinstance(part, Shards):
         return replace(part, tensors=_copies(part.tensors))
     return _copies(part) if is_all_tensors(part) else copy.deepcopy(part)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In the form that is written: the thread that writes them computes nothing."""
+    """Copies in the form to be written: the writing thread computes nothing."""
     cpu, packed = torch.device("cpu"), torch.contiguous_format
     return {name: tensor.detach().to(cpu, copy=True, memory_format=packed) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Tensors sharded over ranks: each rank writes its own shards, and a reader loads those that it needs.
 
-The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with the place of each shard
-in its whole tensor beside them. That package plans what is written and read, without a process group.
+The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors that include the place of each
+shard in its whole tensor. That package plans what is written and read, without a process group.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Layout = Callable[[str], Tensor | None]
-"""By a tensor's name: one with the wanted sharding; None if every rank wants the whole."""
+"""Maps a tensor's name to a tensor with the wanted sharding, or to None if every rank wants the whole."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shards:
 
     @property
     def file_metadata(self) -> dict[str, str]:
-        """For the header of the safetensors file."""
+        """Metadata for the header of the safetensors file."""
         places = {name: {"saved_offsets": list(offset)} for name, offset in self.offsets.items()}
         return {"DCP_SHARDING_INFO": json.dumps(places)}
 
@@ -43,9 +43,9 @@ def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
-    """The shards that this rank writes, which are views: over all ranks every element is in one of them.
+    """The shards that this rank writes, as views: over all ranks every element is in one of them.
 
-    leads: for the one rank that also writes the tensors that every rank has whole.
+    leads: whether this rank also writes the tensors that every rank has whole.
     """
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner({name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, leads)})
@@ -59,7 +59,7 @@ def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
 
 
 def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
-    """The tensors of all these files, on the CPU; of those that are to be sharded, this rank's shards in place.
+    """The tensors of all these files, on the CPU; sharded ones as this rank's shards, loaded in place.
 
     No rank waits for another. Raises ValueError if shards of a tensor are missing.
     """
@@ -78,15 +78,15 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
             wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no group is wanted
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no process group is wanted
             dcp.load(wanted, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as err:  # which is no Exception
+    except dcp.CheckpointException as err:  # it is not an Exception
         raise ValueError(str(err)) from err
     return wanted
 
 
 class _Files(FileSystem):
-    """Only the files of one part: the storage would read all safetensors in its folder."""
+    """Limits the storage to the files of one part: it would read all safetensors in its folder."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -96,7 +96,7 @@ class _Files(FileSystem):
 
 
 def _is_written_here(tensor: Tensor, leads: bool) -> bool:
-    """Of the ranks that have the same shard, the first writes it."""
+    """Whether this rank writes the tensor: the first of the ranks with the same shard does."""
     if not isinstance(tensor, DTensor):
         return leads
     mesh = tensor.device_mesh
@@ -105,7 +105,7 @@ def _is_written_here(tensor: Tensor, leads: bool) -> bool:
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Along the dimensions that a mesh was sliced out of: tensors sharded over the slice are the same on each."""
+    """Whether this rank is first along the dimensions that the mesh was sliced from; tensors are the same on each."""
     root = mesh._get_root_mesh()
     places = zip(root.mesh_dim_names or (), root.get_coordinate() or (), strict=False)
     return all(place == 0 for name, place in places if name not in (mesh.mesh_dim_names or ()))

@@ -1,4 +1,4 @@
-"""The rollout workers that a sample queue hands groups to: which groups each has, and which worker gets the next."""
+"""Assigns a sample queue's groups to rollout workers: which groups each worker has, and which one gets the next."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from distflow.scheduling.group_states import PromptGroup
 
 _MAX_GROUPS = 1000
-"""In one reply: 65 kB, if it goes to another process."""
+"""Most groups in one reply: 65 kB if it goes to another process."""
 
 
 @dataclass
 class RolloutWorker:
     """engine_version: the lowest weight version of its engine, as last reported. assigned: ids of groups that it has
     not fetched yet. running: ids of all its groups, including those, with the attempt of each. stored: ids of complete
-    groups that are stored with it. ended: groups that it is still to be told to end. takes: False for a later worker
-    before its first request, and for one that is gone."""
+    groups stored with it. ended: groups that it must still be told to end. takes: False for a later worker before its
+    first request, and for a lost one."""
 
     name: str
     engine_version: int | None
@@ -27,18 +27,18 @@ class RolloutWorker:
 
 
 class GroupsByWorker:
-    """Numbered in order of arrival. The owner locks them."""
+    """Rollout workers, numbered in order of arrival. The owner holds the lock."""
 
     def __init__(self, names: Sequence[str], engine_version: int) -> None:
         self._all = [RolloutWorker(name, engine_version) for name in names]
         self._working_on: dict[int, RolloutWorker] = {}  # by group id
-        self._taken_away = set[tuple[int, int]]()  # from workers that are gone: group id and attempt
+        self._taken_away = set[tuple[int, int]]()  # from lost workers: group id and attempt
 
     def is_gone(self, number: int) -> bool:
         return self._all[number].gone
 
     def is_passed_over(self, group_id: int, attempt: int) -> bool:
-        """It was reassigned from a worker that is gone, whose late results do not count."""
+        """Whether the group was reassigned from a lost worker, whose late results are ignored."""
         return (group_id, attempt) in self._taken_away
 
     def ask(self, number: int, engine_version: int | None) -> int | None:
@@ -47,7 +47,7 @@ class GroupsByWorker:
         return min((each.engine_version for each in self._all if each.engine_version is not None), default=None)
 
     def assign(self, group_id: int, attempt: int) -> str:
-        """Assign to the worker with the fewest groups, the first of such; returns its name."""
+        """Assign a group to the worker with the fewest groups (on a tie, the first); returns its name."""
         chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
         chosen.assigned.append(group_id)
         chosen.running[group_id] = attempt
@@ -55,7 +55,7 @@ class GroupsByWorker:
         return chosen.name
 
     def fetch(self, number: int) -> list[int]:
-        """Ids of the groups assigned to a worker, at most as many as fit into one reply."""
+        """Ids of the groups assigned to a worker, at most one reply's worth."""
         worker = self._all[number]
         fetched, worker.assigned = worker.assigned[:_MAX_GROUPS], worker.assigned[_MAX_GROUPS:]
         return fetched
@@ -69,8 +69,7 @@ class GroupsByWorker:
                 worker.stored.add(group_id)
 
     def abort(self, group: PromptGroup) -> None:
-        """The group is no longer needed, whether it runs or is stored with its worker, whose late results do not
-        count."""
+        """Drop a group that runs or is stored with its worker, whose late results are then ignored."""
         worker = self._working_on.pop(group.group_id, None)
         if worker is None:
             self.take([group.group_id])
@@ -95,7 +94,7 @@ class GroupsByWorker:
         return stored_by
 
     def lose(self, number: int) -> tuple[str, list[int], list[int]]:
-        """A worker is gone. Returns its name, and the ids of its running groups and of those stored with it."""
+        """Remove a lost worker. Returns its name, and the ids of its running groups and of those stored with it."""
         gone = self._all[number]
         self._taken_away.update(gone.running.items())
         for group_id in gone.running:

@@ -1,4 +1,4 @@
-"""The sample queue of one process: between the asyncio thread that fills it and the threads that train from it."""
+"""The sample queue within one process, between the asyncio thread that fills it and the threads that train from it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,19 +13,19 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     """A `SampleQueuePort` that stores groups as batches.
 
     `prompt_groups`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only
-    while the coordinator decides, and is woken through an event of its loop.
+    while the coordinator decides, and an event of its loop wakes it.
     """
 
-    # Set by `prompt_groups` before it first reads what the lock guards: a change that finds no loop to wake was made in
-    # time to be seen.
+    # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any change made while there
+    # was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None
-    _event: asyncio.Event  # of the loop: other threads set it through `_wake_loop` alone
+    _event: asyncio.Event  # the loop's: other threads set it only through `_wake_loop`
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         while True:
-            self._event.clear()  # before it reads: a wake from here on is not lost
+            self._event.clear()  # before reading, so that later wakes are not lost
             prompt_groups = self.groups_for(0, engine_version())
             if prompt_groups is None:
                 return

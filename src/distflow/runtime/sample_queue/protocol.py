@@ -1,5 +1,5 @@
-"""The sample queue, in which complete groups wait until a step takes them: the records that go through it, and its
-protocol for workers. One file for each transport implements it."""
+"""The sample queue, where complete groups wait until a step takes them: the records that pass through it, and its
+protocol for workers. Each transport has a file that implements it."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +22,9 @@ U = TypeVar("U")
 class FinishedGroup(Generic[T]):
     """A group that has completed the rollout loop.
 
-    data: its samples as columns, or a reference to them. num_tokens: of all samples, prompts included. version: the
-    lowest of any of their tokens, None if there is none. measured: by its nodes. num_bytes: of the data, if their
-    storage is bounded. accuracy: of its responses, None if they were not scored. failure: if none of them has a score
-    although they should.
+    data: its samples as columns, or a reference to them. num_tokens: of all samples, including prompts. version: the
+    lowest of their tokens, or None. measured: by its nodes. num_bytes: of the data, if storage is bounded. accuracy: of
+    its responses; None if they were not scored. failure: set if none of them has a score although they should.
     """
 
     prompt_group: PromptGroup
@@ -46,8 +45,8 @@ class FinishedGroup(Generic[T]):
 class DroppedGroup:
     """A group that has left the rollout loop without being trained on.
 
-    accuracy: as in `FinishedGroup`. failure: if it failed. lost: through no fault of its own, so that it is tried
-    again, three times in all.
+    accuracy: as in `FinishedGroup`. failure: set if it failed. lost: without its own fault; it is retried, three times
+    in total.
     """
 
     prompt_group: PromptGroup
@@ -59,7 +58,7 @@ class DroppedGroup:
 
 @dataclass(frozen=True)
 class AbortedGroups:
-    """Groups that were ended because their step is full: each is handed out again, before any new one. attempts: by
+    """Groups that were ended because their step is full; they are handed out again before any new one. attempts: by
     group id. num_tokens: generated for them and discarded."""
 
     attempts: Mapping[int, int]
@@ -68,13 +67,13 @@ class AbortedGroups:
 
 @dataclass
 class TrainingStep(Generic[T]):
-    """One rank's part of a step, and what its training nodes make of it.
+    """One rank's part of a step, and its training nodes' results.
 
     group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in order. batch: their
-    samples. It is a list of their data on the way from the queue, which holds the step's first group if the rank has
-    none, since its batch has the same columns. metrics: of the groups of all ranks. reward_counts: since the last step,
-    of workers that do not train, for one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads:
-    tokens of each of this rank's groups.
+    samples. On the way from the queue it is a list of their data, which holds the step's first group if the rank has
+    none, for its columns. metrics: of the groups of all ranks. reward_counts: since the last step, of workers that do
+    not train, passed to one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of
+    each of this rank's groups.
     """
 
     group_ids: tuple[int, ...]
@@ -89,8 +88,8 @@ class TrainingStep(Generic[T]):
 
 @dataclass(frozen=True)
 class NewWorkers:
-    """In place of a step: new engines of other processes have no weights yet. All ranks get it at the same point, send
-    their weights, and request the step again."""
+    """Returned instead of a step if new engines of other processes have no weights yet. All ranks get it at the same
+    point, send their weights, and request the step again."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,8 @@ class ResumePoint(Generic[T]):
 class Released:
     """The state of the run after all ranks have trained on a step.
 
-    version: of the weights after it. finished: no step is left. stopping: the run is to end here. domains: metrics of
-    each, if a curriculum changes their shares. due: of "save" and "validate", what is due now, for all ranks.
+    version: of the weights after it. finished: no step is left. stopping: the run is to end here. domains: metrics by
+    domain, if a curriculum changes their shares. due: which of "save" and "validate" are due now, on all ranks.
     """
 
     version: Version
@@ -118,12 +117,12 @@ class Released:
 
 
 class SampleQueuePort(Protocol):
-    """Between the workers that fill it and those that train from it."""
+    """The queue between the workers that fill it and those that train from it."""
 
     def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """consumes capacity · waits for released steps and dropped groups · produces groups to start together
 
-        Those that wait to be issued again come first, if there are some: this worker is to end them.
+        Groups waiting to be issued again come first, if any; this worker is to end them.
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
@@ -132,48 +131,48 @@ class SampleQueuePort(Protocol):
         """A group has completed the rollout loop."""
 
     def drop(self, dropped: DroppedGroup) -> None:
-        """A group is dropped; another may start in its place."""
+        """Drop a group; another may start in its place."""
 
     def abort(self, aborted: AbortedGroups) -> None:
-        """The rest of a generation batch with more groups than the step needs was ended."""
+        """Abort the rest of a generation batch with more groups than the step needs."""
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """By a worker that does not train, before it puts or drops the group: the next step reports the counts."""
+        """For workers that do not train, before they put or drop the group; the next step reports the counts."""
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
         """consumes this step's groups · waits until they are complete · produces this rank's part, in group order
 
-        rank: among those that train. wanted: groups of a step that is taken in parts, None for the whole step.
-        deadline: by `time.monotonic()`. None after the end of the data. Raises NoProgress, Exhausted, TimeoutError,
-        which takes nothing, NothingToWaitFor for a part that could never come, and the error that ended the rollout
-        loop.
+        rank: among the training ranks. wanted: the number of groups if a step is taken in parts; None for the whole
+        step. deadline: in `time.monotonic()`. Returns None after the end of the data. Raises NoProgress, Exhausted,
+        TimeoutError (which takes nothing), NothingToWaitFor for a part that could never come, and the error that ended
+        the rollout loop.
         """
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
-        """This rank has trained on its part. Waits until all ranks have.
+        """Report that this rank has trained on its part, and wait until all ranks have.
 
         sent_weights: whether new weights were sent; if not, the version has the weights that were sent last.
         """
 
     def end_run(self, why: str) -> None:
-        """No step is left after the one released last, as `Coordinator.end` says. For the rank that leads, before any
-        rank takes the next step."""
+        """End the run after the step released last, as `Coordinator.end` does. For the leading rank, before any rank
+        takes the next step."""
 
     def resume_point(self) -> ResumePoint[Batch]:
-        """What a checkpoint of the step released last saves, or what the run starts from. For the rank that leads,
-        before it takes the next step."""
+        """The state to save in a checkpoint of the step released last, or that the run starts from. For the leading
+        rank, before it takes the next step."""
 
 
 class NothingToWaitFor(UserError):
-    """What is waited for would never come: no group runs, and none will start before the caller does something."""
+    """Waiting would never end: no group runs, and none will start until the caller acts."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of the prompt groups. num_waiting: of those that run, to be issued again. num_offered: rows that wait
-    for capacity. num_owed: groups that must still be taken before the step may be released."""
+    """The state of the prompt groups. num_waiting: running ones that are to be issued again. num_offered: rows that
+    wait for capacity. num_owed: groups that must be taken before the step may be released."""
 
     group_counts: GroupCounts
     num_waiting: int

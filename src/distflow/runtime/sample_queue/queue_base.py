@@ -1,5 +1,5 @@
-"""The sample queue shared by threads, however groups are stored: as batches in one process, as references to them if
-workers have processes of their own."""
+"""The sample queue shared by threads, however groups are stored: as batches within one process, or as references to
+them if workers have separate processes."""
 
 import threading
 import time
@@ -29,8 +29,8 @@ T = TypeVar("T")
 @dataclass
 class _Reading(Generic[T]):
     """A step from its division until all ranks have it. groups: all of them, by group id. stored_by: the workers that
-    store them, if these may die. reward_counts: those that were sent with it. ranks: that have not reported yet what
-    they miss. whole: None until all have."""
+    store them, if these may die. reward_counts: those sent with it. ranks: those that have not yet reported what they
+    miss. whole: None until all have."""
 
     groups: dict[int, protocol.FinishedGroup[T]] = field(default_factory=dict)
     stored_by: dict[int, RolloutWorker] = field(default_factory=dict)
@@ -41,25 +41,24 @@ class _Reading(Generic[T]):
 
 
 def joined(taken: protocol.TrainingStep[Sequence[T]], groups: Batch) -> protocol.TrainingStep[Batch]:
-    """A rank's part with the rows of its groups, which are none if it has no group."""
+    """A rank's part with the rows of its groups; no rows if it has no groups."""
     batch = groups if taken.own else groups.select([])
     return protocol.TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
 
 
 class SharedSampleQueue(Generic[T]):
     """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator decides; this object only
-    guards it with a lock, stores the groups, and wakes waiting threads.
+    guards it with a lock, stores groups, and wakes waiting threads.
 
     Any method may be called on any thread; `take_step`, `release` and `wait_for_groups` wait. Trainers wait on the
     lock's condition; callers that must not block call `groups_for` again when woken (`_wake_loop`).
 
-    A failure on either side is raised on the other, so that nobody waits for a dead process. Groups that fail one after
-    another, without a successful one between them, end the run when they would have filled two steps, or one at the end
-    of the data.
+    A failure on either side is raised on the other, so that nobody waits for a dead process. Consecutive failures of
+    groups end the run when they would have filled two steps, or one at the end of the data.
 
     At staleness 0 groups are handed out only while every rank waits for a step: nothing generates while a trainer
-    updates, validates or saves. Else they are handed out whenever there is capacity. A group goes to the worker with
-    the fewest groups.
+    updates, validates or saves. Otherwise they are handed out whenever there is capacity. A group goes to the worker
+    with the fewest groups.
     """
 
     def __init__(
@@ -72,12 +71,11 @@ class SharedSampleQueue(Generic[T]):
         changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
         may_be_lost: bool = False,
     ) -> None:
-        """dp_groups: every one trains on every step, its ranks share it; ranks are numbered through all dp groups.
-        workers: names of those that generate, empty if there is only one. queued: the complete groups of the
-        coordinator's snapshot. Those that it has dropped since are left out, missing ones are generated again. changed:
-        called with how many groups run, are complete and were dropped, from any thread, inside the lock. may_be_lost:
-        groups may be lost between `take_step` and their arrival at a rank, so that each rank reports them with
-        `read`.
+        """dp_groups: each trains on every step, which its ranks share; ranks are numbered through all dp groups.
+        workers: names of those that generate; empty if there is only one. queued: the complete groups of the
+        coordinator's snapshot. Those dropped since are left out; missing ones are generated again. changed: called with
+        the numbers of running, complete and dropped groups, from any thread, inside the lock. may_be_lost: groups may
+        be lost between `take_step` and their arrival at a rank, so that each rank reports them with `read`.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
         self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
@@ -86,15 +84,15 @@ class SharedSampleQueue(Generic[T]):
             if number not in self._groups:
                 coordinator.lose(number)
         self._num_releases = self._num_ranks  # of a step
-        # One lock guards the coordinator, the groups, and all below. Trainers and rollout workers wait on separate
-        # conditions: each of the latter asks the coordinator when woken, which does not concern the former.
+        # One lock guards the coordinator, the groups, and everything below. Trainers and rollout workers wait on
+        # separate conditions: each rollout worker asks the coordinator when woken, which does not concern trainers.
         lock = threading.RLock()
         self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
         self._failure: BaseException | None = None
         self._failures = FailuresInARow(coordinator.plan.consumer_batch)
         self._workers = GroupsByWorker(workers, coordinator.step)
         self._new_workers_wait = False  # for weights
-        self._uninformed_ranks = set[int]()  # that are still to be informed of them
+        self._uninformed_ranks = set[int]()  # ranks still to be informed of them
         self._divided_step = -1
         self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
@@ -111,12 +109,13 @@ class SharedSampleQueue(Generic[T]):
 
     def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
         """The groups that this worker is to start now, after those that it is to end, which wait to be issued again;
-        None if the run has failed. engine_version: the lowest weight version of its engine; None if it has none."""
+        None if the run has failed. engine_version: the lowest weight version of its engine, or None."""
         with self._lock:
             return None if self._is_over(worker) else self._hand_out(worker, engine_version)
 
     def wait_for_groups(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
-        """The same, but waits until there are any, or the worker should call again, perhaps with another version."""
+        """As `groups_for`, but waits until there are groups or the worker should call again, e.g. with another
+        version."""
         with self._lock:
             num_wakes = self._num_wakes
             while not self._is_over(worker):
@@ -172,7 +171,7 @@ class SharedSampleQueue(Generic[T]):
             self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
     def lose_worker(self, worker: int) -> int:
-        """A worker is gone, with its groups that no step has taken: they are handed out again, and its late results are
+        """Remove a lost worker: its groups that no step has taken are handed out again, and its late results are
         ignored. Returns their number."""
         with self._lock:
             name, running, stored = self._workers.lose(worker)
@@ -187,13 +186,13 @@ class SharedSampleQueue(Generic[T]):
         return len(running) + len(stored)
 
     def add_worker(self, name: str) -> int:
-        """A worker replaces one that is gone; returns its number. It gets groups after its first request."""
+        """Add a replacement for a lost worker; returns its number. It gets groups after its first request."""
         with self._lock:
             return self._workers.join(name)
 
     def announce_new_workers(self) -> None:
-        """New engines wait for weights: all training ranks are informed when none has a part of the next step yet, so
-        that they can send their weights together."""
+        """Announce engines that wait for weights: all training ranks are informed while none has a part of the next
+        step, so that they can send their weights together."""
         with self._lock:
             self._new_workers_wait = True
             self._lock.notify_all()
@@ -224,9 +223,9 @@ class SharedSampleQueue(Generic[T]):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
 
     def read(self, step: int, rank: int, lost: Collection[int]) -> bool:
-        """The rank has all groups of its part but the lost ones. Waits until all ranks have reported; returns
-        whether the step is complete on all of them. If not, lost groups are generated again, and all request the step
-        again."""
+        """Report that the rank has all groups of its part except the lost ones. Waits until all ranks have reported;
+        returns whether the step is complete on all of them. If not, lost groups are regenerated, and all ranks request
+        the step again."""
         reading = self._reading
         assert reading is not None, "groups of this queue may be lost"
         with self._lock:
@@ -249,7 +248,7 @@ class SharedSampleQueue(Generic[T]):
                 coordinator = self._coordinator
                 try:
                     version = coordinator.release(step, sent_weights)
-                except UserError as err:  # of a curriculum: all ranks end with it
+                except UserError as err:  # from a curriculum: it ends all ranks
                     self.fail(err)
                     raise
                 self._resume_point = protocol.ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
@@ -276,20 +275,20 @@ class SharedSampleQueue(Generic[T]):
         return self._resume_point
 
     def open_data(self, of_group: OfGroup) -> None:
-        """From now on groups of the data set start whenever there is capacity. of_group: of those that start or finish
-        from now on."""
+        """Let groups of the data set start whenever there is capacity. of_group: for those that start or finish from
+        now on."""
         with self._lock:
             self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, of_group
         self._wake()
 
     def offer(self, row: PromptRow, of_group: OfGroup) -> None:
-        """A row of the caller's own waits for capacity."""
+        """Offer a caller's row, which waits for capacity."""
         with self._lock:
             self.submissions.add(self._coordinator.offer(), row, of_group)
         self._wake()
 
     def pause(self, paused: bool) -> None:
-        """While paused no further group starts; running ones continue."""
+        """While paused, no further group starts; running ones continue."""
         with self._lock:
             self._paused = paused
         self._wake()
@@ -301,26 +300,26 @@ class SharedSampleQueue(Generic[T]):
             return protocol.Standing(coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed())
 
     def stop(self) -> None:
-        """The run is to end after the current step, on all ranks."""
+        """Request the run to end after the current step, on all ranks."""
         with self._lock:
             self._stopping = True
 
     def fail(self, failure: BaseException) -> None:
-        """One side has failed: the other gets the error. The first failure counts; later ones follow from it."""
+        """Pass a failure of one side to the other. The first failure counts; later ones follow from it."""
         with self._lock:
             self._failure = self._failure or failure
             self._lock.notify_all()
         self._wake()
 
     def _notify(self) -> None:
-        """Inside the lock: trainers check again, and the counts are shown."""
+        """Wake trainers to check again, and show the counts. Inside the lock."""
         self._lock.notify_all()
         counts = self._coordinator.checked_counts()
         self._changed(counts.running, counts.complete, sum(counts.dropped.values()))
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """A rank waits for a step: groups may be handed out. Inside the lock, which is released while waiting."""
+        """Marks that a rank waits for a step, so that groups may be handed out. Inside the lock, which it releases."""
         self._num_waiting += 1
         self._wake()
         try:
@@ -333,7 +332,7 @@ class SharedSampleQueue(Generic[T]):
         return self._failure is not None or self._workers.is_gone(worker)
 
     def _must_hear_of_new_workers(self, rank: int, in_parts: bool) -> bool:
-        """Whether this rank is to be informed of new workers now. in_parts: also within a step. Inside the lock."""
+        """Whether to inform this rank of new workers now. in_parts: also within a step. Inside the lock."""
         if self._new_workers_wait and (in_parts or self._divided_step < self._coordinator.step):
             self._new_workers_wait, self._uninformed_ranks = False, set(range(self._num_ranks))
         uninformed = rank in self._uninformed_ranks
@@ -372,7 +371,7 @@ class SharedSampleQueue(Generic[T]):
         return parts
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
-        """All ranks have reported. Inside the lock."""
+        """Return lost groups after all ranks have reported. Inside the lock."""
         if not reading.whole:
             self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
@@ -401,7 +400,7 @@ class SharedSampleQueue(Generic[T]):
             raise
 
     def _stalled(self) -> bool:
-        """Whether no group runs and none will start during the wait."""
+        """Whether no group is running and none will start during the wait."""
         return self._coordinator.stalled if not self._paused else not self._coordinator.checked_counts().running
 
     def _so_far(self, wanted: int | None) -> str:
@@ -431,18 +430,18 @@ class SharedSampleQueue(Generic[T]):
         return f"this would wait forever: {so_far}: {why}{failed}"
 
     def _wake(self) -> None:
-        """Have waiting workers check again; from any thread."""
+        """Make waiting workers check again; callable from any thread."""
         with self._lock:
             self._num_wakes += 1
             self._askers.notify_all()
         self._wake_loop()
 
     def _wake_loop(self) -> None:
-        """Called outside the lock when `groups_for` may have another result."""
+        """Called outside the lock when `groups_for` may return another result."""
 
     def _count(self, failure: Failure | None) -> None:
-        """The error that then ends the run is raised in `take`: here, on the asyncio thread, it would only end one
-        group's task."""
+        """Count a result. The error that ends the run is raised in `take`: here, on the asyncio thread, it would end
+        only one group's task."""
         try:
             self._failures.count(failure)
         except NoProgress as err:

@@ -1,5 +1,4 @@
-"""Rows that a user's own loop submits, beside those of the data set, their workflows, and whether their groups are
-accepted."""
+"""Rows that a user's own loop submits, beside those of the data set, with their workflows and acceptance functions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,28 +11,28 @@ ShouldAccept = Callable[[Batch], object]
 
 
 class OfGroup(NamedTuple):
-    """What a call says of its groups. should_accept: None accepts every group. workflow: None for the run's."""
+    """A call's options for its groups. should_accept: None accepts every group. workflow: None for the run's."""
 
     should_accept: ShouldAccept | None = None
     workflow: object = None
 
 
 class Submissions:
-    """What is added on one thread may be looked up on another. of_data: the functions for rows of the data set."""
+    """Submitted rows, added on one thread and looked up on another. of_data: the functions for rows of the data set."""
 
     def __init__(self) -> None:
         self.of_data = OfGroup()
         self._rows: dict[int, tuple[PromptRow, OfGroup]] = {}
 
     def add(self, number: int, row: PromptRow, of_group: "OfGroup") -> None:
-        """number: from the length of the data set on."""
+        """Add a row. number: counted on from the length of the data set."""
         self._rows[number] = replace(row, index=number), of_group
 
     def row(self, number: int) -> PromptRow:
         return self._rows[number][0]
 
     def of_group(self, number: int) -> "OfGroup":
-        """Of the group of a row, also of the data set."""
+        """The options of a row's group, also for rows of the data set."""
         return self._rows[number][1] if number in self._rows else self.of_data
 
 

@@ -1,8 +1,7 @@
-"""Calls of a user's async functions: each with a deadline, and with random generators of its own.
+"""Calls of a user's async functions, each with a deadline and its own random generators.
 
-Such a function runs on the asyncio thread, between two awaits of others there. So the deadline excludes the time in
-which it waits for us (a response of the engine may take long), and its generators are set whenever it runs, and reset
-when it awaits.
+The function runs on the asyncio thread, between awaits of other tasks. So its deadline excludes time spent waiting for
+us (an engine's response may take long), and its generators are set whenever it runs, and reset when it awaits.
 """
 
 import asyncio
@@ -47,10 +46,10 @@ class _Clock:
 
 
 class _Strand:
-    """A task of a call: each has random generators of its own, so that the order in which two continue does not matter.
+    """A task of a call; each has its own random generators, so that the order in which tasks continue does not matter.
 
-    turn: needed to draw or seed. identity: of the call, and the path of child numbers to this task. clock, tasks: of
-    the call. drawn: the state of its generators; None until it runs.
+    turn: held to draw or seed. identity: of the call, and the path of child numbers to this task. clock, tasks: of the
+    call. drawn: the state of its generators; None until it runs.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class _Strand:
 
 
 _strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
-"""The task that runs now, if it is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
+"""The running task, if it is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
 
 
 async def run_async(
     function: Callable[[], Awaitable[T]], deadline_s: float, turn: asyncio.Lock, *identity: object
 ) -> T:
-    """Returns or raises what the function does. After DeadlinePassed nobody waits for it any more. If it is cancelled,
-    so are all tasks that the function has started.
+    """Returns or raises what the function does. After DeadlinePassed nobody waits for it any more. Cancelling the call
+    cancels all tasks that the function has started.
 
-    turn: of `PlainCalls`. identity: of the call, by which its random generators are seeded.
+    turn: of `PlainCalls`. identity: of the call, which seeds its random generators.
     """
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_task)
@@ -108,7 +107,7 @@ async def run_async(
 
 
 async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
-    """For a second at most, counted in polls, so that a stopped or starved process is not taken for a task that
+    """Wait for at most a second, counted in polls, so that a stopped or starved process is not taken for a task that
     swallows its cancellation."""
     for _ in range(_NUM_END_POLLS):
         if not (await asyncio.wait(cancelled, timeout=_END_POLL_S))[1]:
@@ -117,7 +116,7 @@ async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
 
 @contextmanager
 def deadline_paused() -> Iterator[None]:
-    """For a user's function that awaits something of ours: its clock is stopped, and new tasks are not its own."""
+    """For a user's function that awaits our code: its clock is stopped, and new tasks do not count as its own."""
     strand = _strand.get()
     if strand is None:
         yield
@@ -167,19 +166,19 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asynci
 async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
     try:
         return await _steps(work, strand)
-    except (SystemExit, KeyboardInterrupt) as err:  # of a task that the user's function started
+    except (SystemExit, KeyboardInterrupt) as err:  # from a task that the user's function started
         raise RuntimeError(f"it asked to exit ({err!r})") from err
 
 
 @coroutine
 def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
-    """Runs the work from await to await. While it runs it has the turn, and its generators."""
+    """Runs the work from await to await. While running it holds the turn, and has its generators set."""
     resume = partial(work.send, None)
     while True:
         try:
             with strand.clock.stopped():
                 yield from strand.turn.acquire().__await__()
-        except asyncio.CancelledError as err:  # for the work, when it has its turn
+        except asyncio.CancelledError as err:  # passed to the work when it has its turn
             resume = partial(work.throw, err)
             continue
         try:
@@ -194,5 +193,5 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             strand.turn.release()
         try:
             resume = partial(work.send, (yield waits_for))
-        except BaseException as err:  # any error of the awaited future, which is the work's to handle
+        except BaseException as err:  # any error of the awaited future, for the work to handle
             resume = partial(work.throw, err)

@@ -18,7 +18,7 @@ _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
 
 
 def adapt(fn: Callable[..., object], form: Form) -> Callable[..., object]:
-    """A function that is called as its contract says: with columns, or with `batch` and `config`."""
+    """A function to be called as its contract says: with columns, or with `batch` and `config`."""
     if form is Form.SAMPLE_REWARD:
         return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
     if form is Form.BATCH_REWARD:
@@ -62,7 +62,7 @@ def _score(i: int, result: object) -> Score:
 def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **options: object) -> NodeOutput:
     """`compute_custom_reward(batch, config, **kwargs)`, called by keyword with a mapping of all columns.
 
-    Scores of the attention mask's shape are one score for each sample, at any place in the row.
+    Scores with the attention mask's shape hold one score per sample, anywhere in the row.
     """
     columns = _all_columns(batch)
     return _written(fn(batch=dict(columns), config=config, **options), batch, columns)

@@ -1,4 +1,4 @@
-"""Calls of sync functions from the asyncio thread, each with a deadline, and of the user's callbacks, which can neither
+"""Calls of sync functions from the asyncio thread, each with a deadline, and of a user's callbacks, which can neither
 end a run nor change its random generators."""
 
 import asyncio
@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 class DeadlinePassed(TimeoutError):
-    """A function did not return in time; a TimeoutError that it raised itself is not this. Its text continues the
-    message with further observations."""
+    """A function did not return in time (as opposed to a TimeoutError that it raised itself). The text adds
+    observations to the message."""
 
 
 class PlainCalls:
-    """Runs each call on a daemon thread of its own: one that hangs does not keep the process alive.
+    """Runs each call on its own daemon thread, so that a hanging one does not keep the process alive.
 
-    turn: held while a call runs. One runs at a time, since the global random generators are the process's: while a call
-    has its own there, no other function of the user's may draw. The deadline of a call starts when it has its turn.
-    caller: the task of the running call.
+    turn: held while a call runs. One runs at a time, since random generators are global to the process: while a call
+    has set its own, no other user function may draw. The deadline of a call starts with its turn. caller: the task of
+    the running call.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PlainCalls:
     async def run(self, function: Callable[[], T], deadline_s: float, *identity: object) -> T:
         """Returns or raises what the function does. Raises DeadlinePassed, and abandons the thread.
 
-        identity: of the call, by which its random generators are seeded.
+        identity: of the call, which seeds its random generators.
         """
         async with self.turn:
             self.caller = asyncio.current_task()
@@ -55,11 +55,11 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
     def work() -> T:
         try:
             return context.run(function)
-        except StopIteration as err:  # a future rejects it
+        except StopIteration as err:  # a future rejects StopIteration
             raise RuntimeError(f"StopIteration: {err}") from None
         except (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError) as err:
             error = RuntimeError(f"it asked to exit ({err!r})")
-            raise error.with_traceback(err.__traceback__) from None  # which names the place
+            raise error.with_traceback(err.__traceback__) from None  # its traceback names the place
 
     call = on_a_thread(work, "node")
     future = asyncio.wrap_future(call)
@@ -67,7 +67,7 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
         await asyncio.wait((future,), timeout=deadline_s)
         if not future.done():
             raise DeadlinePassed
-        future.exception()  # which is then retrieved; of a TimeoutError it is a copy without its place
+        future.exception()  # marks it as retrieved; for a TimeoutError it is a copy without traceback
         return call.result()
     finally:
         future.cancel()  # no effect if it is done
@@ -75,11 +75,10 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Each is called on the training thread, which waits for it.
+    """A user's callbacks, called on the training thread, which waits for them.
 
-    on_step, on_validation: with the step, counted from 1 (0: before training), and its metrics by their flat names.
-    on_save: with the step and the folder of its checkpoint.
-    Raises UserError for one that cannot be called so.
+    on_step, on_validation: called with the step, counted from 1 (0: before training), and its metrics by flat names.
+    on_save: called with the step and the folder of its checkpoint. Raises UserError for one that cannot be called so.
     """
 
     on_step: Callable[[int, dict[str, float]], object] | None = None
@@ -105,7 +104,7 @@ class Caller:
         self._callbacks, self._warn, self._timed = callbacks, warn, timed
 
     def call(self, name: str, step: int, result: dict[str, float] | Path) -> None:
-        """name: of one of the `Callbacks`, which may be missing. result: metrics or a checkpoint's folder."""
+        """name: of one of the `Callbacks`, possibly unset. result: metrics or a checkpoint's folder."""
         function = getattr(self._callbacks, name)
         if function is None:
             return

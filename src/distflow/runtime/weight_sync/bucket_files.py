@@ -1,7 +1,7 @@
-"""Buckets of weights for other processes: their bytes, a hash, and their transport as files of the run's folder.
+"""Buckets of weights for other processes: their bytes, a hash, and their transport as files in the run's folder.
 
-There is one file for each bucket, in a folder for each version, removed when all engines have it. A file gets its name
-when it is complete and on the disk. A killed run leaves files, which the next start removes.
+There is one file per bucket, in a folder per version, removed when all engines have it. A file gets its name when it is
+complete and on disk. The next start removes files of a killed run.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from distflow.runtime.weight_sync.protocol import Bucket
 from distflow.scheduling.group_states import Version
 
 Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
-"""Of each tensor its name, dtype and shape, and its bytes."""
+"""Name, dtype, shape and bytes of each tensor."""
 
 WEIGHTS: Final = ".weights"
 APPEARS_WITHIN_S = 3.0
@@ -40,27 +40,27 @@ _BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
 
 
 class Spoiled(ValueError):
-    """The received bucket is not the one that was sent."""
+    """The received bucket differs from the one sent."""
 
 
 class SentBucket(Protocol):
     """A reference to a bucket that was put for others: small and picklable."""
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """The tensors on the CPU, in memory of their own, in any order. Raises Spoiled if it cannot be read as it was
+        """The tensors on the CPU, in separate memory, in any order. Raises Spoiled if the content differs from what was
         put, UserError if it is not visible from here at all."""
 
     def drop(self) -> None:
-        """Nobody reads it any more."""
+        """Free the bucket, which nobody reads any more."""
 
 
 Carry = Callable[[Version, int, Packed, Collection[int]], Mapping[int, SentBucket]]
-"""Puts a bucket of a version, by its number from 0, where the workers of these ranks can read it, each by its own
-reference."""
+"""Puts a bucket of a version (with its number, from 0) where the workers of these ranks can read it, each through its
+own reference."""
 
 
 def pack(weights: Bucket) -> Packed:
-    """The tensors as bytes, on their own memory if it is the CPU's."""
+    """The tensors as bytes, sharing their memory if it is on the CPU."""
     return [
         (
             name,
@@ -73,12 +73,12 @@ def pack(weights: Bucket) -> Packed:
 
 
 def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
-    """Tensors on the memory of the bytes."""
+    """Tensors that share the memory of the bytes."""
     return [(name, _tensor(getattr(torch, dtype), shape, values)) for name, dtype, shape, values in packed]
 
 
 def hash_of(packed: Packed) -> str:
-    """A hash of all names, dtypes, shapes and bytes, independent of their order; with as many threads as torch has."""
+    """A hash of all names, dtypes, shapes and bytes, independent of their order; uses as many threads as torch."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         hashes = sorted(pool.map(_hash_of_tensor, packed))
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -92,7 +92,7 @@ def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
-    if not len(values):  # its strides in torch do not fit other dtypes
+    if not len(values):  # torch's strides of it do not fit other dtypes
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(values).view(dtype).view(shape)
 
@@ -107,7 +107,7 @@ class InFile:
     def get(self) -> list[tuple[str, Tensor]]:
         self._wait()
         try:
-            found = self.path.stat().st_size  # before it is read: it is no larger than it should be
+            found = self.path.stat().st_size  # before reading: the file must not be larger than expected
             if found != self.num_bytes:
                 raise Spoiled(f"{self.path} has {found} bytes, but {self.num_bytes} were written")
             return list(load(self.path.read_bytes()).items())
@@ -119,11 +119,11 @@ class InFile:
     def drop(self) -> None:
         self.path.unlink(missing_ok=True)
         for folder in (self.path.parent, self.path.parent.parent):
-            with suppress(OSError):  # another bucket is there
+            with suppress(OSError):  # another bucket exists
                 folder.rmdir()
 
     def _wait(self) -> None:
-        """A network file system may show a new file a moment later."""
+        """Wait for the file, which a network file system may show a moment later."""
         since = time.monotonic()
         while not self.path.exists():
             if time.monotonic() - since > APPEARS_WITHIN_S:
@@ -138,7 +138,7 @@ class InFile:
 def write_bucket(
     run_dir: Path, version: Version, number: int, packed: Packed, to: Collection[int]
 ) -> dict[int, InFile]:
-    """See `Carry`. Raises UserError for a disk that is full or refuses."""
+    """See `Carry`. Raises UserError if the disk is full or not writable."""
     folder = run_dir / WEIGHTS / f"{version.restart}-{version.step:06d}"
     path = folder / f"bucket-{number:05d}.safetensors"
     with writing_to(run_dir):
@@ -150,7 +150,7 @@ def write_bucket(
 
 
 def remove_weights(run_dir: Path) -> None:
-    """Remove the files of versions that were being sent when their run ended. Other files stay."""
+    """Remove files of versions that were being sent when their run ended. Other files stay."""
     folder = run_dir / WEIGHTS
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -159,7 +159,7 @@ def remove_weights(run_dir: Path) -> None:
             for path in version.iterdir():
                 if _BUCKET.fullmatch(path.name) or is_aside(path.name):
                     path.unlink(missing_ok=True)
-            with suppress(OSError):  # something else is there
+            with suppress(OSError):  # it contains other files
                 version.rmdir()
-    with suppress(OSError):  # or it is not there
+    with suppress(OSError):  # or it does not exist
         folder.rmdir()

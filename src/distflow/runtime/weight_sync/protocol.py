@@ -1,4 +1,4 @@
-"""The protocol of the weight sync from trainer to engines: `same_process_weights.py` and `cluster` implement it."""
+"""The protocol of the weight sync from trainer to engines, which `same_process_weights.py` and `cluster` implement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,11 +14,11 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Some of a version's tensors, by their Hugging Face names, in the dtype of the engine."""
 
 Detach = Callable[[], None]
-"""Nothing more is sent to the engine; a partly received version is aborted."""
+"""Stops sending to the engine; a partly received version is aborted."""
 
 
 class Receive(Protocol):
-    """Loads all tensors of a version into an engine; None means that it has them already. Both methods raise ValueError
+    """Loads all tensors of a version into an engine; None means that it already has them. Both methods raise ValueError
     if they do not fit, with nothing changed."""
 
     def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
@@ -29,38 +29,38 @@ class Receive(Protocol):
 
 
 class WeightPort(Protocol):
-    """Complete versions only: between `begin` and `commit` no engine uses the new one."""
+    """Sends only complete versions: between `begin` and `commit` no engine uses the new one."""
 
     @property
     def confirmed(self) -> Version | None:
         """The version of the last receipts of engines of other processes; None if this port sends to none."""
 
     def attach(self, receive: Receive) -> Detach:
-        """A worker's rollout engine gets every version from now on, until the returned function is called."""
+        """Send every version to a worker's rollout engine from now on, until the returned function is called."""
 
     def begin(self, version: Version) -> None:
-        """The training thread starts to send a version. One that was begun before and not committed is discarded."""
+        """Begin to send a version, from the training thread. An earlier one that was not committed is discarded."""
 
     def put(self, bucket: Bucket) -> None:
-        """Some of its tensors; each is sent once, and not changed before `commit`."""
+        """Send some of its tensors; each is sent once, and not changed before `commit`."""
 
     def commit(self, hashes: Mapping[str, str]) -> None:
-        """All were sent: engines load them, and the hashes of both sides are compared.
+        """Finish the version: engines load it, and the hashes of both sides are compared.
 
         hashes: of the sent tensors, computed by the sender; engines must have the same. Raises TrustError, which ends
         the run, if they do not.
         """
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
-        """A version with the weights of the last one: engines use them under its number, nothing is sent.
+        """Start a version with the weights of the last one: engines use them under its number, and nothing is sent.
 
-        hashes: of the trainer's weights now. Raises TrustError if an engine has others.
+        hashes: of the trainer's current weights. Raises TrustError if an engine has others.
         """
 
 
 def check_receipt(receipt: WeightReceipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
-    """hashes: of the weights that the engine must have. of: which one, such as " of worker 2". Raises TrustError if it
-    has another version, or other weights."""
+    """hashes: of the weights that the engine must have. of: names the engine, e.g. " of worker 2". Raises TrustError if
+    it has another version or other weights."""
     if receipt.version != version:
         raise TrustError(f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}")
     if receipt.shared and not receipt.hashes:

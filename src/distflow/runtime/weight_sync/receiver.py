@@ -1,4 +1,4 @@
-"""Receives weights: takes a version to the engine of a worker, and collects one that comes from another process."""
+"""Receives weights: passes a version to a worker's engine, and collects one sent by another process."""
 
 import threading
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class WeightReceiver:
     """A `Receive` that passes versions to the engine on its own thread.
 
     A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
-    it has another version than the receipt says, or other weights.
+    its version or weights differ from the receipt.
     """
 
     def __init__(self, engine: RolloutEngine, session: Session) -> None:
@@ -48,8 +48,8 @@ class WeightReceiver:
 
 class IncomingWeights:
     """The `WeightPort` of a worker that does not train. A version is collected beside the weights of its engine, which
-    uses these until all of the new ones are there; an incomplete version is discarded when the next begins. `receive`
-    and `load` are called from outside, one after another."""
+    uses the old ones until all new ones have arrived; an incomplete version is discarded when the next begins.
+    `receive` and `load` are called from outside, one after another."""
 
     confirmed = None  # it sends nothing
 
@@ -66,15 +66,15 @@ class IncomingWeights:
         return lambda: None
 
     def receive(self, version: Version, number: int, bucket: SentBucket, own_hash: str) -> str | None:
-        """Receive a bucket of a version. number: from 0; the first one begins the version. own_hash: of the bucket.
-        Returns None, or why it was rejected: it may be sent again. Raises ValueError if an earlier one is missing,
-        UserError if it is not visible from here."""
+        """Receive a bucket of a version. number: from 0; the first bucket begins the version. own_hash: of the bucket.
+        Returns None, or why it was rejected, after which it may be resent. Raises ValueError if an earlier one is
+        missing, UserError if it is not visible from here."""
         fault_injection.reach("weights.take")
         if number == 0:
             self._version, self._buckets = version, []
         if (version, number) != (self._version, len(self._buckets)):
             raise ValueError(f"bucket {number} of {version} came after {len(self._buckets)} buckets of {self._version}")
-        buckets = self._buckets  # whatever is begun meanwhile
+        buckets = self._buckets  # whatever version begins meanwhile
         try:
             weights = bucket.get()
         except Spoiled as err:
@@ -87,8 +87,8 @@ class IncomingWeights:
         return None
 
     def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:
-        """The engine loads the received version; num_buckets None: its own weights under another number. Waits until
-        the worker has started. Raises ValueError if buckets are missing, and as `Receive`."""
+        """Load the received version into the engine; num_buckets None: only renumber its weights. Waits until the
+        worker has started. Raises ValueError if buckets are missing, and what `Receive` raises."""
         fault_injection.reach("weights.serve")
         buckets, self._buckets = self._buckets, []
         if num_buckets and (version, num_buckets) != (self._version, len(buckets)):

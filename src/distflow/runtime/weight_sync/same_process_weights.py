@@ -1,4 +1,4 @@
-"""The weight ports of one process, of an engine beside its trainer: by reference, or bucket by bucket."""
+"""The weight ports within one process, from a trainer to the engine beside it: by reference, or bucket by bucket."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -16,11 +16,11 @@ from distflow.scheduling.group_states import Version
 
 
 class LocalWeights:
-    """A `WeightPort` that collects the buckets of a version until it is complete, then passes them to the engine of
-    this process. Without one it collects nothing.
+    """A `WeightPort` that collects the buckets of a version, then passes them to this process's engine. Without an
+    engine it collects nothing.
 
-    Used by the training thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
-    own, while `commit` waits for its receipt: no optimizer step can change them meanwhile.
+    Only the training thread uses it, so it needs no lock. An engine reads the trainer's tensors on its own thread while
+    `commit` waits for its receipt, so no optimizer step can change them meanwhile.
     """
 
     confirmed = None  # there are no other processes
@@ -72,18 +72,18 @@ _Item = tuple[Bucket, "Future[None]"]
 
 
 class BrokenOff(RuntimeError):
-    """The rest of a version does not come; the received part is not to be used."""
+    """The rest of a version will not come; the received part must not be used."""
 
 
 @dataclass(frozen=True)
 class _Load:
-    """An engine that loads a version. items: None at the end."""
+    """A load of a version into an engine. items: None marks the end."""
 
     items: "SimpleQueue[_Item | None | BrokenOff]"
     receipt: "Future[WeightReceipt]"
 
     def result(self, version: Version) -> WeightReceipt:
-        """Raises TrustError if the weights do not fit."""
+        """The engine's receipt. Raises TrustError if the weights do not fit."""
         try:
             return self.receipt.result()
         except (ValueError, PartialWeightsError) as err:
@@ -91,10 +91,10 @@ class _Load:
 
 
 class StreamedWeights(LocalWeights):
-    """For weights gathered from ranks: each bucket is loaded directly into the copy of an engine of this process, and
-    `put` returns when it is there: at most one bucket is in memory, beside the tensor that is gathered next. From
-    `begin` to `commit` the engine computes nothing, so no token is of two versions. An engine with a part of a version
-    does not generate before it has all of a later one.
+    """For weights gathered from ranks: each bucket is loaded directly into the weights of this process's engine, and
+    `put` returns when that is done, so at most one bucket is in memory beside the tensor being gathered next. From
+    `begin` to `commit` the engine computes nothing, so no token mixes versions. An engine with a part of a version does
+    not generate before it has all of a later one.
     """
 
     def __init__(self, waits: Waits) -> None:
@@ -118,7 +118,7 @@ class StreamedWeights(LocalWeights):
         with self._waits("training", f"weights of step {version.step}", on="rollout engine"):
             either: list[Future[Any]] = [loaded, load.receipt]
             wait(either, return_when=FIRST_COMPLETED)
-        if load.receipt.done():  # before it has all: it failed
+        if load.receipt.done():  # finished before the end: it failed
             load.result(version)
 
     def commit(self, hashes: Mapping[str, str]) -> None:
@@ -142,7 +142,7 @@ class StreamedWeights(LocalWeights):
 
 
 def _tensors(items: "SimpleQueue[_Item | None | BrokenOff]") -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they come, on the engine's thread. References none while it waits. Raises BrokenOff."""
+    """The tensors as they arrive, on the engine's thread. References none while it waits. Raises BrokenOff."""
     while (item := items.get()) is not None:
         if isinstance(item, BrokenOff):
             raise item

@@ -1,7 +1,7 @@
-"""Sends the trainer's weights in buckets when a sync is due, and runs the canary when that is due.
+"""Sends the trainer's weights in buckets when a sync is due, and runs the canary when one is due.
 
-Checks of each sync: ranks that train the same model have the same weights, the sent weights are the trainer's current
-ones with adapters merged, and engines have the version that was sent.
+Each sync checks that ranks training the same model have the same weights, that the sent weights are the trainer's
+current ones with adapters merged, and that engines have the version that was sent.
 """
 
 import hashlib
@@ -32,28 +32,28 @@ from distflow.training.engine import Collective, TrainEngine
 
 BUCKET_BYTES = 2**28
 FLIPPED = 0.01
-"""Share of a merged tensor's elements that rounding may move to a neighbouring value."""
+"""The share of a merged tensor's elements that rounding may move to a neighbouring value."""
 
 
 class Canary(Protocol):
-    """Compares the engine's log-probs on fixed prompts with the trainer's, after some of the syncs."""
+    """Compares the engine's log-probs on fixed prompts with the trainer's, after some syncs."""
 
     def is_due(self, at_start: bool) -> bool:
-        """Call once a sync."""
+        """Whether the canary runs after this sync; call once per sync."""
 
     async def generate_responses(self) -> Batch:
         """The engine's responses to the fixed prompts."""
 
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
-        """Raises TrustError if they imply other weights than the trainer's."""
+        """Metrics of the comparison. Raises TrustError if the responses imply weights other than the trainer's."""
 
 
 @dataclass
 class WeightSender:
     """Sends versions of one train engine's weights.
 
-    sends: False if engines need no tensors, only the version (an adapter that is applied unmerged on shared storage).
-    canary: None if no rollout engine is on this worker. hashes: of the weights that were sent last, by name.
+    sends: False if engines need only the version, no tensors (an adapter applied unmerged on shared storage). canary:
+    None if this worker has no rollout engine. hashes: of the weights sent last, by name.
     """
 
     actor: TrainEngine
@@ -70,7 +70,7 @@ class WeightSender:
         """As `sync`, but unchanged weights only get the new version number, and nothing is sent.
 
         updated: whether an optimizer step was taken since; a node may change weights without one. Also returns whether
-        they were sent.
+        weights were sent.
         """
         if self.sends and not updated:
             now = stripe_hashes(self._weights())
@@ -83,8 +83,8 @@ class WeightSender:
     def sync(self, version: Version, at_start: bool = False) -> dict[str, float]:
         """Send a version and wait until every engine has it; returns the metrics of the canary, if it was due.
 
-        at_start: the first of this process, before any step. Raises TrustError if weights are garbage, did not arrive
-        complete, or the canary's responses imply other weights.
+        at_start: the first of this process, before any step. Raises TrustError if weights are non-finite or exploding,
+        arrived incomplete, or the canary's responses imply other weights.
         """
         self._advance_to(version)
         self._push(version)
@@ -93,7 +93,7 @@ class WeightSender:
         return self.canary.compare(self.session.call(self.canary.generate_responses()), at_start)
 
     def push_again(self) -> None:
-        """Send the last version again, for new engines. The weights are unchanged since."""
+        """Send the last version again, for new engines. The weights have not changed since."""
         assert self._version is not None, "a first version was sent before"
         self._push(self._version)
 
@@ -108,7 +108,7 @@ class WeightSender:
                 check_sent(bucket, model, version.step)
             self.hashes |= stripe_hashes(bucket)
             self.port.put(bucket)
-            del bucket  # before the next is gathered
+            del bucket  # before the next one is gathered
             fault_injection.reach("weights.put")
         self.port.commit(self.hashes)
         fault_injection.reach("weights.sent")
@@ -119,7 +119,7 @@ class WeightSender:
         self._version = version
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """In the engine's dtype: the trainer's own are float32."""
+        """The weights in the engine's dtype; the trainer's are float32."""
         weights = self.actor.weights() if self.sends else iter(())
         return ((name, tensor.to(self.dtype)) for name, tensor in weights)
 
@@ -135,7 +135,7 @@ class WeightSync:
         offload: Offload,
         canary: Canary | None,
     ) -> None:
-        """canary: None if no rollout engine is on this worker."""
+        """canary: None if this worker has no rollout engine."""
         spec, ports, version, resources = inputs.spec, inputs.ports, inputs.version, services.resources
         self._ports, self._recorder, self._version = ports, inputs.recorder, version
         self._updates, self._offload, self._engine = updates, offload, resources.rollout
@@ -146,7 +146,7 @@ class WeightSync:
             self._sender = WeightSender(
                 resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=services
             )
-        self.step = version.step  # of the weights that were sent last
+        self.step = version.step  # step of the weights sent last
 
     def begin(self) -> dict[str, float]:
         """Send the initial weights of this process; returns the canary's metrics."""
@@ -162,15 +162,15 @@ class WeightSync:
         if self._sender is None:
             return updated, {}
         self._offload.only(("actor",))
-        outcome = self._sender.sync_changed(version, updated or self._frees)  # released ones must come again
+        outcome = self._sender.sync_changed(version, updated or self._frees)  # released weights must be sent again
         self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.view.weight_version(version.step)
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:
-        """Between two steps, `step` being the next. The weights are those that were sent last, or newer ones, which are
-        then sent to all."""
+        """Send weights to new workers between two steps; `step` is the next. If the weights are newer than those sent
+        last, all engines get them."""
         if self._sender is None:
             return
         self._offload.only(("actor",))
@@ -179,8 +179,8 @@ class WeightSync:
             self._sender.push_again()
 
     def _check_all_synced(self, version: Version) -> None:
-        """All engines to which this rank sends have the version, in whatever process. Raises TrustError if the oldest
-        has another: at staleness 0 that engine would wait for the version, and the trainer for the engine, for ever."""
+        """Check that all engines to which this rank sends have the version. Raises TrustError if the oldest has
+        another: at staleness 0 that engine and the trainer would wait for each other forever."""
         own = self._engine.version if self._engine is not None else None
         oldest = min((has for has in (own, self._ports.weights.confirmed) if has is not None), default=version)
         if oldest != version:
@@ -190,7 +190,7 @@ class WeightSync:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Runs of neighbouring tensors of at most `max_bytes` together; a larger one is a bucket of its own."""
+    """Runs of neighbouring tensors of at most `max_bytes` in total; a larger tensor is a bucket by itself."""
     bucket: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, tensor in weights:
@@ -205,7 +205,8 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
 
 
 def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> None:
-    """hashes: of the weights that this rank has sent, by name. Raises TrustError naming tensors, on every rank."""
+    """hashes: of the weights that this rank has sent, by name. Raises TrustError with the tensors' names, on every
+    rank."""
     if ranks.size == 1:
         return
     if len(set(ranks.gather(hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()))) == 1:
@@ -219,10 +220,10 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
 
 
 def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
-    """Compare a stripe of each tensor with the module's, computed element by element; of a sharded one the elements on
-    this rank.
+    """Compare a stripe of each tensor with the module's, element by element; for sharded ones, the elements on this
+    rank.
 
-    Raises TrustError naming the tensors that differ: left from an older version, without their adapter, or mixed up.
+    Raises TrustError with the names of differing tensors: from an older version, without their adapter, or mixed up.
     The engine rejects names that the module does not have.
     """
     causal = unwrapped(model)
@@ -255,13 +256,13 @@ def _refuse_garbage(version: Version, bucket: Bucket) -> None:
 
 
 def _own(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
-    """The module's parameter that a sent tensor comes from, of an adapted layer the base's."""
+    """The module's parameter that a sent tensor comes from; for an adapted layer, the base's."""
     owner, _, leaf = name.rpartition(".")
     return parameters.get(f"{owner}.base_layer.{leaf}", parameters.get(name))
 
 
 def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
-    """The flat places of a stripe that this rank holds, and the values there: those that are sent, and its own."""
+    """The flat positions of a stripe that this rank holds, with the sent values there and its own."""
     stripe = striped_places(tensor.numel())
     held, own_values = at_places(parameter, stripe)
     places = stripe[held]
@@ -269,8 +270,8 @@ def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tenso
 
 
 def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module) -> float:
-    """The sent values that are not those of the module: of an adapted layer beyond rounding, infinity for any of
-    another one. All tensors are on the host."""
+    """The number of sent values that differ from the module's: for an adapted layer beyond rounding; for any other
+    layer, infinity if one does. All tensors are on the host."""
     owner, _, leaf = name.rpartition(".")
     layer = causal.get_submodule(owner)
     if leaf != "weight" or not hasattr(layer, "base_layer"):
@@ -282,7 +283,7 @@ def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, ca
 
 
 def _delta(layer: nn.Module, places: Tensor) -> Tensor:
-    """What the layer's adapters add to its weight `(out, in)` at flat places: the sum of scale · B A."""
+    """What the layer's adapters add to its weight `(out, in)` at flat positions: the sum of scale · B A."""
     total = torch.zeros(len(places), dtype=torch.float64)
     for name in layer.active_adapters:  # type: ignore[union-attr]  # of peft's layers, as what follows
         down, up = (whole(getattr(layer, part)[name].weight.detach()).cpu().double() for part in ("lora_A", "lora_B"))

@@ -17,7 +17,7 @@ from distflow.rollout.embedded.scheduler import Move, Prefill, Scheduler, Sequen
 
 @dataclass(frozen=True, eq=False)
 class _LaunchedStep:
-    """A launched step. copied: `(4, rows)` on the host, once `done` is."""
+    """A launched step. copied: `(4, rows)` on the host, valid after `done`."""
 
     sequences: list[Sequence]
     leases: list[Lease]
@@ -27,11 +27,10 @@ class _LaunchedStep:
 
 @dataclass(eq=False)
 class CudaRequestLane:
-    """As `RequestLane`, but the tokens of a step are read `AsyncSteps.lag` steps after it was launched.
+    """A `RequestLane` that reads the tokens of a step `AsyncSteps.lag` steps after launching it.
 
-    The host learns late that a sequence has ended, so that up to `lag` surplus tokens of it are computed, and dropped
-    when they are read. A sequence that has reached its maximum length is not launched again, so that no token is
-    written after its last page.
+    The host learns late that a sequence has ended, so up to `lag` surplus tokens of it are computed, and dropped when
+    read. A sequence at its maximum length is not launched again, so no token is written after its last page.
     """
 
     name: str
@@ -48,7 +47,7 @@ class CudaRequestLane:
         self.scheduler.num_cached = lambda sequence: size * len(self._found(sequence))
 
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
-        """These sequences have left the scheduler. No memory moves; the leases of those that ran are free again."""
+        """Forget sequences that left the scheduler. No memory moves; the leases of those that ran are freed."""
         for sequence in gone:
             if (lease := self._leases.pop(sequence, None)) is not None:
                 self.steps.free(lease)
@@ -57,7 +56,7 @@ class CudaRequestLane:
             self.prompts.clear()
 
     def forget_kv(self) -> None:
-        """Running sequences go back to the head of the queue. Launched steps must be read before, or they would be
+        """Return running sequences to the head of the queue. Launched steps must be read first, or they would be
         lost."""
         assert not self._launched, "steps are in flight"
         self.scheduler.preempt()
@@ -71,8 +70,8 @@ class CudaRequestLane:
         self.steps.forget_prefixes()
 
     def keep(self, finished: list[Sequence]) -> None:
-        """As of `RequestLane`. No step that was launched writes to a page that is kept: it has tokens that were read
-        before the sequence ended."""
+        """See `RequestLane`. No launched step writes to a kept page: it holds tokens that were read before the sequence
+        ended."""
         for sequence in finished:
             if sequence.may_continue and sequence.weights == self._root[-1]:
                 self.steps.keep(self._root, sequence, self._leases[sequence])
@@ -81,8 +80,8 @@ class CudaRequestLane:
         return self.steps.prefixes.find(self._root, sequence.context[:-1]) if sequence.may_continue else []
 
     def step(self, weights: object) -> StepTokens | None:
-        """Launch the next step, if there is one, and read the step launched before the last `lag` steps, if there is
-        any. weights: identifies the decoder's weights."""
+        """Launch the next step, if any, and read the step launched before the last `lag` steps, if any. weights:
+        identifies the decoder's weights."""
         self._root = (self.name, weights)
         if self.scheduler.can_prefill():
             self._prefill(self.scheduler.do_prefill(), weights)
@@ -94,8 +93,8 @@ class CudaRequestLane:
         return self.read() if len(self._launched) > self.steps.lag else None
 
     def read(self) -> StepTokens | None:
-        """Wait for the tokens of the oldest step that was launched and not read, without sequences that ended before.
-        None: there is no such step.
+        """Wait for the tokens of the oldest unread step, without sequences that ended before. None if there is no such
+        step.
 
         Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
         """
@@ -121,7 +120,7 @@ class CudaRequestLane:
             sequence.weights = weights
         for prefill in work.prefills:
             found = [self._found(starts[0]) for starts in prefill.values()]
-            self.steps.pages.share(page for pages in found for page in pages)  # until the leases have them
+            self.steps.pages.share(page for pages in found for page in pages)  # until the leases take over
             places = self._places(prefill, found, weights)
             for (forward, row), starts, pages in zip(places, prefill.values(), found, strict=True):
                 leased, parts = self.steps.lease(row, starts, pages)
@@ -133,7 +132,7 @@ class CudaRequestLane:
         self._launch(work.sequences, leases, self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
 
     def _places(self, prefill: Prefill, found: list[list[int]], weights: object) -> list[tuple[PromptKV, int]]:
-        """Forward and row of each context. found: pages with the beginning of each."""
+        """Forward and row of each context. found: pages that hold the start of each."""
         if not any(found):
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
         for pages, starts in zip(found, prefill.values(), strict=True):
@@ -143,7 +142,7 @@ class CudaRequestLane:
         return [(forward, row) for row in range(len(prefill))]
 
     def _launch(self, sequences: Rows[Sequence], leases: list[Lease], drawn: Tensor) -> None:
-        """Have the draws copied to the host after the step, and note that each lease has one more."""
+        """Have the draws copied to the host after the step, and count one more token for each lease."""
         for lease in leases:
             lease.num_drawn += 1
         done = None

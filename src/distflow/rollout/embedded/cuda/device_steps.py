@@ -1,6 +1,5 @@
-"""Asynchronous decode steps: each reads its input from the device, where the step before left it, so that the host
-needs not wait. CUDA graphs record a step of some shape the second time it runs, and replay it from then on with one
-launch.
+"""Asynchronous decode steps: each reads its input from the device, where the previous step left it, so the host need
+not wait. A CUDA graph records a step of some shape the second time it runs, and then replays it with one launch.
 """
 
 import logging
@@ -33,22 +32,22 @@ _log = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """A step reads and writes tensors that stay where they are, and waits for nothing on the host.
+    """Records and replays steps, which must read and write tensors at fixed addresses, and not wait for the host.
 
-    The first step of a shape runs as it is, so that libraries set themselves up outside of a recording. Where a
-    recording fails, this and all later steps run as they are, and a warning says why.
+    The first step of a shape runs unrecorded, so that libraries initialise outside of a recording. If a recording
+    fails, this and all later steps run unrecorded, with a warning that says why.
     """
 
     def __init__(self, model: nn.Module, enabled: bool) -> None:
         self.enabled = enabled
-        self.num_recorded = 0  # since the start, those that were dropped too
+        self.num_recorded = 0  # since the start, including dropped ones
         self._model = model
         self._addresses = self._weights()
         self._seen: set[Hashable] = set()
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """The result of `step`; a replayed step returns the same tensor each time, so read it before the next step."""
+        """Run a step; a replayed step returns the same tensor each time, so read it before the next step."""
         if not self.enabled:
             return step()
         if shape not in self._seen:
@@ -61,24 +60,24 @@ class CudaGraphs:
         return result
 
     def drop_if_moved(self) -> None:
-        """Drop all recordings if weights have other addresses now (the trainer had them on the host meanwhile)."""
+        """Drop all recordings if weights have new addresses (after the trainer moved them to the host and back)."""
         if self.enabled and (addresses := self._weights()) != self._addresses:
             self._addresses = addresses
             self.clear()
 
     def clear(self) -> None:
         if self._recorded:
-            torch.cuda.synchronize()  # one may still run
+            torch.cuda.synchronize()  # a recording may still run
         self._recorded.clear()
 
     def _weights(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._model.parameters()] if self.enabled else []
 
     def _record(self, shape: Hashable, step: Callable[[], Tensor]) -> bool:
-        """Nothing is computed by it. The trainer's thread may allocate meanwhile, hence the mode."""
+        """Record without computing. The trainer's thread may allocate meanwhile, hence the mode."""
         try:
             graph = torch.cuda.CUDAGraph()
-            pool = next((other.pool() for other, _ in self._recorded.values()), None)  # they share their memory
+            pool = next((other.pool() for other, _ in self._recorded.values()), None)  # recordings share memory
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = step()
         except RuntimeError as error:
@@ -92,13 +91,13 @@ class CudaGraphs:
 
 
 MEMORY_SHARE = 0.5
-"""Share of the device's free memory when keys and values are first needed; the rest is the trainer's."""
+"""The share used of the device memory that is free when keys and values are first needed; the rest is the trainer's."""
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """lag: decode steps that run while the host looks at the tokens of those before. page_tokens: of a page of keys and
-    values. num_pages: None is as many as memory holds. graphs: CUDA graphs, where the device is one of CUDA's."""
+    """lag: decode steps that run while the host reads earlier tokens. page_tokens: per page of keys and values.
+    num_pages: None for as many as memory holds. graphs: use CUDA graphs on a CUDA device."""
 
     lag: int = 1
     page_tokens: int = 64
@@ -109,9 +108,9 @@ class DeviceOptions:
 class AsyncSteps:
     """Decode steps of all lanes of an engine.
 
-    A sequence has one slot and all pages that it can need from its first step to its last, so that nothing moves,
-    nothing grows, and no step needs the host. Sequences that start from one prompt share its full pages. Rows of a step
-    are filled up to one of few sizes with rows that mean nothing, and tables to one of few widths.
+    A sequence has one slot, and all pages that it may need, from its first step to its last, so nothing moves or grows,
+    and no step needs the host. Sequences that start from one prompt share its full pages. Steps are padded to one of a
+    few numbers of rows, and tables to one of a few widths.
     """
 
     def __init__(self, decoder: DecoderView, model: nn.Module, num_slots: int, options: DeviceOptions) -> None:
@@ -123,7 +122,7 @@ class AsyncSteps:
         self._num_slots = num_slots
         self._most_pages = pages_for(decoder.max_positions, options.page_tokens)
         self._memory: PageMemory | None = None
-        self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots that are in the tensor
+        self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots written in the tensor
         self._laws: tuple[tuple[SamplingLaw, ...], Laws] = ((), [])
         self.prefixes: PrefixCache[int] = PrefixCache(options.page_tokens)
         self.pages = PagePool(0, self.prefixes.pop_oldest)
@@ -138,7 +137,7 @@ class AsyncSteps:
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
 
     def check(self, sequence: Sequence) -> None:
-        """Raises UserError for a sequence that all pages together could not hold."""
+        """Raises UserError for a sequence that does not fit into all pages together."""
         room = self._open().keys.shape[1] - 1
         if self._num_needed(sequence) > room:
             raise UserError(
@@ -148,7 +147,7 @@ class AsyncSteps:
             )
 
     def num_fitting(self, waiting: Iterable[Sequence], most: int) -> int:
-        """How many of the first that wait can have slot and pages, `most` at most."""
+        """How many of the first waiting sequences can get slot and pages, at most `most`."""
         self._open()
         free, count = self.pages.num_free, 0
         for sequence in islice(waiting, most):
@@ -160,7 +159,7 @@ class AsyncSteps:
 
     def lease(self, row: int, sequences: Rows[Sequence], found: list[int]) -> tuple[list[Lease], list[PageCopy]]:
         """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them.
-        found: pages that have the beginning of the context."""
+        found: pages that hold the start of the context."""
         size, length = self._options.page_tokens, len(sequences[0].context)
         leases: list[Lease] = []
         parts: list[PageCopy] = []
@@ -174,12 +173,12 @@ class AsyncSteps:
         return leases, parts
 
     def free(self, lease: Lease) -> None:
-        """Steps that were launched before may still write to slot and pages: whoever gets them is launched after."""
+        """Free slot and pages. Launched steps may still write to them, but the next owner's steps run later."""
         self._state.free.append(lease.slot)
         self.pages.give_back(lease.pages)
 
     def keep(self, root: tuple[object, ...], sequence: Sequence, lease: Lease) -> None:
-        """Its full pages can be found until they are wanted for something else."""
+        """Keep the sequence's full pages findable until they are needed for something else."""
         self.prefixes.add(root, sequence.context[:-1], lambda index: self.pages.keep(lease.pages[index]))
 
     def gathered(self, pages: list[int]) -> tuple[Tensor, Tensor]:
@@ -192,7 +191,7 @@ class AsyncSteps:
         self.prefixes.clear()
         self.pages.forget_kept()
 
-    # The steps return the result of `DecodeState.draw`, a column for each sequence first.
+    # Steps return the result of `DecodeState.draw`; the sequences' columns come first.
 
     def first_draw(
         self,
@@ -201,7 +200,7 @@ class AsyncSteps:
         sequences: Rows[Sequence],
         leases: Rows[Lease],
     ) -> Tensor:
-        """Fill the pages of new leases, and draw from the last tokens of their contexts, hidden `(rows, hidden)`."""
+        """Fill the pages of new leases, and draw after the last tokens of their contexts. hidden: `(rows, hidden)`."""
         memory = self._open()
         for forward, parts in fills:
             memory.fill(forward, parts)
@@ -217,7 +216,7 @@ class AsyncSteps:
         width = min(rounded(pages_for(longest, self._options.page_tokens)), self._most_pages)
         slots, laws = self._slots_of(leases, size), self._laws_of(sequences, size)
         forward = partial(self._logits, slots, width)
-        if len(laws) == 1:  # its rows are all rows
+        if len(laws) == 1:  # the only law covers all rows
             return self.graphs.run((size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws))
         return self._state.draw(self.graphs.run((size, width, None), forward), slots, laws)
 
@@ -228,7 +227,7 @@ class AsyncSteps:
         return self._decoder.logits(hidden)
 
     def _slots_of(self, leases: Rows[Lease], size: int) -> Tensor:
-        """A tensor that is always the same one for a size, written where it holds other slots."""
+        """The slots as a tensor, always the same one for a size, rewritten if it holds other slots."""
         wanted = tuple(lease.slot for lease in leases) + (self._state.trash,) * (size - len(leases))
         has, tensor = self._rows.get(size, ((), None))
         if tensor is None:
@@ -257,7 +256,7 @@ class AsyncSteps:
             decoder, options = self._decoder, self._options
             num_pages = options.num_pages
             if num_pages is None:
-                # As many as all slots could need, or as fit into their share of the free memory; and `TRASH`.
+                # As many as all slots could need, or fit into the share of free memory, plus `TRASH`.
                 num_pages = self._num_slots * self._most_pages
                 if (device := decoder.device).type != "cpu":
                     free, _ = torch.accelerator.get_memory_info(device)
@@ -272,11 +271,11 @@ class AsyncSteps:
 
 
 def padded(num_rows: int, most: int) -> int:
-    """The next power of two up to 32, from there the next multiple of 32; `most` at most."""
+    """The next power of two up to 32, then the next multiple of 32; at most `most`."""
     return min(1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32, most)
 
 
 def rounded(num_pages: int) -> int:
-    """Up to a number with three significant bits: at most a quarter more than is needed."""
+    """Rounded up to three significant bits: at most a quarter more than needed."""
     step = 1 << max(0, num_pages.bit_length() - 3)
     return -(-num_pages // step) * step

@@ -1,8 +1,8 @@
-"""What decode steps have on the device: paged key-value memory, and the state of each sequence with its random numbers.
+"""The device state of decode steps: paged key-value memory, and each sequence's state with its random numbers.
 
 The uniform numbers are those of `rollout/stops_and_draws.py`, bit for bit. A slot keeps the state of SplitMix64 at its
-next draw, computed from key and position, as the int64 with the bits of the uint64, because torch has few operations on
-uint64: sums and products in two's complement wrap alike, and a mask removes the copies of the sign from a shift.
+next draw, computed from key and position, as an int64 with the bits of the uint64, because torch has few operations on
+uint64: two's-complement sums and products wrap identically, and a mask removes the sign bits from a shift.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,14 +22,14 @@ TRASH = 0
 """The page that rows without a sequence write to."""
 
 PageCopy = tuple[int, int, int, Rows[int]]
-"""Row of a prefill, first and end of the positions to copy, pages of the sequence from its first token on."""
+"""Row of a prefill, first and end of the positions to copy, and the sequence's pages from its first token on."""
 
 _BITS = 1 << 64
 _WEYL = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9 - _BITS
 _MIX_2 = 0x94D049BB133111EB - _BITS
 NEXT = _WEYL - _BITS
-"""What is added to a state for the draw after it."""
+"""Added to a state to get that of the next draw."""
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
@@ -37,11 +37,11 @@ def pages_for(num_tokens: int, page_tokens: int) -> int:
 
 
 class PagePool:
-    """Which pages are free. A shared page is free when its last sequence gave it back. One that is kept has its content
-    until it is wanted for something else, and counts as free when no sequence has it."""
+    """Tracks free pages. A shared page is free when its last sequence returned it. A kept page holds its content until
+    it is needed for something else, and counts as free when no sequence uses it."""
 
     def __init__(self, num_pages: int, oldest_kept: Callable[[], int]) -> None:
-        """num_pages: page numbers, `TRASH` among them. oldest_kept: forgets a page that was kept, and returns it."""
+        """num_pages: including `TRASH`. oldest_kept: forgets a kept page and returns it."""
         self._free = list(range(num_pages - 1, TRASH, -1))
         self._holders = [0] * num_pages
         self._kept: set[int] = set()
@@ -49,7 +49,7 @@ class PagePool:
         self.num_free = len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """There must be as many."""
+        """Take `count` pages; so many must be free."""
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} are free"
         while len(self._free) < count:
             self._forget(self._oldest_kept())
@@ -70,7 +70,7 @@ class PagePool:
                 self._free.append(page)
 
     def keep(self, page: int) -> int:
-        """A page that a sequence has."""
+        """Keep the content of a page that a sequence uses."""
         self._kept.add(page)
         return page
 
@@ -85,8 +85,8 @@ class PagePool:
 
 
 class PageMemory:
-    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, zero at first: attention masks what was
-    never written, but a NaN in it would still spread."""
+    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, initially zero: attention masks unwritten
+    memory, but a NaN in it would still spread."""
 
     def __init__(self, decoder: DecoderView, num_pages: int, page_tokens: int) -> None:
         shape = (decoder.num_layers, num_pages, decoder.num_kv_heads, page_tokens, decoder.head_dim)
@@ -110,7 +110,7 @@ class PageMemory:
 
 
 def state_of(key: int, position: int) -> int:
-    """Of a 64-bit key at a token position, as a signed number. position: how many numbers were drawn before."""
+    """The generator's state, as a signed number, for a 64-bit key. position: how many numbers were drawn before."""
     state = (key + (position + 1) * _WEYL) % _BITS
     return state - _BITS if state >= _BITS // 2 else state
 
@@ -124,7 +124,7 @@ def uniforms(states: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """To the right, zeros from the left."""
+    """Logical shift to the right."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -142,9 +142,9 @@ class Lease:
 
 
 class DecodeState:
-    """By slot: `token`, the last one, which is the next to be fed, at `position`; `random`, the state of the generator
-    at the next draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot after the last one
-    is for rows without a sequence: token and position 0, in the page `TRASH`.
+    """State by slot: `token`, the last one, to be fed next, at `position`; `random`, the generator's state at the next
+    draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot after the last is for padding
+    rows: token and position 0, in the page `TRASH`.
     """
 
     def __init__(self, num_slots: int, most_pages: int, vocab_size: int, device: torch.device) -> None:
@@ -152,12 +152,12 @@ class DecodeState:
         self.token, self.position, self.random = torch.zeros(3, num_slots + 1, dtype=torch.int64, device=device)
         self.tables = torch.full((num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self._seen: Tensor | None = None  # bool (slots, vocab), made when a penalty is first used
+        self._seen: Tensor | None = None  # bool (slots, vocab), allocated when a penalty is first used
         self._true = torch.ones((), dtype=torch.bool, device=device)  # a Python `True` would be copied from the host
         self.free = list(range(num_slots - 1, -1, -1))
 
     def begin(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> None:
-        """Write the state for the first draw of each, from the last token of the context, which was prefilled."""
+        """Write each sequence's state for the first draw, after the last token of its prefilled context."""
         width = max(len(lease.pages) for lease in leases)
         rows = []
         for sequence, lease in zip(sequences, leases, strict=True):
@@ -182,10 +182,10 @@ class DecodeState:
         self._seen[slot, token] = self._true
 
     def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
-        """One token a row, from logits `(rows, vocab)`; `slots` advance by it.
+        """Draw one token per row from logits `(rows, vocab)`, and advance `slots` by it.
 
-        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were finite. Nothing is
-        waited for.
+        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were finite. Does not
+        wait.
         """
         logits, uniform = logits.float(), uniforms(self.random[slots])
         parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in laws]
@@ -206,7 +206,7 @@ class DecodeState:
     def _draw_law(
         self, logits: Tensor, slots: Tensor, uniform: Tensor, law: SamplingLaw, rows: Tensor
     ) -> tuple[Draws, Tensor]:
-        """rows: those of the law; as many as there are means all, in order."""
+        """rows: those of the law; if as many as all rows, they are all rows in order."""
         if len(rows) != len(slots):
             logits, slots, uniform = logits[rows], slots[rows], uniform[rows]
         policy = policy_of(logits, law)
