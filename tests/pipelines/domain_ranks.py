@@ -45,7 +45,7 @@ def mixed_batch() -> Batch:
     batch = toy_batch(seed=3, bs=len(DOMAINS))
     batch["domain"], batch["group_index"] = DOMAINS, torch.tensor(GROUPS)
     batch["episode_index"] = torch.arange(len(DOMAINS))
-    batch["truncated"] = torch.zeros(len(DOMAINS), dtype=torch.bool)
+    batch["truncated"], batch["finish_reason"] = torch.zeros(len(DOMAINS), dtype=torch.bool), ["stop"] * len(DOMAINS)
     batch["acc"] = (torch.arange(len(DOMAINS)) % 3 == 0).float()
     return batch.only([name for name in batch.names if name not in ("advantages", "returns")])
 

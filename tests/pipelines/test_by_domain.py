@@ -141,6 +141,7 @@ def test_samples_that_are_left_out_of_baselines_too_by_hand() -> None:
     batch["response_mask"], batch["domain"] = torch.ones(32), ["sums"] * 16
     batch["group_index"], batch["episode_index"] = torch.arange(16) // 4, torch.arange(16)
     batch["truncated"] = torch.tensor([0, 0, 0, 0] + [1, 0, 0, 0] + [1, 1, 1, 0] + [0, 1, 0, 0]).bool()
+    batch["finish_reason"] = ["stop" if cut < 1 else "max_turns" for cut in batch["truncated"].tolist()]
     batch["valid"] = torch.tensor([1, 1, 1, 1] + [1, 1, 1, 1] + [1, 1, 1, 1] + [0, 0, 0, 1]).bool()
     batch["scores"] = torch.tensor([1.0, 0, 0, 1] + [9, 2, 4, 6] + [9, 9, 9, 1] + [7, 7, 7, 3])
     batch["acc"] = batch["scores"]
@@ -153,6 +154,9 @@ def test_samples_that_are_left_out_of_baselines_too_by_hand() -> None:
     assert torch.equal(found["valid"], batch["valid"]), "what has a score is still counted in the metrics"
     assert metrics["sample_mask/truncated"] == pytest.approx(4 / 13)
     assert metrics["sample_mask/alone"] == pytest.approx(1 / 13)
+    of_turns = [plain[-1].replace("mask_truncated", "mask_max_turns"), *plain[:-1], *none, "algorithm.mask_type=all"]
+    same, _, metrics = process(batch, OneRank(), steps=1, settings=of_turns)
+    assert same["advantages"][:, 0].tolist() == wanted and metrics["sample_mask/max_turns"] == pytest.approx(4 / 13)
     other, _, _ = process(batch, OneRank(), steps=1, settings=[*plain, *none])
     assert other["advantages"][4:8, 0].tolist() == [3.75, -3.25, -1.25, 0.75]
 

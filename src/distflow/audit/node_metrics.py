@@ -133,10 +133,11 @@ def _left_out(algorithm: AlgorithmConfig, samples: Sequence[Sample], end: str) -
     scored = [sample for sample in samples if sample["valid"]]
     groups = {number: share_right(group) for number, group in by_group_of(samples).items()}
     longest, band = algorithm.mask_long_errors, algorithm.difficulty_mask
-    counts = {"truncated": 0, "long_errors": 0, "difficulty": 0}
+    counts = {"truncated": 0, "max_turns": 0, "long_errors": 0, "difficulty": 0}
     for sample in scored:
         length, share = int((sample["response_mask"] > 0).sum()), groups[int(sample["group_index"])]
         counts["truncated"] += bool(sample["truncated"]) and algorithm.mask_truncated
+        counts["max_turns"] += sample["finish_reason"] == "max_turns" and algorithm.mask_max_turns
         counts["long_errors"] += longest is not None and length >= longest and float(sample["acc"]) < 1 - ROUNDING
         counts["difficulty"] += band is not None and not band[0] < share < band[1]
     number = float(len(scored))

@@ -219,6 +219,8 @@ def in_baselines(recorded: RecordedStep, algorithm: AlgorithmConfig, samples: Se
 def _masked(algorithm: AlgorithmConfig, sample: Sample, group: list[Sample]) -> str:
     if algorithm.mask_truncated and bool(sample["truncated"]):
         return "it is truncated (mask_truncated)"
+    if algorithm.mask_max_turns and sample["finish_reason"] == "max_turns":
+        return "it reached its limit of turns (mask_max_turns)"
     length, longest = int((sample["response_mask"] > 0).sum()), algorithm.mask_long_errors
     if longest is not None and length >= longest and float(sample["acc"]) < 1.0 - 1e-6:
         return f"it is incorrect and {length} tokens long (mask_long_errors)"

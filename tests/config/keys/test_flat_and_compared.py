@@ -73,6 +73,7 @@ algorithm:
   reward_clip: 5
   advantage_clip: 10
   mask_truncated: true
+  mask_max_turns: true
   mask_long_errors: 100
   mask_type: all
   whiten_rewards: true

@@ -14,6 +14,10 @@ from tests.e2e.keys.case import Case, close, differ
 from tests.e2e.keys.lab import Run
 
 ONE = "trainer.total_training_steps=1"
+ONE_TURN = (
+    "actor_rollout_ref.rollout.workflow=multi_turn",
+    "actor_rollout_ref.rollout.workflow_kwargs={max_turns: 1}",
+)
 
 
 def scaled_by_the_batch(before: Run, after: Run) -> None:
@@ -74,6 +78,13 @@ def cut_off_are_left_out(before: Run, after: Run) -> None:
     assert 0 < int(kept.sum()) < len(other)
     close(other["loss_mask"], one["loss_mask"] * kept[:, None])
     close(other["advantages"], one["advantages"])
+
+
+def out_of_turns_are_left_out(before: Run, after: Run) -> None:
+    one, other = before.batch(), after.batch()
+    out = torch.tensor([reason == "max_turns" for reason in other["finish_reason"]])
+    assert 0 < int(out.sum()) < len(one)
+    close(other["loss_mask"], one["loss_mask"] * ~out[:, None])
 
 
 def long_errors_are_left_out(before: Run, after: Run) -> None:
@@ -159,6 +170,13 @@ CASES = (
         "loss_mask: 0 on answers that were cut off",
         cut_off_are_left_out,
         given=(ONE,),
+    ),
+    Case(
+        "algorithm.mask_max_turns",
+        "algorithm.mask_max_turns=true",
+        "loss_mask: 0 on episodes that ended at their limit of turns",
+        out_of_turns_are_left_out,
+        given=(ONE, *ONE_TURN),
     ),
     Case(
         "algorithm.mask_long_errors",

@@ -161,8 +161,8 @@ class FilterGroupsConfig:
 DIFFERING = (
     *("adv_estimator", "adv_estimator_kwargs", "gamma", "lam", "norm_adv_by_std_in_grpo", "scale_rewards"),
     *("adv_epsilon", "reward_shift", "reward_scale", "reward_norm", "reward_clip", "adv_norm", "advantage_clip"),
-    *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "difficulty_mask"),
-    *("difficulty_weight", "length_weight", "mask_long_errors", "mask_type", "whiten_rewards"),
+    *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "mask_max_turns"),
+    *("difficulty_mask", "difficulty_weight", "length_weight", "mask_long_errors", "mask_type", "whiten_rewards"),
 )
 """Keys of `algorithm` that a domain may override."""
 
@@ -203,6 +203,7 @@ class AlgorithmConfig:
     adv_norm: NormConfig = group(NormConfig)
     advantage_clip: float | None = key(None, "bound of a token's |advantage|, applied after adv_norm", above=0)
     mask_truncated: bool = key(False, "exclude responses that were cut off at the length limit from the loss")
+    mask_max_turns: bool = key(False, "exclude episodes that reached their limit of turns from the loss")
     mask_long_errors: int | None = key(
         None, "exclude incorrect responses of at least this many tokens from the loss", minimum=1
     )

@@ -2,7 +2,7 @@
 leave samples out of the loss, weigh them, or select tokens."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial, wraps
 from typing import Any
@@ -56,9 +56,11 @@ def mask_samples(
     acc: Tensor,
     valid: Tensor,
     truncated: Tensor,
+    finish_reason: Sequence[str],
     group_index: Tensor,
     *,
     mask_truncated: bool,
+    mask_max_turns: bool,
     difficulty_mask: Band | None,
     mask_long_errors: int | None,
     mask_type: str,
@@ -73,13 +75,14 @@ def mask_samples(
     """
     valid = valid.bool()
     cut = truncated.bool() & mask_truncated
+    out_of_turns = torch.tensor([reason == "max_turns" for reason in finish_reason], dtype=torch.bool) & mask_max_turns
     lengths = (response_mask > 0).sum(dim=-1)
     longest = torch.inf if mask_long_errors is None else mask_long_errors
     long_errors = (acc < RIGHT) & (lengths >= longest)
     share = share_right(acc, group_index, valid)
     uneven = is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
-    measured = {"truncated": cut, "long_errors": long_errors, "difficulty": ~uneven}
-    keep = ~cut & ~long_errors & uneven
+    measured = {"truncated": cut, "max_turns": out_of_turns, "long_errors": long_errors, "difficulty": ~uneven}
+    keep = ~cut & ~out_of_turns & ~long_errors & uneven
     in_baselines = valid
     if mask_type == "all":
         num_left = Groups(group_index, valid & keep).size

@@ -110,7 +110,7 @@ def in_domains(
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:
     bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
-    return algorithm.mask_truncated or any(bound is not None for bound in bounds)
+    return algorithm.mask_truncated or algorithm.mask_max_turns or any(bound is not None for bound in bounds)
 
 
 def _narrows_baselines(config: Config) -> bool:
