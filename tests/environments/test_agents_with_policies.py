@@ -64,7 +64,8 @@ def overrides(ground: Playground, *more: str) -> list[str]:
 def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(playground: Playground, staleness: int) -> None:
     steps = ["trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all"]
     options = [*steps, "trainer.save_freq=1", "trainer.keep_last=3", f"async.max_staleness={staleness}"]
-    run = playground.run("grpo", *overrides(playground, *options), name=f"audited{staleness}")
+    own = "dag.policies={second: {actor: {max_grad_norm: 0.01, optim: {lr: 3e-4, scheduler: constant_with_warmup}}}}"
+    run = playground.run("grpo", *overrides(playground, *options, own), name=f"audited{staleness}")
     assert run.audits() and not run.notes("warning")
     for audit in run.audits():
         assert {"weights", "log_probs", "draws", "mini-batches", "loss", "backward", "optimizer"} <= {*audit["proven"]}
@@ -75,6 +76,7 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(playgrou
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
+        assert row["actor/lr"] == 1e-3 and (row["policies/second/lr"] == 3e-4 or row["step"] == 1)
     batch = Batch.load(sorted((run.folder / "tokens").iterdir())[0])
     assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, "the judge is in no sample"
 
@@ -107,6 +109,8 @@ def test_a_resumed_run_would_report_another_frozen_model(playground: Playground)
         ),
         ([WHO.replace("policy: second", "policy: actor")], "no agent has the policy 'second'"),
         ([f"{AGENTS}={{solver: {{trainable: false}}, checker: {{policy: second}}, b: {{policy: third}}}}"], "exchange"),
+        (["dag.policies={third: {actor: {optim: {lr: 1e-3}}}}"], "of the policy 'third', which no agent trains"),
+        (["dag.policies={second: {rollout: {n: 2}}}"], "differ in their models and optimizers alone"),
         (["actor_rollout_ref.model.lora_rank=2"], "cannot train adapters yet"),
         (["actor_rollout_ref.actor.use_kl_loss=true"], "cannot compare with a reference yet"),
         (["algorithm.adv_estimator=gae_marft", "dag.pipeline=ppo"], "cannot train a critic yet"),

@@ -23,8 +23,15 @@ from distflow.audit.recorded_step import (
     shuffled,
 )
 from distflow.config import Config
-from distflow.config.derived_settings import algorithm_of, is_rl, reads_pairs, takes_values, trained_policies
-from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
+from distflow.config.derived_settings import (
+    algorithm_of,
+    config_of_policy,
+    is_rl,
+    reads_pairs,
+    takes_values,
+    trained_policies,
+)
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig
 from distflow.models.sharding import is_spread
 
 SCORED = ("advantages", "returns", "old_log_probs", "ref_log_prob", "values", "selected_tokens")
@@ -277,7 +284,7 @@ def _cotangent(sample: Sample) -> Tensor:
 
 
 def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
-    settings = recorded.config.critic if update.role == "critic" else recorded.config.actor_rollout_ref.actor
+    settings = _settings(recorded, update.role)
     reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
     factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
     if update.norm is not None and not abs(update.norm - reported * factor) <= LIMIT * reported + 1e-9:
@@ -297,12 +304,20 @@ def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
             )
 
 
+def _settings(recorded: RecordedStep, role: str) -> ActorConfig | CriticConfig:
+    """Of the critic, or of the policy of that name."""
+    if role == "critic":
+        return recorded.config.critic
+    own = role in trained_policies(recorded.config)
+    return (config_of_policy(recorded.config, role) if own else recorded.config).actor_rollout_ref.actor
+
+
 def scheduled(recorded: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
     """Each update that was not skipped, its optimizer's config, its scheduled rate, and the number of updates before
     it. Raises Wrong if the update had another rate."""
     for role in sorted({update.role for update in recorded.updates}):
         num_before = recorded.num_updates.get(role, 0)
-        settings = (recorded.config.critic if role == "critic" else recorded.config.actor_rollout_ref.actor).optim
+        settings = _settings(recorded, role).optim
         for update in recorded.updates_of(role):
             if update.metrics.get("skipped"):
                 continue

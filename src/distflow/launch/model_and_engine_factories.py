@@ -98,8 +98,9 @@ def _policy_factories(
     own = {name: sources.pop(name) for name in trained}
     factories: dict[str, Factory] = {"policy": partial(build_engines.build_policies, sources=own)}
     if "actor" in engines:
-        trainer = _trainer(config, "actor", steps)._replace(engine="distflow.training.policies:PolicyTrainer")
-        trainers = dict.fromkeys(trained, trainer)
+        trainers = {name: _trainer(config_of_policy(config, name), "actor", steps) for name in trained}
+        engine = "distflow.training.policies:PolicyTrainer"
+        trainers = {name: trainer._replace(engine=engine) for name, trainer in trainers.items()}
         factories["actor"] = partial(build_engines.build_policy_trainers, trainers=trainers, policies=owner)
     if "rollout" in engines:
         single = cast("partial[object]", _rollout_factory(config)).keywords

@@ -150,8 +150,12 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
         if name not in owners.values():
             yield Finding(("dag.policies", key), f"no agent has the policy '{name}'", "remove it, or give it an agent")
         for own in sorted({*policies[name]} - {"model.path", "model.init", "model.revision"}):
-            what = f"sets {own} of the policy '{name}', but the policies of agents differ in their models alone"
-            yield Finding(("dag.policies", key), what, f"set actor_rollout_ref.{own} for all of them")
+            is_optimizers = own.startswith("actor.optim.") or own == "actor.max_grad_norm"
+            what = f"sets {own} of the policy '{name}', but policies of agents differ in their models and optimizers alone"
+            if is_optimizers and name not in trained_policies(config):
+                what = f"sets {own} of the policy '{name}', which no agent trains"
+            if not is_optimizers or name not in trained_policies(config):
+                yield Finding(("dag.policies", key), what, f"remove it, or set actor_rollout_ref.{own} for all of them")
     settings, algorithm = config.actor_rollout_ref, config.algorithm
     in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
     refused = (
