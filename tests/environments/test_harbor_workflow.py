@@ -65,6 +65,7 @@ def test_a_task_is_worked_on_in_its_folder_and_scored_by_its_tests(tmp_path: Pat
     first, second = said(chat)
     assert "of the task" in first and "[exit status 2]" in first and first.count("No such file") == 2
     assert "(no output)" in second and chat.finish_reason == "stop"
+    assert chat.counts.pop("tool/shell/ms") >= 0
     assert chat.counts == {"tool/shell/calls": 2, "tool/shell/errors": 0}
     assert not (task / "environment" / "answer").exists() and left() == before
     assert play(task, ["done"])[1] == {"reward": 0.0, "score": 0.0}, "a folder of its own for each episode"

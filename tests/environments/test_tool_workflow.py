@@ -105,6 +105,7 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
     first, second, third = (tokenizer.decode(chat.segments[place].token_ids) for place in (0, 2, 4))
     assert '"calculator"' in first and "Computes an arithmetic expression" in first, "the template tells the tools"
     assert "42" in second and "error: calculator raised SyntaxError" in third
+    assert chat.counts.pop("tool/calculator/ms") >= 0
     assert chat.counts == {"tool/calculator/calls": 2, "tool/calculator/errors": 1}
     batch = Batch.from_samples([Sample("0-0", 0, chat.segments)])
     owners = [s.owner == "policy" for s in chat.segments[1:] for _ in s.token_ids]

@@ -13,6 +13,7 @@ from distflow.audit.policy_losses import importance_weights
 from distflow.audit.recorded_step import RecordedStep, Sample, by_group_of, doubles
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
+from distflow.data.sample import LIMIT_REASONS
 
 Part = tuple[str, Sequence[float], float | None]
 """A metric of one rank: its name, its value (or several between which rounding decides), and the weight of its mean;
@@ -122,6 +123,8 @@ def _episodes(recorded: RecordedStep) -> Iterator[Part]:
     ]
     yield "episodes/turns", [sum(turns) / number], number
     yield "episodes/given_tokens", [float((batch.flat("versions") < 0).sum()) / number], number
+    for reason in LIMIT_REASONS:
+        yield f"episodes/ended/{reason}", [batch["finish_reason"].count(reason) / number], number
     if "forks" in batch:
         yield "episodes/branches", [sum(map(len, batch["forks"])) / number], number
     errors = batch["reward_errors"]

@@ -31,6 +31,10 @@ class Segment:
                 raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} {name}")
 
 
+LIMIT_REASONS = ("length", "context", "max_turns")
+"""Finish reasons of samples that a limit ended."""
+
+
 @dataclass
 class Sample:
     """A trajectory of one prompt, whose first segment is the prompt.

@@ -77,7 +77,7 @@ class ToolWorkflow:
                 reply = await chat.ask(row.prompt, tools=self._tools.schemas)
                 await _answer_calls(chat, reply, format, self._max_turns, episode.run)
             finally:
-                for kind, counts in (("calls", episode.calls), ("errors", episode.errors)):
+                for kind, counts in (("calls", episode.calls), ("errors", episode.errors), ("ms", episode.ms)):
                     chat.counts.update({f"tool/{name}/{kind}": number for name, number in counts.items()})
         return await reward_fn(None)
 
@@ -123,7 +123,9 @@ class HarborWorkflow:
             nonlocal left
             started = asyncio.get_running_loop().time()
             answer = await self._answer(call, task, shell, min(left, self._timeout_s))
-            left = max(left - asyncio.get_running_loop().time() + started, 0.0)
+            took = asyncio.get_running_loop().time() - started
+            left = max(left - took, 0.0)
+            chat.counts["tool/shell/ms"] += round(1000 * took)
             chat.counts["tool/shell/calls"] += 1
             chat.counts["tool/shell/errors"] += answer.failed
             return answer.text

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -71,14 +72,15 @@ class Tools:
 
 
 class EpisodeTools:
-    """A context manager: leaving it ends what the calls have started. calls, errors: how many, by tool."""
+    """A context manager: leaving it ends what the calls have started. calls, errors: how many, by tool. ms: how long
+    they took."""
 
     def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
         self._tools, self._identity = tools, identity
         self._process: UserProcess | None = None
         self._session: Session | None = None
         self._session_used, self._has_ended = threading.Lock(), False
-        self.calls, self.errors = Counter[str](), Counter[str]()
+        self.calls, self.errors, self.ms = Counter[str](), Counter[str](), Counter[str]()
 
     def __enter__(self) -> "EpisodeTools":
         return self
@@ -91,8 +93,10 @@ class EpisodeTools:
 
     async def run(self, call: ToolCall) -> str:
         """The text of the tool message that answers a call, whatever happened."""
+        started = time.monotonic()
         answer = await self._answer(call)
         name = call.name if call.name in self._tools.parameters else "unknown"
+        self.ms[name] += round(1000 * (time.monotonic() - started))
         self.calls[name] += 1
         self.errors[name] += answer.failed
         return answer.text

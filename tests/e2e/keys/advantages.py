@@ -85,6 +85,7 @@ def out_of_turns_are_left_out(before: Run, after: Run) -> None:
     out = torch.tensor([reason == "max_turns" for reason in other["finish_reason"]])
     assert 0 < int(out.sum()) < len(one)
     close(other["loss_mask"], one["loss_mask"] * ~out[:, None])
+    assert after.column("episodes/ended/max_turns") == [float(out.float().mean())]
 
 
 def long_errors_are_left_out(before: Run, after: Run) -> None:

@@ -151,7 +151,9 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
             yield Finding(("dag.policies", key), f"no agent has the policy '{name}'", "remove it, or give it an agent")
         for own in sorted({*policies[name]} - {"model.path", "model.init", "model.revision"}):
             is_optimizers = own.startswith("actor.optim.") or own == "actor.max_grad_norm"
-            what = f"sets {own} of the policy '{name}', but policies of agents differ in their models and optimizers alone"
+            what = (
+                f"sets {own} of the policy '{name}', but policies of agents differ in their models and optimizers alone"
+            )
             if is_optimizers and name not in trained_policies(config):
                 what = f"sets {own} of the policy '{name}', which no agent trains"
             if not is_optimizers or name not in trained_policies(config):

@@ -17,7 +17,7 @@ from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.data.episode_event_hook import note_event, on_event
-from distflow.data.sample import Sample, Segment
+from distflow.data.sample import LIMIT_REASONS, Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_encoding import TurnTokens
@@ -321,11 +321,13 @@ class _Episodes:
         ended = [sample for sample in samples if len(sample.segments) > 1]
         turns = sum(segment.owner == "policy" for sample in ended for segment in sample.segments)
         given = [s for sample in ended for s in sample.response_segments if s.owner != "policy"]
+        reasons = Counter(sample.finish_reason for sample in samples)
         metrics = {
             "episodes/turns": turns / len(samples),
             "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
             "episodes/branches": sum(len(sample.forks) for sample in samples) / len(samples),
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
+            **{f"episodes/ended/{reason}": reasons[reason] / len(samples) for reason in LIMIT_REASONS},
             **self.counts,
         }
         if prompted := self.requests.num_prompt_tokens:
