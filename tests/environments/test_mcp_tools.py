@@ -19,7 +19,7 @@ from distflow.errors import UserError
 from tests.environments.test_tools import answers, is_running
 from tests.patience import at_some_deadline, wait_until
 
-pytest.importorskip("mcp")
+pytest.importorskip("mcp", reason="wants mcp: make test-agents")
 pytestmark = pytest.mark.slow
 
 COMMAND = [

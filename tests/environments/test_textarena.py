@@ -9,7 +9,7 @@ from distflow.environments.environment_workflow import EnvironmentWorkflow
 from tests.environments.test_environment_workflow import given, play
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("textarena")
+pytest.importorskip("textarena", reason="wants textarena: make test-agents")
 
 PAGE = Path(__file__).parents[2] / "docs" / "tools.md"
 
