@@ -40,6 +40,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a wrong group": ("grpo", ["trainer.train_batch_size=8"], "trainer.train_batch_size", ("data.train_batch_size",)),
     "a wrong case": ("grpo", ["data.Seed=8"], "data.Seed", ("did you mean data.seed?",)),
     "below a value": ("grpo", ["trainer.seed.x=1"], "trainer.seed.x", ("did you mean trainer.seed?",)),
+    "a group below another": (
+        "grpo",
+        ["actor_rollout_ref.data={seed: 3}"],
+        "actor_rollout_ref.data",
+        ("did you mean data? It is a top-level key",),
+    ),
     "a group misspelt": ("grpo", ["algoritm.gamma=0.9"], "algoritm.gamma", ("algorithm.gamma",)),
     "inside a mapping": ("grpo", ["data={seeds: 3}"], "data.seeds", ("did you mean data.seed?",)),
     "hydra's own": ("grpo", ["hydra.run.dir=x"], "hydra.run.dir", ("trainer.default_local_dir",)),

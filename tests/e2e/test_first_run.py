@@ -108,8 +108,30 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     assert main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, *keys]) == 0
     said = capsys.readouterr().out
     assert "note: 2 of 5 rows are duplicates" in said
-    assert "ground truths of several types (str 3, list 1, NoneType 1), from data.answer_key=answer" in said
+    assert "ground truths of several types (str 3, list 1, NoneType 1; see odd.jsonl:5)" in said
+    assert "note: 1 of 5 rows have no answer (the first: odd.jsonl:5)" in said
     assert "note: actor_rollout_ref.actor.optim.lr=5 is unusually high" in said
+    odd = [{"prompt": "1+1=", "answer": "2", "level": 1}] * 9 + [{"prompt": "☃=", "answer": "2 "}]
+    (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
+    sizes = (
+        "actor_rollout_ref.actor.clip_ratio_high=1.28",
+        "reward.timeout_s=7200",
+        "data.prompt_template='{prompt}\\n'",
+    )
+    assert (
+        main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, *keys, *sizes, "trainer.experiment_name=c"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    for note in (
+        "1 of 10 rows lack the column 'level' (the first: odd.jsonl:10)",
+        "1 of 10 rows have an answer that begins or ends in white space (the first: odd.jsonl:10)",
+        "1 of 10 rows have a prompt with characters that the tokenizer does not know (the first: odd.jsonl:10)",
+        "clip_ratio_high=1.28 is unusually high: clip_ratio_high is counted from 1, so ratios up to 2.28 are allowed",
+        "reward.timeout_s=7200 lets a call of a reward function take 2 hours",
+        "data.prompt_template has a backslash and an n, not a line break",
+    ):
+        assert f"note: {note}" in said or f"actor.{note}" in said, note
     seeds = [{"prompt": "1+1=", "answer": "2", "seed": seed} for seed in range(5)]
     (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seeds))
     assert (

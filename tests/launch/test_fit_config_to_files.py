@@ -119,7 +119,7 @@ def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, 
     with pytest.raises(UserError) as refused:
         refuse(preset, *given, inert)
     lines = str(refused.value).splitlines()
-    assert lines[1:-1] == [f"  {inert.partition('=')[0]} (command line)"]
+    assert len(lines) == 3 and lines[1].startswith(f"  {inert.partition('=')[0]} (command line)")
 
 
 @pytest.mark.parametrize("inert", [f"{ROLLOUT}.kv_on_update=recompute", f"{ROLLOUT}.num_threads=1"])

@@ -163,7 +163,7 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp
     (tmp_path / "own.py").write_text(
         "def judged(solution_str, ground_truth, prompt='', bonus=0.0):\n"
         "    open(__file__ + '.log', 'a').write(f'{prompt} {solution_str} {ground_truth} {bonus}\\n')\n"
-        "    return 1\n"
+        "    return float(solution_str == ground_truth)\n"
     )
     own = f"{tmp_path}/own.py:judged"
     parts = {"default": (RewardPart(own, options={"bonus": 0.5}),), "other": (RewardPart(own),)}
@@ -178,6 +178,24 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp
         "c 3 3 0.0",
         "c I do not know. 3 0.0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "line", "notes"),
+    [
+        ("7", "return float(solution_str == ground_truth)", []),
+        ("7", "return float(solution_str.endswith('{7}.'))", []),
+        (7, "return float(solution_str == ground_truth)", ["scores the first row's own answer 7 with 0", "as str("]),
+        ("7", "return abs(len(solution_str) - 1) + 2", ["with 2, and", "a score of 1 or more counts as correct"]),
+        ("7", "return {'score': len(solution_str) < 3, 'accuracy': 1}", ["returns 'accuracy': what counts"]),
+        ({"tests": []}, "return 0.0", []),
+    ],
+)
+def test_scores_that_are_odd_are_told(tmp_path: Path, answer: object, line: str, notes: list[str]) -> None:
+    (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
+    parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
+    said = call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})])
+    assert bool(said) == bool(notes) and all(note in " ".join(said) for note in notes), said
 
 
 def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None:

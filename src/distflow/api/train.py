@@ -56,7 +56,8 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     for line in describe(spec.config):
         say(line)
     if has_data:
-        call_rewards_once(spec)
+        for line in call_rewards_once(spec):
+            say(line)
     return spec
 
 

@@ -211,7 +211,11 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
     if not result.hangs:
-        yield "  responses that do no work but score:" if result.cheap else "  no response that does no work scores"
+        yield (
+            "  responses that do no work but score:"
+            if result.cheap
+            else "  no response that does no work scores as much as the answer"
+        )
     yield from (f"      {line}" for line in result.cheap)
     seconds = sorted(result.seconds)
     yield (

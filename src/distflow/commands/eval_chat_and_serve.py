@@ -63,7 +63,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
                 from distflow.launch.make_spec import make_spec
                 from distflow.runtime.rollout_services import call_rewards_once
             spec = make_spec(loaded, say=say)
-            call_rewards_once(spec)
+            for line in call_rewards_once(spec):
+                say(line)
             found = evaluate(spec, say)
     for name, value in sorted(found.metrics.items()):
         number = found.num_prompts.get(name)

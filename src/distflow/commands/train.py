@@ -100,7 +100,8 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             specs.append(make_spec(loaded, say))
             for line in describe(specs[-1].config):
                 say(line)
-        call_rewards_once(specs[0])
+        for line in call_rewards_once(specs[0]):
+            say(line)
         for spec in specs:
             if len(runs) > 1:
                 say(f"training policy {spec.config.dag.policy}")

@@ -27,6 +27,7 @@ from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, WINDOW
 
 _WAITS = "with async.max_staleness=0 the training thread generates, and no response is running when weights change"
 _ONE_PART = "the pipeline is one part, which has all devices: they are divided among several parts, or configs"
+_GREEDY = "actor_rollout_ref.rollout.val_kwargs.greedy=false switches it on"
 _REASONS = {
     **{f"dag.{name}": _ONE_PART for name in ("apportion_strategy", "consider_node_cohesion", "consider_node_load")},
     **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
@@ -34,6 +35,9 @@ _REASONS = {
     "or if trainer.allocation has workers that only generate",
     "actor_rollout_ref.actor.weight_update_mode": "every worker that generates also trains, so weights stay in its "
     "process; trainer.allocation can add workers that only generate",
+    "actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss=true switches it on",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.use_kl_in_reward=true switches it on",
+    **{f"actor_rollout_ref.rollout.val_kwargs.{name}": _GREEDY for name in ("temperature", "top_k", "top_p")},
     "custom_reward_function.path": "custom_reward_function.path=null drops it where a file sets it",
 }
 # Of loss terms that a pipeline may leave out: 0 is the same as leaving it out.

@@ -10,7 +10,7 @@ from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, r
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
-from distflow.data.prompts import PromptRow, PromptSet
+from distflow.data.prompts import PromptRow
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
 from distflow.launch.check_extensions import find_gaps
@@ -27,6 +27,7 @@ from distflow.runtime.step_metrics import validation_names
 _NUM_ROWS_CHECKED = 100  # rows
 _LEAST_DISTINCT = 0.9
 _ACCURACY = "val_correct/"
+_LONG_S = 3600
 _HIGHEST_LR = 0.02  # of what is used with any optimizer here
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
@@ -46,7 +47,10 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
         if "reward_fn" in reading.pipeline.services:
             check_domains(reward_functions(config), found.domains)
     names = validation_names((row.domain, row.tag) for found in data.validation.values() for row in found)
-    _check_stop(config.trainer.stop_when, names)
+    if config.trainer.stop_when is not None:
+        _check_accuracy("stop_when", StopCondition.of(config.trainer.stop_when).metric, names)
+    if config.trainer.keep_best:
+        _check_accuracy("keep_best_metric", config.trainer.keep_best_metric, names)
     workflow, is_chat = config.actor_rollout_ref.rollout.workflow, any(map(_is_chat, data.looked_at[:1]))
     if workflow in ("tools", "harbor") or (workflow is not None and is_chat):
         yield f"chat template: {'; '.join(describe_turns(config, data.tokenizer, end_token_ids(data.tokenizer)))}"
@@ -69,12 +73,11 @@ def startup_lines(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]
             yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
-def _check_stop(stop_when: str | None, names: Collection[str]) -> None:
+def _check_accuracy(key: str, metric: str, names: Collection[str]) -> None:
     """Raises UserError for an accuracy that no validation of these names has."""
-    metric = StopCondition.of(stop_when).metric if stop_when is not None else ""
     name = metric.removeprefix(_ACCURACY).rpartition("/")[0]
     if names and metric.startswith(_ACCURACY) and name not in names:
-        raise UserError(f"trainer.stop_when={stop_when}: validation has no '{name}'{hint(name, names)}")
+        raise UserError(f"trainer.{key}={metric}: validation has no '{name}'{hint(name, names)}")
 
 
 def template_lines(model: str) -> Iterator[str]:
@@ -148,19 +151,49 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         if tag not in tags:
             yield f"note: data.domains.{domain}.tags has '{tag}', but no used row has that tag{hint(tag, tags)}"
     yield from (f"note: {fault}" for fault in find_thread_faults())
-    yield from _notes_on_rows(loaded, reading, data.looked_at)
-    if config.actor_rollout_ref.actor.optim.lr > _HIGHEST_LR:
-        yield f"note: actor_rollout_ref.actor.optim.lr={config.actor_rollout_ref.actor.optim.lr:g} is unusually high"
+    yield from _notes_on_rows(loaded, reading, data)
+    actor, timeout_s = config.actor_rollout_ref.actor, config.reward.timeout_s
+    if actor.optim.lr > _HIGHEST_LR:
+        yield f"note: actor_rollout_ref.actor.optim.lr={actor.optim.lr:g} is unusually high"
+    if is_rl(config) and (actor.clip_ratio_high or 0.0) >= 1:
+        above = f"clip_ratio_high is counted from 1, so ratios up to {1 + (actor.clip_ratio_high or 0.0):g} are allowed"
+        yield f"note: actor_rollout_ref.actor.clip_ratio_high={actor.clip_ratio_high:g} is unusually high: {above}"
+    if is_rl(config) and timeout_s >= _LONG_S:
+        yield f"note: reward.timeout_s={timeout_s:g} lets a call of a reward function take {timeout_s / 3600:.3g} hours"
+    if "\\n" in (config.data.prompt_template or ""):
+        yield "note: data.prompt_template has a backslash and an n, not a line break: write $'...\\n...' in the shell"
     workers = config.trainer.n_gpus_per_node
     if choose_device(config).type == "cpu" and workers > cores and config.trainer.launcher == "local":
         yield f"note: {workers} processes share {count_of(cores, 'core')} of this machine (trainer.n_gpus_per_node)"
 
 
-def _notes_on_rows(loaded: Loaded, reading: Reading, rows: PromptSet) -> Iterator[str]:
+def _oddities(row: PromptRow, unknown: int | None) -> Iterator[str]:
+    """What is probably wrong with a row, as the end of a sentence. unknown: the tokenizer's unknown token."""
+    if isinstance(row.ground_truth, str) and row.ground_truth != row.ground_truth.strip():
+        yield "have an answer that begins or ends in white space"
+    if unknown is not None and unknown in row.prompt_ids:
+        yield "have a prompt with characters that the tokenizer does not know"
+    if row.prompt_text.lstrip().startswith('[{"role"'):
+        yield "have chat messages as JSON text in the prompt, which is taken as it is: write them as a list"
+    if row.response_ids and row.prompt_ids and row.response_ids[: len(row.prompt_ids)] == row.prompt_ids:
+        yield "have a response that begins with the prompt"
+
+
+def _notes_on_rows(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """Raises UserError if no row has the answers whose column was set."""
-    key, kinds, seen = loaded.config.data.answer_key, Counter[str](), set[int]()
+    key, kinds, seen, rows = loaded.config.data.answer_key, Counter[str](), set[int](), data.looked_at
+    first, odd = dict[str | frozenset[str], str](), Counter[str]()
+    names_of = Counter[frozenset[str]]()
     for row in rows:
-        kinds[type(row.ground_truth).__name__] += 1
+        kind = type(row.ground_truth).__name__
+        kinds[kind] += 1
+        names = frozenset(row.extra_info or ())
+        names_of[names] += 1
+        oddities = Counter(_oddities(row, data.tokenizer.unk_token_id))
+        odd += oddities
+        keys: list[str | frozenset[str]] = [kind, names, *oddities]
+        for what in keys:
+            first.setdefault(what, row.origin)
         told = repr((row.ground_truth, row.extra_info))  # a game's rows may differ by their seed alone
         seen.add(hash((row.prompt_text, told, row.response_ids, row.rejected_ids)))
     if "reward_fn" in reading.pipeline.services and [*kinds] == ["NoneType"]:
@@ -171,6 +204,16 @@ def _notes_on_rows(loaded: Loaded, reading: Reading, rows: PromptSet) -> Iterato
         yield f"note: {absent}: the reward is called with ground_truth=None"
     elif "reward_fn" in reading.pipeline.services and len(kinds) > 1:
         counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.most_common())
-        yield f"note: the reward is called with ground truths of several types ({counts}), from data.answer_key={key}"
+        rare = first[kinds.most_common()[-1][0]]
+        types = f"several types ({counts}; see {rare})"
+        yield f"note: the reward is called with ground truths of {types}, from data.answer_key={key}"
+        if "NoneType" in kinds:
+            yield f"note: {kinds['NoneType']:,} of {len(rows):,} rows have no answer (the first: {first['NoneType']})"
+    for name in sorted(frozenset[str]().union(*names_of)):
+        without = [names for names in names_of if name not in names]
+        if 0 < 10 * (lacking := sum(names_of[names] for names in without)) <= len(rows):
+            yield f"note: {lacking:,} of {len(rows):,} rows lack the column '{name}' (the first: {first[without[0]]})"
+    for oddity, number in odd.items():
+        yield f"note: {number:,} of {len(rows):,} rows {oddity} (the first: {first[oddity]})"
     if len(seen) < _LEAST_DISTINCT * len(rows):
         yield f"note: {len(rows) - len(seen):,} of {len(rows):,} rows are duplicates: see `distflow data check`"

@@ -27,7 +27,7 @@ from distflow.rewards.pool.domain_pools import (
 )
 from distflow.rewards.pool.pool import Pool, RewardPool
 from distflow.rewards.reward_functions import PARAMETERS, PROMPT, call_arguments, target_of
-from distflow.rewards.reward_results import RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
+from distflow.rewards.reward_results import ACC, RIGHT, RewardResult, Score, Timeout, own_reward_result, scored_right
 from distflow.rewards.self_check import why
 
 OWN = "own response"
@@ -60,6 +60,7 @@ HOSTILE: tuple[str, ...] = (
 
 WRONG = "I do not know."
 """The wrong response of the first calls."""
+_LIKE_ACC = {"accuracy", "correct", "is_correct", "success"}
 
 
 class Response(NamedTuple):
@@ -256,28 +257,49 @@ def arguments_of(row: Row, response: str) -> dict[str, object]:
     return {PROMPT: row.prompt, **call_arguments(row.domain, response, row.ground_truth, row.extra_info)}
 
 
-def call_first(settings: RewardSettings, rows: Iterable[Row]) -> None:
+def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
     """Call each of the user's functions on the first row of its domain, with the row's ground truth as the response,
-    then with a wrong response (a batched function: with both). Raises UserError where that gives no score within the
-    function's deadline."""
+    then with a wrong response (a batched function: with both). Returns notes on scores that are odd. Raises UserError
+    where that gives no score within the function's deadline."""
+    notes = list[str]()
     for domain, row in {row.domain: row for row in reversed([*rows])}.items():
         key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
         for part in filter(lambda part: is_own(part.name), functions_of(settings.functions, domain)):
+            target = target_of(part.name, settings.custom)
             with borrowed(pool_settings(settings)[key], part.name) as pool, ThreadPoolExecutor(1) as thread:
                 # On a thread, since the caller's may run an event loop, as a notebook's does.
-                failure = thread.submit(asyncio.run, _first_failure(pool, part.name, row)).result()
-            if failure is not None:
-                raise UserError(_no_score(target_of(part.name, settings.custom), row, *failure))
+                notes += thread.submit(asyncio.run, _first_calls(pool, part.name, row, target)).result()
+    return notes
 
 
-async def _first_failure(pool: Pool, name: str, row: Row) -> tuple[str, RewardResult] | None:
-    """The response for which the function gives no score, and what it gives."""
-    right = reply_of(row.ground_truth) or str(row.ground_truth)
-    for responses in [right], [right, WRONG] if name in pool.takes_batches else [WRONG]:
+async def _first_calls(pool: Pool, name: str, row: Row, target: str) -> list[str]:
+    async def ask(*responses: str) -> list[Score]:
         results = await pool.score_group(name, [arguments_of(row, response) for response in responses])
         if failed := [result for result in results if not isinstance(result, Score)]:
-            return responses[-1], failed[0]
-    return None
+            raise UserError(_no_score(target, row, responses[-1], failed[0]))
+        return [result for result in results if isinstance(result, Score)]
+
+    answer = reply_of(row.ground_truth)
+    truth = answer or str(row.ground_truth)
+    (right,) = await ask(truth)
+    wrong = (await ask(truth, WRONG))[1] if name in pool.takes_batches else (await ask(WRONG))[0]
+    who, notes = f"note: the reward function {split_name(target)[1]}", list[str]()
+    for template in FORMS.values() if answer is not None and right.value == wrong.value else ():
+        (written,) = await ask(template.format(answer))
+        right = max(right, written, key=lambda score: score.value)
+    if answer is not None and right.value <= wrong.value:
+        kind = type(row.ground_truth).__name__
+        advice = "" if kind == "str" else f"; the ground truth is of type {kind}: compare texts, as str(ground_truth)"
+        notes.append(
+            f"{who} scores the first row's own answer {row.ground_truth!r:.80} with {right.value:g}, "
+            f"and {WRONG!r} with {wrong.value:g} ({row.origin}){advice}"
+        )
+    if scored_right(wrong) and answer is not None:
+        advice = 'return {"score": ..., "acc": 0 or 1}'
+        notes.append(f"{who} gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}")
+    if ACC not in right.extra and (near := right.extra.keys() & _LIKE_ACC):
+        notes.append(f"{who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'")
+    return notes
 
 
 def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str:

@@ -218,7 +218,9 @@ def _kind(name: str, score: Score) -> int:
 def _number(value: object, where: str = "") -> float:
     """float of a number, bool, or numpy or torch scalar. Raises ValueError for anything else."""
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
-        value = item()  # those with more than one element raise here
+        if math.prod(shape := tuple(getattr(value, "shape", ()))) != 1:
+            raise ValueError(f"it returned a {type(value).__name__} of shape {shape}{where}, which is not a number")
+        value = item()
     if not isinstance(value, numbers.Real):
         raise ValueError(f"it returned {value!r:.80}{where}, which is not a number")
     try:

@@ -264,12 +264,14 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
             note(kind, message)
 
 
-def call_rewards_once(spec: Spec) -> None:
+def call_rewards_once(spec: Spec) -> list[str]:
     """Call the user's reward functions on a right and a wrong response, before anything is loaded. Raises UserError if
-    one gives no score. Skipped if workers have their own environment variables, which the functions may read."""
+    one gives no score; returns notes. Skipped if workers have their own environment variables, which the functions may
+    read."""
     trainer = spec.config.trainer
-    if spec.options.run_self_check and not trainer.worker_env and not trainer.worker_roles:
-        call_first(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
+    if not spec.options.run_self_check or trainer.worker_env or trainer.worker_roles:
+        return []
+    return call_first(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
 
 
 def _checked_row(row: PromptRow, response: str | None = None) -> Row:

@@ -75,8 +75,10 @@ def find_source(preset_or_file: str) -> Path:
     elif path.is_dir() and "/" in preset_or_file:
         what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
+        run = Path("runs", preset_or_file, _CONFIG_OF_A_RUN)
         near = nearest(path.stem, (each.stem for each in path.parent.glob("*.yaml")))
         meant = f"did you mean {path.with_name(near)}.yaml? " if near else ""
+        meant = f"did you mean {run}? " if run.is_file() else meant
         what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
     else:
         meant = did_you_mean(preset_or_file, origins.preset_names())

@@ -213,7 +213,10 @@ def _judge(
 
 def _misplaced(key: str) -> str:
     """Advice for a group that exists below another one; else empty."""
-    same = [group for group in _groups() if group.endswith(f".{key.rpartition('.')[2]}")]
+    name = key.rpartition(".")[2]
+    if name in _groups():
+        return f"did you mean {name}? It is a top-level key: start its line in the first column"
+    same = [group for group in _groups() if group.endswith(f".{name}")]
     near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
     return f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
 

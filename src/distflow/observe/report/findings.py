@@ -120,9 +120,9 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
         return None
     return Finding(
         "flat",
-        "The accuracy was always 0: it counts responses with a reward of 1 (the highest was "
-        f'{max(highest):.3g}), or those of which the reward function itself returns "acc": 1.',
-        'If it misses correct responses, return {"score": ..., "acc": 0 or 1}.',
+        'The accuracy was always 0: no response got "acc": 1, or where the reward function returns no "acc", a reward '
+        f"of 1 (the highest was {max(highest):.3g}).",
+        'If it misses correct responses, correct "acc", or return {"score": ..., "acc": 0 or 1}.',
     )
 
 
