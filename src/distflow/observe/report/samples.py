@@ -129,8 +129,7 @@ def sample_groups(
 
 
 def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Positions of groups that fit together, ascending: chosen are failures, which are rare, then evenly spaced
-    ones."""
+    """Positions of groups that fit together, ascending: first failures, which are rare, then evenly spaced ones."""
     by_domain = sorted(range(len(groups)), key=lambda i: str(groups[i]["domain"]))
     failed = [i for i in by_domain if any("failure" in response for response in groups[i]["responses"])][:_FAILED_FIRST]
     if sum(sizes[i] for i in failed) > max_bytes // 2:
