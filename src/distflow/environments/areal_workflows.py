@@ -84,7 +84,7 @@ class Engine:
             stop = (*(getattr(gconfig, "stop", None) or ()), *map(int, getattr(gconfig, "stop_token_ids", None) or ()))
             num_drawn = sum(len(call.drawn.token_ids) for call in self.calls)
             drawn, reason = await self._chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
-            is_whole = reason == "length" and most < room  # cut by the workflow itself, which cuts no episode off
+            is_whole = reason == "length" and most < room  # cut by the workflow's own limit, not the episode's
             self.calls.append(_Call(prompt, drawn, "stop" if is_whole else reason))
         else:
             await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
