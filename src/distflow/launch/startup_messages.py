@@ -27,7 +27,7 @@ from distflow.runtime.step_metrics import validation_names
 _NUM_ROWS_CHECKED = 100  # rows
 _LEAST_DISTINCT = 0.9
 _ACCURACY = "val_correct/"
-_HIGHEST_LR = 0.02  # of what is used with any optimizer here
+_HIGHEST_LR = 0.02  # the highest in use with any optimizer here
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
@@ -72,8 +72,8 @@ def _check_stop(stop_when: str | None, names: Collection[str]) -> None:
 
 
 def template_lines(model: str) -> Iterator[str]:
-    """What the chat template of a model does in episodes, without and with thinking and tools. Raises UserError for a
-    model without a tokenizer."""
+    """Lines on what a model's chat template does in episodes, without and with thinking and tools. Raises UserError for
+    a model without a tokenizer."""
     settings, thinks = [f"actor_rollout_ref.model.path={model}"], "data.enable_thinking"
     tokenizer = tokenizer_loader(load_config("grpo", settings, complete=False).config)()
     ends = end_token_ids(tokenizer)
@@ -97,7 +97,7 @@ def _is_chat(row: PromptRow) -> bool:
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """Notes on settings that are valid, but probably a mistake, and on parts of the package that lack something."""
+    """Notes on settings that are valid but probably mistakes, and on built-in parts that lack features."""
     config, cores = loaded.config, own_cores()
     yield from (f"note: {lacking}" for lacking in (*find_gaps(config), *find_unregistered()))
     trainer, rollout = threads_of(config)
@@ -109,7 +109,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     staleness = config.async_.max_staleness if is_rl(config) else 0
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
-    if staleness and not corrects and loss != "decoupled":  # the loss ignores the policy that sampled the tokens
+    if staleness and not corrects and loss != "decoupled":  # the loss ignores the sampling policy
         yield (
             f"note: responses are up to {count_of(staleness, 'step')} off-policy, and are trained on as if the current "
             "policy had generated them; actor_rollout_ref.actor.policy_loss=decoupled corrects for this"
@@ -155,7 +155,7 @@ def _notes_on_rows(loaded: Loaded, reading: Reading, rows: PromptSet) -> Iterato
     key, kinds, seen = loaded.config.data.answer_key, Counter[str](), set[int]()
     for row in rows:
         kinds[type(row.ground_truth).__name__] += 1
-        told = repr((row.ground_truth, row.extra_info))  # a game's rows may differ by their seed alone
+        told = repr((row.ground_truth, row.extra_info))  # a game's rows may differ only in their seed
         seen.add(hash((row.prompt_text, told, row.response_ids, row.rejected_ids)))
     if "reward_fn" in reading.pipeline.services and [*kinds] == ["NoneType"]:
         columns = sorted({name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()} - {PROMPT_CHAT})

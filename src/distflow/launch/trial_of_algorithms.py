@@ -1,7 +1,7 @@
-"""A user's loss and estimator are called once before a model is loaded, on a batch that is made up: a result of the
-wrong form, or a loss without a gradient, is found in milliseconds and not after the first rollout.
+"""Calls a user's loss and estimator once on a made-up batch before a model is loaded: a result of the wrong form, or a
+loss without a gradient, is found in milliseconds instead of after the first rollout.
 
-What a function raises by itself is left to the run: the batch has numbers of no meaning.
+Errors raised by a function itself are left to the run, since the batch's numbers are meaningless.
 """
 
 import inspect
@@ -25,11 +25,11 @@ from distflow.runtime.run_errors_and_limits import NodeError, users_place
 from distflow.training.engine import OneRank
 
 LENGTHS = (3, 5, 4, 2)
-"""Of responses: two to each of two prompts."""
+"""Lengths of responses: two to each of two prompts."""
 
 
 def try_algorithms(config: Config, pipeline: BoundPipeline) -> None:
-    """Raises UserError for a loss or an estimator of the user's that a run could not use."""
+    """Raises UserError for a user's loss or estimator that a run could not use."""
     if not is_rl(config):
         return
     with torch.random.fork_rng(devices=()):
@@ -71,12 +71,12 @@ def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
         except NodeError as error:
             if error.__cause__ is not None and users_place(error.__cause__) is None:
                 raise UserError(f"algorithm.adv_estimator: {error}") from error
-        except UserError:  # of numbers that mean nothing
+        except UserError:  # due to meaningless numbers
             return
 
 
 def made_up(names: Iterable[str]) -> Batch | None:
-    """With these columns; None where one is of a kind that cannot be made up."""
+    """A batch with these columns; None if one cannot be made up."""
     lengths, sizes = torch.tensor(LENGTHS), {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
     for name in sorted(names):
