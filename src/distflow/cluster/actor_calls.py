@@ -265,7 +265,7 @@ class Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an error of the user's that cannot be recreated from its arguments as text."""
+    """Pickles a user's error that cannot be recreated from its arguments as text."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, BaseException):

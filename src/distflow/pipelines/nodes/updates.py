@@ -218,7 +218,7 @@ def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tenso
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step; empty where there was no optimizer step."""
+    """Metrics of a step; empty if there was no optimizer step."""
     rows: dict[str, list[float]] = defaultdict(list)
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():
