@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # that of `typing`, which would be imported before Ctrl-C is handled
+TYPE_CHECKING = False  # instead of `typing`'s, which would be imported before Ctrl-C is handled
 if TYPE_CHECKING:
     from typing import Any
 
@@ -60,7 +60,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> "Any":
-    """The public names, imported when first asked for (PEP 562): those of the algorithms load torch."""
+    """The public names, imported on first use (PEP 562), since those of the algorithms load torch."""
     if name not in __all__:
         raise AttributeError(f"module 'distflow' has no attribute '{name}'")
     room = next((room for room, names in _ROOMS.items() if name in names), "distflow.graph")

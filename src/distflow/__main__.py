@@ -1,15 +1,15 @@
-"""The command `distflow`, and `python -m distflow`: Ctrl-C is answered before anything else is imported."""
+"""The command `distflow`, and `python -m distflow`: handles Ctrl-C before anything else is imported."""
 
 import os
 import signal
 import sys
 
 if __name__ == "__main__" and sys.path[0] == os.getcwd():
-    del sys.path[0]  # put there by Python: a folder to look into may hold modules that look like others
+    del sys.path[0]  # put there by Python; the current folder may hold modules that shadow others
 
 
 def main() -> int:
-    """Run the command; its own handling of Ctrl-C takes the place of this one while there is something to close."""
+    """Run the command; its own handling of Ctrl-C replaces this one while there is something to close."""
     signal.signal(signal.SIGINT, _leave)
     from distflow.cli import main as run_command
 

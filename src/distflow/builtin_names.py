@@ -1,7 +1,7 @@
-"""The built-in names that a config may choose from, one table a kind, read from `builtin_names.toml`: what each is,
-where it lives, what others must know of it before it is loaded. To add one is a file and an entry there. Loads nothing.
+"""The built-in names that a config may choose from, one table per kind, read from `builtin_names.toml`: what each is,
+where it is, and what must be known before it is loaded. A new one is a file and an entry there. Loads nothing.
 
-target: "module:attribute", loaded when the name is asked for; empty where the part is not there yet.
+target: "module:attribute", loaded when the name is used; empty if it is not implemented yet.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class Entry:
-    """A built-in of a kind of which nothing else must be known."""
+    """A built-in of a kind without further properties."""
 
     description: str
     target: str = ""
@@ -22,9 +22,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Estimator(Entry):
-    """An advantage estimator: what it cannot do without.
+    """An advantage estimator and its requirements.
 
-    reads_parts: it reads the parts of the reward, not their sum. whitens: its advantages, by definition.
+    reads_parts: it reads the parts of the reward, not their sum. whitens: it whitens advantages by definition.
     """
 
     needs_group: bool = False
@@ -35,7 +35,7 @@ class Estimator(Entry):
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """A policy loss: which of the actor's clips it takes, and whether they bound a divergence in place of the ratio."""
+    """A policy loss: which of the actor's clips it uses, and whether they bound a divergence instead of the ratio."""
 
     clips: bool = False
     dual_clips: bool = False
@@ -46,13 +46,12 @@ class PolicyLoss(Entry):
 class Reward(Entry):
     """A reward function.
 
-    needs_answer: it compares with the row's answer, so every row must have one.
-    scores_own_answer: the row's own answer, put into a box, must score 1. solutions: columns in which data sets have
-    responses that it must call right. row_check: a function that is called with a row's answer and its columns, and
-    raises ValueError where the reward could score no response to it. executes_response: it runs code of the response in
-    the sandbox. prepare: "module:function" that loads what is too large to load twice, with the options of
-    the part; one process holds it and scores for all domains that name the same. reads_messages: it is shown the
-    prompt's chat messages.
+    needs_answer: it compares with the row's answer, so every row must have one. scores_own_answer: the row's own
+    answer, in a box, must score 1. solutions: columns of data sets with responses that must score as right. row_check:
+    a function that is called with a row's answer and columns, and raises ValueError if the reward cannot score any
+    response to it. executes_response: it runs the response's code in the sandbox. prepare: "module:function" that loads
+    something too large to load twice, with the options of the part; one process holds it and scores for all domains
+    with the same. reads_messages: it receives the prompt's chat messages.
     """
 
     needs_answer: bool = False
@@ -66,10 +65,10 @@ class Reward(Entry):
 
 @dataclass(frozen=True)
 class BuiltinPipeline(Entry):
-    """A pipeline: whether it trains a critic, and whether it generates what it learns from.
+    """A pipeline: whether it trains a critic, and whether it generates its training data.
 
-    by_estimator: it trains one where an estimator reads values, that of the run or of a domain. reads_pairs: it trains
-    a reward model, on pairs of responses.
+    by_estimator: it trains one if an estimator of the run or of a domain reads values. reads_pairs: it trains a reward
+    model on pairs of responses.
     """
 
     has_critic: bool = False
@@ -87,9 +86,9 @@ class TrainEngineEntry(Entry):
 
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
-    """A rollout engine. in_flight: it takes new weights below responses that are being generated. sizes: as of a train
-    engine. in_server: it computes in a server, to which weights are sent. draws_by_stream: by the random numbers of the
-    sample's own stream, which an audit repeats. takes_weights: else it cannot train."""
+    """A rollout engine. in_flight: it accepts new weights while responses are being generated. sizes: as for a train
+    engine. in_server: it computes in a server, to which weights are sent. draws_by_stream: it draws with the sample's
+    own random stream, which an audit repeats. takes_weights: otherwise it cannot be used for training."""
 
     in_flight: bool = False
     sizes: str = "d"
@@ -100,8 +99,8 @@ class RolloutEngineEntry(Entry):
 
 @dataclass(frozen=True)
 class Tracker(Entry):
-    """A tracker. package: what must be installed; the extra of the tracker's name brings it. One without a target is
-    what every run writes, named or not."""
+    """A tracker. package: must be installed; the extra of the tracker's name includes it. One without a target is
+    always written."""
 
     package: str = ""
 
@@ -127,9 +126,9 @@ CURRICULA, MODELS = _entries("CURRICULA", Entry), _entries("MODELS", Entry)
 WORKFLOWS = _entries("WORKFLOWS", Entry)
 
 REGISTERED: set[str] = set()
-"""Estimators and losses of the user's that this process has registered."""
+"""User estimators and losses that this process has registered."""
 
-# What a rejection mask may measure, as in verl: of each token, or of a sequence's tokens their sum, mean or maximum.
+# Statistics of a rejection mask, as in verl: of each token, or the sum, mean or maximum over a sequence's tokens.
 ROLLOUT_RS = (
     *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
     "seq_max_k2",
@@ -149,12 +148,12 @@ NO_FULL_KL = (
 
 CUSTOM_REWARD = "custom"
 PROMPT_MESSAGES = "prompt_messages"
-"""Where a reward that reads messages finds those of the prompt, among the row's other columns."""
+"""The column, among a row's others, in which a reward that reads messages finds those of the prompt."""
 PROMPT_CHAT = "prompt_chat"
-"""Where a user's reward finds them, if the prompt is a chat."""
+"""The one in which a user's reward finds them if the prompt is a chat."""
 
 WHOLE_SCORE = ("score", "seq_reward")
-"""What a filter of groups calls the whole score, penalties too; the second as in verl."""
+"""Names of the whole score, including penalties, in a group filter; the second as in verl."""
 FILTER_METRICS = ("acc", *WHOLE_SCORE)
 
 KV_ON_UPDATE = ("keep", "recompute", "abort")
@@ -162,14 +161,14 @@ KV_ON_UPDATE = ("keep", "recompute", "abort")
 WEIGHT_UPDATE_MODES = ("store", "disk", "collective")
 
 SEVERAL_PROCESSES = "distflow.cluster.several_process_launcher:launch_processes"
-"""What starts the processes of the launcher `local`, where they are several."""
+"""Starts the processes of the launcher `local`, if there are several."""
 GPUS_OF_CLUSTER = "distflow.cluster.ray_launcher:gpus_of_machines"
-"""What counts the GPUs that workers of the launcher `ray` may have."""
+"""Counts the GPUs available to workers of the launcher `ray`."""
 SEVERAL_RUNS = {
     "local": "distflow.cluster.concurrent_runs:launch_several",
     "ray": "distflow.cluster.ray_launcher:launch_several_ray",
 }
-"""What starts several runs side by side, by launcher."""
+"""Functions that start several concurrent runs, by launcher."""
 
 HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 """The id of a data set on the hub, with its configuration and split."""
@@ -179,7 +178,7 @@ TEMPLATE_PARAMETERS = (
     *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-"""What the call of a chat template sets itself: no further argument of it may be called so."""
+"""Parameters that the call of a chat template sets itself; further arguments may not have these names."""
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")

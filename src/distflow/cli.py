@@ -1,4 +1,4 @@
-"""The command line: parses, runs a command, and turns an error into a message and an exit status."""
+"""The command line: parses arguments, runs a command, and turns an error into a message and an exit status."""
 
 import argparse
 import os
@@ -22,8 +22,8 @@ HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
 class Command(NamedTuple):
     """help: one line. module: of `commands`, has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
 
-    runs_code: whether it runs the user's code. The others only read, perhaps another person's files. more: below the
-    arguments of its `--help`.
+    runs_code: whether it runs the user's code. The others only read, perhaps another person's files. more: text below
+    the arguments in its `--help`.
     """
 
     help: str
@@ -80,19 +80,19 @@ GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
-    it, the error's own `exit_status` if it has one, 1 for anything else."""
+    """Run a command; returns the exit status: 0, 2 for a user's mistake, 128 + the number of a signal that ended it,
+    the error's own `exit_status` if it has one, 1 for anything else."""
     try:
         with sanitized_output(), interruptible():
             quiet_libraries()
             arguments = _parse(argv)
             if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
-                sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
+                sys.path.insert(0, "")  # a user's "module:function" is searched in the current folder first
             try:
                 status = int(arguments.run(arguments))
-                sys.stdout.flush()  # at the end of the process a reader that is gone would be an error of its own
+                sys.stdout.flush()  # at the end of the process a closed reader would be a separate error
                 return status
-            except BrokenPipeError:  # the reader of our output has closed it
+            except BrokenPipeError:  # the reader closed our output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return exit_status(signal.SIGPIPE)
             except Exception as err:  # the top level: one message, a status, the traceback on request
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest choice in place of a wrong one."""
+    """A parser that suggests the nearest choice for a wrong one."""
 
     def error(self, message: str) -> NoReturn:
         from distflow.errors import nearest
@@ -147,7 +147,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _unrecognized(words: list[str], takes_keys: bool) -> str:
-    """A key is written without dashes: say how."""
+    """The message for unrecognised arguments; keys are written without dashes."""
     message = f"unrecognized arguments: {' '.join(words)}"
     name, _, value = words[0].lstrip("-").partition("=")
     if not (takes_keys and words[0].startswith("-") and name):
@@ -163,7 +163,7 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
 
 
 def _report_error(err: Exception, debug: bool) -> int:
-    """Report the error; returns the exit status, or ends the process here where it would wait for a thread that never
+    """Report the error; returns the exit status, or ends the process here if it would wait for a thread that never
     ends."""
     from distflow.errors import UserError
     from distflow.runtime.loop_thread import LoopGivenUp

@@ -1,5 +1,5 @@
-"""Errors for users: a mistake of the user's (exit status 2; the message says what, where and what to do) and a failed
-check of the run; helpers for their messages."""
+"""Errors for users: a user's mistake (exit status 2; the message says what, where and what to do) and a failed check of
+the run; helpers for their messages."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ class UserError(ValueError):
     """A mistake in the user's input (config, data, model folder, reward); never a fault of ours."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message without our traceback."""
+        """For IPython: the message without our traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -60,7 +60,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant, whatever its case; empty where none is similar enough."""
+    """The known name that was probably meant, ignoring case; empty if none is similar enough."""
     by_lower = {other.lower(): other for other in known}
     close = get_close_matches(name.lower(), by_lower, n=1, cutoff=_LEAST_SIMILARITY)
     return by_lower[close[0]] if close else ""
@@ -72,7 +72,7 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def missing_path(path: Path) -> tuple[str, str]:
-    """The message that it does not exist, and advice: the nearest name beside it, or the first missing folder."""
+    """The message that a path does not exist, and advice: the nearest name beside it, or the first missing folder."""
     if "$" in str(path):
         return "a file does not expand variables of the shell", "write the path, or ${oc.env:NAME}/... in its place"
     if set("“”„‘’") & set(str(path)):
@@ -102,7 +102,7 @@ def users_place(error: BaseException) -> str | None:
 
 
 def users_place_of(thread_id: int) -> str | None:
-    """The same of the line that a thread runs now."""
+    """The same for the line that a thread is running."""
     frame = sys._current_frames().get(thread_id)
     return None if frame is None else _innermost(traceback.extract_stack(frame))
 
@@ -129,4 +129,4 @@ def _library_folders() -> tuple[str, ...]:
 
 
 class TrustError(RuntimeError):
-    """A check of the run failed, so its results would be worthless. Names what was measured and likely causes."""
+    """A check of the run failed, so its results would be worthless. The message has measurement and likely causes."""

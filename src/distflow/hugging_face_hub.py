@@ -1,4 +1,4 @@
-"""What may be an id of the hub and what is on this machine, and whether the hub can be reached from here."""
+"""Distinguishes ids of the hub from local paths, and checks whether the hub is reachable."""
 
 import functools
 import re
@@ -12,12 +12,12 @@ from distflow.errors import missing_path
 
 HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
 REACHED_WITHIN_S = 4.0
-"""The hub's client itself retries for most of a minute."""
+"""Time limit, since the hub's client itself retries for most of a minute."""
 
 
 @functools.cache
 def unreachable() -> str | None:
-    """Why the hub cannot be reached from here; None if it can. Checked once.
+    """Why the hub cannot be reached; None if it can. Checked once.
 
     If not, the libraries that read from it are set to offline mode: cached data still load.
     """
@@ -36,7 +36,7 @@ def unreachable() -> str | None:
 
 
 def _connects(host: str, port: int) -> str | None:
-    """Why it cannot be reached. A name look-up has no timeout: it is left running on its thread."""
+    """Why a host cannot be reached. A name lookup has no timeout: it is left running on its thread."""
     outcome: list[str | None] = []
 
     def connect() -> None:
@@ -58,7 +58,7 @@ def is_local_model(text: str) -> bool:
 
 
 def model_fault(text: str) -> tuple[str, str] | None:
-    """The check of `model.path`. A possible hub id passes, unless its first part is a local folder."""
+    """Checks `model.path`. A possible hub id passes, unless its first part is a local folder."""
     if is_local_model(text):
         return None
     path = Path(text).expanduser()

@@ -1,4 +1,4 @@
-"""Functions and classes that are named in a table, a config or a pipeline, and loaded when they are needed.
+"""Functions and classes named in a table, a config or a pipeline, loaded when needed.
 
 A name is "module:function", "module.function", "module:Class.method" or "file.py:function"; or "file.pkl:function" for
 one that was passed from Python.
@@ -23,18 +23,17 @@ from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 PICKLED = ".pkl"
 _FILE_MODULE = "distflow_file_"
-"""Begins the module's name of a file that was loaded; its path follows."""
+"""Prefix of the module name of a loaded file, followed by its path."""
 
 
 class LoadError(UserError):
-    """A name leads to nothing usable. The message has the name; callers prepend the key that it came from."""
+    """A name cannot be resolved. The message has the name; callers prepend the key that it came from."""
 
 
 def load_function(path: str) -> Callable[..., object]:
-    """The function that `path` names. A method that is neither static nor a class method is bound to an instance made
-    without arguments.
+    """The function that `path` names. An instance method is bound to an instance created without arguments.
 
-    Raises LoadError, also for a class, and for whatever the module raises while it is imported.
+    Raises LoadError, also for a class, and for anything the module raises on import.
     """
     function = load(path)
     if isinstance(function, type):
@@ -63,37 +62,37 @@ def load(path: str) -> object:
 
 
 def own_name(name: str) -> str:
-    """The name as messages have it: of a function that was passed from Python, its own."""
+    """The name for messages; for a function passed from Python, its own."""
     return split_name(name)[1] if is_pickled(name) else name
 
 
 def is_pickled(name: str) -> bool:
-    """Whether it names a function that was passed from Python: every process reads it from the run's folder."""
+    """Whether it names a function passed from Python, which every process reads from the run's folder."""
     return split_name(name)[0].endswith(PICKLED)
 
 
 def read_pickled(file: Path) -> object:
-    """What a file below a first line of its own holds. Raises LoadError if it cannot be unpickled, e.g. because a
+    """The object pickled in a file after its first line. Raises LoadError if it cannot be unpickled, e.g. because a
     module is missing."""
     try:
         return _unpickled(file.read_bytes().partition(b"\n")[2])
-    except Exception as error:  # unpickling runs code of the user
+    except Exception as error:  # unpickling runs user code
         raise LoadError(
             f"'{file}' cannot be read ({type(error).__name__}: {error}): pass the function again"
         ) from error
 
 
-_unpickled = functools.cache(pickle.loads)  # once for each content: functions are compared by identity
+_unpickled = functools.cache(pickle.loads)  # once per content: functions are compared by identity
 
 
 def split_name(path: str) -> tuple[str, str]:
-    """The module (or file) and the attribute of a name; one of them is empty where it is not whole."""
+    """The module (or file) and the attribute of a name; one of them is empty if the name is incomplete."""
     module_name, _, attributes = path.rpartition(":") if ":" in path else path.rpartition(".")
     return module_name, attributes
 
 
 def load_module(name: str) -> ModuleType:
-    """The module of that name or ".py" file, imported once. Raises LoadError for whatever it raises meanwhile."""
+    """The module of that name or ".py" file, imported once. Raises LoadError for anything it raises."""
     with users_code(f"'{name}' cannot be imported:", passes=LoadError):
         try:
             return _load_file(Path(name).expanduser()) if name.endswith(".py") else importlib.import_module(name)
@@ -103,19 +102,19 @@ def load_module(name: str) -> ModuleType:
 
 @contextmanager
 def users_code(what: str, passes: type[Exception] | tuple[()] = (), advice: str = "") -> Iterator[None]:
-    """Turns an error of the user's code inside into a LoadError, which begins with `what`, names the line of that code
-    and ends with `advice`. passes: errors that are raised unchanged."""
+    """Turns an error of user code inside into a LoadError, which begins with `what`, names the line of that code and
+    ends with `advice`. passes: errors that are raised unchanged."""
     try:
         yield
     except passes:
         raise
-    except Exception as error:  # a user's code may raise anything
+    except Exception as error:  # user code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
         raise LoadError(f"{what} {type(error).__name__}: {error}{place}{advice}") from error
 
 
 def load_modules(names: Iterable[str]) -> None:
-    """Import them all: they register what they hold. Raises LoadError for the first that cannot be imported."""
+    """Import modules, which register their contents. Raises LoadError for the first that cannot be imported."""
     for name in names:
         load_module(name)
 
@@ -130,7 +129,7 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up
+    sys.modules[name] = module  # dataclasses etc. look up their module
     with ExitStack() as undo:
         undo.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
@@ -172,19 +171,19 @@ def shown_name(fn: Callable[..., object]) -> str:
 
 
 def innermost(fn: Callable[..., object]) -> Callable[..., object]:
-    """The function below any `functools.partial`."""
+    """The function without any `functools.partial`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
 
 
 def is_ours(fn: Callable[..., object]) -> bool:
-    """Whether the function, below any `functools.partial`, is defined in distflow."""
+    """Whether the function, without any `functools.partial`, is defined in distflow."""
     return str(getattr(innermost(fn), "__module__", "")).startswith("distflow.")
 
 
 def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
-    """Whether calling it gives a coroutine."""
+    """Whether calling it returns a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
@@ -201,10 +200,10 @@ def module_files(module: str) -> list[Path]:
 
 
 class SourceFile:
-    """What a module defines, read from its text: none of its code runs. Raises SyntaxError or ValueError for a text
-    that is no Python.
+    """What a module defines, read from its text without running it. Raises SyntaxError or ValueError if it is not
+    Python.
 
-    names: all that it binds at its top level. functions: those of its own, by name.
+    names: everything bound at its top level. functions: its own functions, by name.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -215,7 +214,7 @@ class SourceFile:
 
     @staticmethod
     def of(module: str) -> "SourceFile | None":
-        """None where its text cannot be read. Raises LoadError if there is certainly no such module.
+        """The source of a module; None if it cannot be read. Raises LoadError if there is certainly no such module.
 
         module: its name, or the path of its ".py" file.
         """
@@ -228,7 +227,7 @@ class SourceFile:
             raise LoadError(_not_found(module, module))
         try:
             return None if file is None else SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
-        except (OSError, SyntaxError, ValueError):  # its import says more
+        except (OSError, SyntaxError, ValueError):  # importing it reports more
             return None
 
     def defines(self, name: str) -> bool:
@@ -236,8 +235,8 @@ class SourceFile:
         return not self.names.isdisjoint((name, "*", "__getattr__"))
 
     def signature(self, name: str) -> Callable[..., object] | None:
-        """A function that does nothing, with the parameters of the one of that name; None if a decorator may change
-        them, or no plain function has the name. Every default is None."""
+        """A dummy function with the parameters of the one of that name; None if a decorator may change them, or no
+        plain function has the name. Every default is None."""
         node = self.functions.get(name)
         if node is None or node.decorator_list:
             return None
@@ -254,7 +253,7 @@ class SourceFile:
 
 
 def line_of(module: str, name: str) -> int | None:
-    """The line of a function in the text of its module or file, where that can be read."""
+    """The line of a function in the text of its module or file, if readable."""
     source = None if module.endswith(".pkl") else SourceFile.of(module)
     found = None if source is None else source.functions.get(name)
     return None if found is None else found.lineno
@@ -273,7 +272,7 @@ def _without_values(arguments: ast.arguments) -> ast.Lambda:
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:
-    """The names that a module's own statements bind, those below `if` and `try` too, and its functions by `global`."""
+    """The names that a module's own statements bind, even below `if` and `try`, and by `global` in functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
             yield child.name

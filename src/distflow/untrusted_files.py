@@ -1,7 +1,7 @@
-"""The one door for files that somebody may have handed over: a run's folder, a config, a model, a checkpoint.
+"""The single place to read files from others: a run's folder, a config, a model, a checkpoint.
 
-A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may stand for more than it holds. Whatever
-is refused raises an OSError whose `strerror` says why, as a file that may not be read does.
+A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may expand beyond its size. Rejected files
+raise an OSError whose `strerror` says why, like unreadable files.
 """
 
 import errno
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES: Final = 8 * 2**20
 MAX_JSON_VALUES: Final = 4_000_000
-"""About as many take 500 MB in Python."""
+"""This many take about 500 MB in Python."""
 
 MAX_YAML_BYTES: Final = 200_000
 MAX_SOURCE_BYTES: Final = 4 * 2**20
 _MAX_YAML_VALUES: Final = 20_000
 
 COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
-"""Of JSON lines, with their names in pyarrow."""
+"""Compressions of JSON lines, with their names in pyarrow."""
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
@@ -41,7 +41,7 @@ _KINDS: Final = (
 
 
 def matching_files(source: str) -> list[Path]:
-    """The files of a pattern such as `data/*.jsonl`, in the order of their names; none where it is no pattern."""
+    """The files of a pattern such as `data/*.jsonl`, in the order of their names; empty if it is not a pattern."""
     path = Path(source).expanduser()
     if not re.search(r"[*?\[]", source) or path.exists():
         return []
@@ -49,17 +49,17 @@ def matching_files(source: str) -> list[Path]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether its name is that of compressed JSON lines."""
+    """Whether its name is one of compressed JSON lines."""
     return path.suffix.lower() in COMPRESSIONS and path.with_suffix("").suffix.lower() in (".jsonl", ".ndjson")
 
 
 def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
-    """A regular file, opened to read. Raises OSError.
+    """A regular file, opened for reading. Raises OSError.
 
-    folder: that it must lie in, links followed; None if it may lie anywhere. max_bytes: that it may hold.
+    folder: must contain it after following links; None if it may be anywhere. max_bytes: its largest size.
     """
     try:
-        _check(path, os.stat(path), folder, max_bytes)  # before it is opened: that alone may block, or move a device
+        _check(path, os.stat(path), folder, max_bytes)  # before opening, which alone may block or act on a device
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except PermissionError as error:
         raise PermissionError(error.errno, f"{error.strerror}{_owner(path)}", str(path)) from error
@@ -73,24 +73,24 @@ def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = No
 
 
 def check_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> Path:
-    """The path of a file that `open_file` opens, for a library that reads it by name. Raises OSError."""
+    """The path of a file that `open_file` would open, for a library that reads it by name. Raises OSError."""
     open_file(path, folder, max_bytes).close()
     return path
 
 
 def read_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> bytes:
-    """All that the file holds. Raises OSError."""
+    """The content of the file. Raises OSError."""
     with open_file(path, folder, max_bytes) as file:
         return file.read() if max_bytes is None else file.read(max_bytes)
 
 
 def count_values(text: bytes) -> int:
-    """The values of JSON, or a few more."""
+    """The number of values in JSON, or slightly more."""
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def lines_of(file: BinaryIO, size: int = sys.maxsize) -> Iterator[bytes]:
-    """The lines of the next `size` bytes. Raises OSError at one that is no line of a journal."""
+    """The lines of the next `size` bytes. Raises OSError at one that is not a line of a journal."""
     while line := file.readline(min(size, MAX_LINE_BYTES)):
         if len(line) == MAX_LINE_BYTES:
             raise OSError(errno.EFBIG, f"it has a line of more than {MAX_LINE_BYTES:,} bytes")
@@ -99,7 +99,7 @@ def lines_of(file: BinaryIO, size: int = sys.maxsize) -> Iterator[bytes]:
 
 
 def load_yaml(text: bytes | str) -> object:
-    """The plain value that YAML stands for. Raises YAMLError, also where its aliases make it too large."""
+    """The plain value of YAML text. Raises YAMLError, also if its aliases make it too large."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
@@ -109,8 +109,8 @@ def load_yaml(text: bytes | str) -> object:
 
 
 def check_aliases(root: "yaml.Node | None") -> None:
-    """Raises YAMLError if a document holds itself, or more values than anybody writes once its aliases are followed:
-    ten lines of ten aliases each are 10^10 values."""
+    """Raises YAMLError if a document contains itself, or expands to implausibly many values through its aliases: ten
+    lines of ten aliases each are 10^10 values."""
     from yaml.composer import ComposerError
 
     if root is not None and _num_values(root, {}) > _MAX_YAML_VALUES:
@@ -119,9 +119,9 @@ def check_aliases(root: "yaml.Node | None") -> None:
 
 def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
     if id(node) not in known:
-        known[id(node)] = float("inf")  # where it holds itself
+        known[id(node)] = float("inf")  # if it contains itself
         below: Iterable[yaml.Node] = ()
-        if isinstance(node.value, list):  # of nodes, or of a mapping's pairs of them
+        if isinstance(node.value, list):  # a list of nodes, or of a mapping's pairs of them
             below = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
         known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
     return known[id(node)]
@@ -139,7 +139,7 @@ def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: in
 
 
 def _owner(path: Path) -> str:
-    """Whose it is, where that can be seen and is somebody else."""
+    """The file's owner, if visible and somebody else."""
     with suppress(OSError):
         found = os.stat(path)
         name = str(found.st_uid)

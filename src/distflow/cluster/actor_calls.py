@@ -1,7 +1,7 @@
-"""Calls of a run's actors: replies and errors, in messages of bounded size, and whether the actors respond.
+"""Calls to a run's actors: replies and errors, in messages of bounded size, and whether the actors respond.
 
-The actors are Ray's, or processes of the local launcher, which runs where there is no Ray to import: a `Peer` calls one
-over a socket in the way of Ray's actors.
+The actors are Ray's, or processes of the local launcher, which works without Ray: a `Peer` calls one over a socket with
+the interface of Ray's actors.
 """
 
 import io
@@ -22,27 +22,27 @@ from typing import Any
 
 REPLIES_WITHIN_S = 60.0
 STOPPED_S = 5.0
-"""For which a process may be stopped by a signal. One that replies late because it is busy is not stopped."""
+"""How long a process may be stopped by a signal. One that replies late because it is busy is not stopped."""
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
 STARVED_S = 10.0
-"""What a busy machine may need to report a death, or that others are late as well."""
+"""How long a busy machine may take to report a death, or that others are late too."""
 COORDINATOR, EXCHANGE, FIRST_REWARD_ACTOR = -1, -2, -3
-"""In place of a rank; further reward actors have lower numbers."""
+"""Numbers in place of a rank; further reward actors have lower numbers."""
 MOST_TEXT = 2000
-"""Characters of a text that is sent to the coordinator or the driver."""
+"""Most characters of a text that is sent to the coordinator or the driver."""
 
 _AWAY_S = 5.0
 
 
 class WorkerDied(RuntimeError):
-    """A worker's process is gone: the run ends, and resumes from its last checkpoint when it is started again."""
+    """A worker's process is gone: the run ends, and resumes from its last checkpoint when started again."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits(3): the job of `slurm.sbatch` is requeued
 
 
 class WorkerHangs(WorkerDied):
-    """A worker's process is alive, and does not reach the collective call that the other ranks wait in."""
+    """A worker's process is alive, but does not reach the collective call in which the other ranks wait."""
 
 
 class PeersLate(RuntimeError):
@@ -50,18 +50,18 @@ class PeersLate(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised before the run began, and the user's input is not the cause."""
+    """A worker raised before the run began, not because of the user's input."""
 
 
 def name_of(number: int) -> str:
-    """number: a rank, or what stands in place of one."""
+    """The process's name in messages. number: a rank, or a number in place of one."""
     if number <= FIRST_REWARD_ACTOR:
         return f"actor {FIRST_REWARD_ACTOR - number} of the reward actors"
     return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
 
 
 def future_of(ref: Any) -> "Future[Any]":
-    """Of the result of an actor's call."""
+    """A future of the result of an actor's call."""
     return ref if isinstance(ref, Future) else ref.future()
 
 
@@ -79,7 +79,7 @@ def reply(ref: Any) -> Any:
 
 
 def reply_of(ref: Any, number: int) -> Any:
-    """The reply of the Ray actor of a rank or service. Raises WorkerDied if it is gone or silent."""
+    """The reply of the Ray actor of a rank or service. Raises WorkerDied if it is gone or unresponsive."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -92,7 +92,7 @@ def reply_of(ref: Any, number: int) -> Any:
 def kill(actor: Any) -> None:
     import ray
 
-    with suppress(Exception):  # Ray itself may be what has failed
+    with suppress(Exception):  # Ray itself may have failed
         ray.kill(actor)
 
 
@@ -111,8 +111,8 @@ def shorten(error: BaseException) -> None:
 def hanging(
     calls: "Mapping[int, Future[Any]]", workers: Mapping[int, Any], stacks: Path, limit_s: float
 ) -> WorkerHangs | None:
-    """Names the training workers that did not come to a collective call within `limit_s`; None if they have ended
-    since. calls: their runs, by rank. workers: all that run, which append the stacks of their threads to `stacks`."""
+    """Names the training workers that did not reach a collective call within `limit_s`; None if they have ended since.
+    calls: their runs, by rank. workers: all running ones, which append the stacks of their threads to `stacks`."""
     not_done = wait(calls.values(), STARVED_S).not_done
     late = [rank for rank, call in calls.items() if call in not_done]
     if not late:
@@ -129,22 +129,22 @@ def hanging(
 
 
 def process_here() -> tuple[str, int]:
-    """This process: its machine (or container), as the kernel names it, and its pid there."""
+    """This process: the kernel's name of its machine (or container), and its pid there."""
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"), os.getpid()
 
 
 def _is_stopped(process: tuple[str, int]) -> bool:
-    """Of one of this machine, by SIGSTOP or Ctrl-Z, not by a debugger."""
+    """Whether a process of this machine is stopped by SIGSTOP or Ctrl-Z, not by a debugger."""
     machine, pid = process
     if machine != process_here()[0]:
         return False
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
 class Heartbeat:
-    """Asks processes again and again whether they respond, on a thread of theirs that does nothing else."""
+    """Repeatedly asks processes whether they respond, on a thread of theirs that does nothing else."""
 
     def __init__(self, actors: Mapping[int, Any]) -> None:
         """actors: by rank."""
@@ -165,7 +165,8 @@ class Heartbeat:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of one that has not responded for too long (`_limit_s`), or is stopped, if there is one."""
+        """The rank of a process that has not responded for too long (`_limit_s`), or is stopped; None if all are
+        well."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
@@ -179,8 +180,8 @@ class Heartbeat:
         return None
 
     def describe_silence(self, silent: int, stacks: Path) -> str:
-        """The message about a silent process, after every worker that still responds has written its threads' stacks
-        to `stacks`."""
+        """The message about an unresponsive process, after responding workers have written their threads' stacks to
+        `stacks`."""
         workers = [actor for rank, actor in self._actors.items() if rank >= 0 and rank != silent]
         wait([future_of(worker.write_stacks.remote(stacks)) for worker in workers], ENDS_WITHIN_S)
         return (
@@ -189,7 +190,7 @@ class Heartbeat:
         )
 
     def _limit_s(self, rank: int) -> float:
-        """How long it may take to reply. The first time it still starts and imports."""
+        """How long it may take to reply. At first it still starts and imports."""
         process = self._heard.get(rank)
         if process is None or not _is_stopped(process):
             self._stopped.pop(rank, None)
@@ -209,11 +210,11 @@ class Peer:
     """The object at the other end of a socket: `peer.method.remote(...)` calls its method on a thread of that process,
     and returns a future.
 
-    Only the processes themselves have the two ends of the socket, so what comes is unpickled.
+    Only the two processes have the ends of the socket, so messages are unpickled.
     """
 
     def __init__(self, connection: Connection, num_threads: int) -> None:
-        """num_threads: for calls from there that wait at once."""
+        """num_threads: for simultaneous calls from the other process."""
         self._connection, self._sending = connection, threading.Lock()
         self._replies, self._numbers = dict[int, Future[Any]](), count()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="peer")
@@ -222,7 +223,7 @@ class Peer:
         return SimpleNamespace(remote=partial(self._call, name))
 
     def serve(self, target: object) -> None:
-        """Calls from there get methods of `target`, until the process at the other end has ended."""
+        """Serve calls of methods of `target` until the process at the other end has ended."""
         with suppress(EOFError, OSError):
             while True:
                 number, name, content = pickle.loads(self._connection.recv_bytes())
@@ -237,7 +238,7 @@ class Peer:
 
     def _call(self, name: str, *arguments: Any) -> "Future[Any]":
         number, reply = next(self._numbers), Future[Any]()
-        reply.set_running_or_notify_cancel()  # it comes also where a coroutine that waited for it was cancelled
+        reply.set_running_or_notify_cancel()  # it arrives even if a coroutine that waited for it was cancelled
         self._replies[number] = reply
         try:
             self._send(number, name, arguments)
@@ -248,7 +249,7 @@ class Peer:
     def _answer(self, number: int, call: "Future[Any]") -> None:
         error = call.exception()
         if error is not None and not isinstance(error, PeerGone):
-            error.add_note("".join(traceback.format_exception(error)))  # of the other process
+            error.add_note("".join(traceback.format_exception(error)))  # traceback of the other process
         with suppress(OSError):
             self._send(number, None, (None if error else call.result(), error))
 
@@ -264,7 +265,7 @@ class Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Of an error of the user's that could not be made again from its arguments, the text goes."""
+    """Pickles a user's error that cannot be recreated from its arguments as text."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, BaseException):

@@ -1,5 +1,5 @@
-"""The processes of several runs side by side: each is a command of its own, and this one shows what they say. It dies
-with this one, which may be killed."""
+"""The processes of several concurrent runs: each is a separate command, whose output this one shows, and which dies
+with this one, even if killed."""
 
 import os
 import runpy
@@ -21,8 +21,8 @@ _ASKED = (*map(exit_status, SIGNALS), -SIGTERM)  # exit statuses of runs that we
 
 
 def launch_several(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended:
-    """Run all at once, each as a `distflow train` of its own. On this machine alone each gets its share of the cores,
-    and its own GPUs."""
+    """Run all at once, each as a separate `distflow train`. On a single machine each gets its share of the cores, and
+    its own GPUs."""
     num_devices, cores = sum(len(run.devices) for run in runs), usable_cores()
     environments = {}
     for run in runs:
@@ -36,8 +36,8 @@ def launch_several(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended
 
 
 class RunProcesses(AbstractContextManager["RunProcesses"]):
-    """Starts a `distflow train` for each of the runs; when it exits, those that still run are killed.
-    environments: further variables by the run's name."""
+    """Starts a `distflow train` for each run; on exit, running ones are killed. environments: further variables by the
+    run's name."""
 
     def __init__(
         self, runs: Sequence[PlannedRun], environments: Mapping[str, Mapping[str, str]], options: SeveralOptions
@@ -53,7 +53,7 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
                 text=True,
                 errors="replace",
                 env={**os.environ, **modules, **environments.get(run.name, {})},
-                process_group=0,  # a signal to the group of this process reaches it once, from here
+                process_group=0,  # a signal to this process's group reaches it only once, from here
             )
             for run in runs
         }
@@ -67,8 +67,8 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
             process.wait()
 
     def watch(self, failed_process: Callable[[], str | None] = lambda: None) -> Ended:
-        """Show their lines until all have ended, also where one fails; a first signal asks all to save and end.
-        failed_process: names a process that all need and that is gone, which raises WorkerDied."""
+        """Show their lines until all have ended, even if one fails; a first signal asks all to save and end.
+        failed_process: names a dead process that all need, which raises WorkerDied."""
         with StopRequest(self._ask_to_stop, ends_process=not self._options.embedded) as stop:
             while any(reader.is_alive() for reader in self._readers) or not self._lines.empty():
                 if dead := failed_process():

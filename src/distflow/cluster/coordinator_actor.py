@@ -1,4 +1,4 @@
-"""The coordinator as an actor. Over Ray it handles metadata and references alone; samples go from worker to worker."""
+"""The coordinator as an actor. Over Ray it handles only metadata and references; samples go from worker to worker."""
 
 import time
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ from distflow.scheduling.bin_packing import DpGroupShares
 from distflow.scheduling.group_states import GroupCounts, Version
 
 _PAGE = 64
-"""Groups in one reply: a reference has some 170 bytes, the measurements of a group some hundreds. No object of more
-than 64 kB comes here or goes to the driver."""
+"""Groups in one reply: a reference has some 170 bytes, a group's measurements some hundreds. No object above 64 kB is
+sent here or to the driver."""
 
 
 class RunEnded(RuntimeError):
@@ -39,7 +39,7 @@ class RunEnded(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of the run. total_steps: as far as the data last."""
+    """The progress of the run. total_steps: as many as the data allow."""
 
     version: Version
     total_steps: int
@@ -48,13 +48,13 @@ class Progress:
 
 
 class CoordinatorActor(SharedSampleQueue[GroupRef]):
-    """Each method call runs on a thread of its own, and may wait there.
+    """Each method call runs on its own thread, and may wait there.
 
     A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
     """
 
     def __init__(self, spec: Spec, start: Start, own_loop: bool = False) -> None:
-        """own_loop: a loop of the user's own in the driver takes the steps, for all ranks."""
+        """own_loop: a user's own loop in the driver takes the steps, for all ranks."""
         start.join(spec)
         self._messages = MessageQueue()
         coordinator, self._ledger = begin_ledger(spec, start)
@@ -75,8 +75,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             may_be_lost=True,
         )
         self._num_releases = sum(len(each.shares) for each in dp_groups)
-        coordinator.prompt_groups.data_open = not own_loop  # until the loop asks for some
-        self._rests: dict[int, Sequence[GroupRef]] = {}  # of a step's groups, by rank
+        coordinator.prompt_groups.data_open = not own_loop  # until the loop requests some
+        self._rests: dict[int, Sequence[GroupRef]] = {}  # remaining groups of a step, by rank
 
     def progress(self) -> Progress:
         coordinator = self._coordinator
@@ -85,10 +85,10 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         )
 
     def alive(self) -> None:
-        """A heartbeat: the reply comes from a thread of its own."""
+        """A heartbeat, answered by a separate thread."""
 
     def end(self, group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups, reward_counts: RewardCounts) -> None:
-        """Groups have left the rollout loop. reward_counts: by their worker since the call before."""
+        """Groups have left the rollout loop. reward_counts: of their worker since the previous call."""
         try:
             super().count(reward_counts)
             if isinstance(group, AbortedGroups):
@@ -104,7 +104,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         return self.submissions.row(number)
 
     def of_group(self, number: int) -> Any:
-        """A reference to what is said of a row's group: modules of the user's are not imported here."""
+        """A reference to the options of a row's group: user modules are not imported here."""
         return self.submissions.of_group(number)
 
     def take(
@@ -132,7 +132,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         return ResumePoint({**whole.snapshot, "live": whole.snapshot["live"][here]}, queued)
 
     def close(self) -> None:
-        """No group is issued any more, and the ledger is complete."""
+        """Issue no more groups, and complete the ledger."""
         self.fail(RunEnded("the run has ended"))
         self._ledger.close()
 

@@ -1,5 +1,5 @@
-"""A training loop of the user's own over Ray, in the driver: it knows where the batches lie, and each training rank
-carries out its calls on rows of its own (`own_loop_worker.py`)."""
+"""A user's own training loop over Ray, in the driver: it knows where batches are stored, and each training rank
+executes its calls on the rank's rows (`own_loop_worker.py`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ _TOO_LATE = (
 
 
 def _reply(run: RayRun, ref: Any) -> Any:
-    """Of the coordinator."""
+    """The reply of the coordinator."""
     return run.replies({ref: COORDINATOR})[0]
 
 
 class RemoteIntake:
-    """The methods of the coordinator's queue that a user's own loop calls. Functions go by reference, since modules of
-    the user's are not imported there."""
+    """The methods of the coordinator's queue that a user's own loop calls. Functions are passed by reference, since
+    user modules are not imported there."""
 
     def __init__(self, run: RayRun) -> None:
         self._run = run
@@ -57,10 +57,10 @@ class RemoteIntake:
 
 class TrainingRanks:
     """The `Worker` of a user's own loop in the driver. Its methods work on whole batches, whose groups it divides among
-    the ranks as any other run does."""
+    the ranks as in any other run."""
 
     def __init__(self, spec: Spec, run: RayRun, step: int) -> None:
-        """step: consumed in all."""
+        """step: number consumed in total."""
         self._spec, self._run, self.step, self._has_trained = spec, run, step, False
         wait = partial(_reply, run)
         self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=wait, read=self._hold)
@@ -77,7 +77,7 @@ class TrainingRanks:
                     raise WorkerDied(_TOO_LATE)
                 self._run.call("send_to_new_workers", dict.fromkeys(self._run.training_ranks, ()))
         except Exhausted:
-            self.reward_metrics()  # which may be why
+            self.reward_metrics()  # which may be the reason
             raise
         if step is not None:
             self._reward_counts = RewardCounts.joined([self._reward_counts, step.reward_counts])
@@ -94,7 +94,7 @@ class TrainingRanks:
         return cast(Batch, self._call("forward", self._having(role), role, batch, outputs)[0])
 
     def apply(self, batch: Batch, function: Callable[[Batch], object]) -> Batch:
-        """What the function writes, on each rank into its rows."""
+        """Apply the function on each rank to its rows."""
         return cast(Batch, self._call("apply", self._dp_groups[:1], batch, function)[0])
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -109,11 +109,11 @@ class TrainingRanks:
         return cast(dict[str, float], recorded)
 
     def generate(self, request: Any, gone: frozenset[int] = frozenset()) -> Any:
-        """By the engines of the workers in turn. gone: the ranks of workers that have died with the request."""
+        """Generate with the workers' engines in turn. gone: the ranks of workers that died with the request."""
         return self._generated(request, *self._ask(request, gone), gone)
 
     async def agenerate(self, request: Any) -> Any:
-        """The same in the event loop of the caller."""
+        """`generate` in the caller's event loop."""
         rank, ref = self._ask(request, frozenset())
         await self._run.done(ref)
         return self._generated(request, rank, ref, frozenset())
@@ -136,11 +136,12 @@ class TrainingRanks:
             return self.generate(request, gone | {rank})
 
     def _having(self, role: str) -> list[tuple[int, ...]]:
-        """The dp groups that have it."""
+        """The dp groups that have the role's engine."""
         return [dp_group for dp_group in self._dp_groups if role in self._spec.plan.ranks[dp_group[0]].engines]
 
     def _hold(self, taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-        """Have the ranks read the groups from the workers that made them, each its own; or the ids of lost ones."""
+        """Have each rank read its groups from the workers that have them; returns the batch, or the ids of lost
+        ones."""
         dp_group, numbers = self._dp_groups[0], taken.own
         sizes = Batch(torch.zeros(len(numbers)), torch.tensor(taken.loads))
         sizes["group_index"] = torch.tensor(numbers)
@@ -160,8 +161,8 @@ class TrainingRanks:
         return Batch.from_columns(small.lengths("prompt"), small.lengths("response"), columns), []
 
     def _call(self, name: str, dp_groups: Sequence[tuple[int, ...]], *arguments: Any) -> tuple[Any, Any]:
-        """Call a method of the workers of these dp groups, each with its rows in place of the batch that is among the
-        arguments. Returns the columns that it wrote, which stay there, and the rest of the result of the first one."""
+        """Call a method of the workers of these dp groups, each with its rows in place of the batch among the
+        arguments. Returns the columns that it wrote, which stay there, and the rest of the first one's result."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
         self._has_trained |= name in ("learn", "train_step")
         there, rows = _there(batch), dict[int, list[int]]()
@@ -185,7 +186,7 @@ class TrainingRanks:
         return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), columns.values()), rest
 
     def _divided(self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool) -> list[list[int]]:
-        """The rows of each rank. by_mini_batches: of the nodes that train; else the batch is one."""
+        """The rows of each rank. by_mini_batches: of the training nodes; else the batch is one."""
         shares = queue_dp_group(self._spec, dp_group)
         rows = rows_by_group(batch)
         numbers, lengths = sorted(rows), batch.lengths("sequence").tolist()
@@ -196,7 +197,7 @@ class TrainingRanks:
 
 
 def _there(batch: Batch) -> Batch:
-    """The batch for the ranks: what was written here goes to the object store."""
+    """The batch for the ranks: columns written here go to the object store."""
     here = stored(batch.only(field.name for field, column in batch.columns() if not isinstance(column, StoredColumn)))
     columns = [(field, column) for field, column in batch.columns() if field.name not in here]
     written = _columns([here], [(0, row) for row in range(len(batch))])
@@ -211,7 +212,7 @@ def _columns(parts: Sequence[Stored], picks: Sequence[tuple[int, int]]) -> Itera
 
 @dataclass(frozen=True)
 class OwnLoop:
-    """What a user's own loop works with: see `launch.one_process_launcher.Running`."""
+    """The interface of a user's own loop: see `launch.one_process_launcher.Running`."""
 
     worker: TrainingRanks
     intake: RemoteIntake

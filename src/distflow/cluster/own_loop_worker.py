@@ -1,4 +1,4 @@
-"""A user's own loop over Ray, on the workers: a training rank carries out the driver's calls, on rows in Ray's object
+"""A user's own loop over Ray, on the workers: a training rank executes the driver's calls on rows in Ray's object
 store, where it leaves what it writes, and a rollout worker looks up what the loop submits."""
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A column in Ray's object store. refs: of objects with nothing else. picks: of each sample, (object, row)."""
+    """A column in Ray's object store. refs: of objects with nothing else. picks: (object, row) of each sample."""
 
     refs: "tuple[ray.ObjectRef[Any], ...]"
     picks: Sequence[tuple[int, int]]
@@ -38,7 +38,7 @@ class StoredColumn:
         return cast(Column, found.flat(found.names[0]))
 
     def select(self, rows: Sequence[int]) -> "StoredColumn":
-        """Without the objects that have none of the rows."""
+        """These rows, without the objects that have none of them."""
         used = sorted({self.picks[row][0] for row in rows}) or [0]
         place = {part: number for number, part in enumerate(used)}
         picks = [(place[part], row) for part, row in (self.picks[row] for row in rows)]
@@ -52,19 +52,18 @@ class StoredColumn:
 
 
 Stored = Mapping[str, "tuple[Any, tuple[ray.ObjectRef[Any]]]"]
-"""Columns by name, each with its field and as an object of its own; references are in tuples as in `GroupRef`."""
+"""Columns by name, each with its field and as a separate object; references are in tuples as in `GroupRef`."""
 
 
 def stored(batch: Batch) -> Stored:
-    """Its columns, in the object store."""
+    """The batch's columns, in the object store."""
     import ray
 
     return {name: (batch.field(name), (ray.put(to_buffers(batch.only([name]))),)) for name in batch.names}
 
 
 def _hold(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Stored, Buffers, Sequence[int]]:
-    """The rows of these groups, which stay here, and for the driver their lengths and groups; or the ids of those that
-    are lost."""
+    """The rows of these groups, which stay here, and for the driver their lengths and groups; or ids of lost ones."""
     batch, lost = read_groups(numbers, groups)
     return ({}, {}, lost) if batch is None else (stored(batch), to_buffers(batch.only(["group_index"])), ())
 
@@ -76,13 +75,13 @@ class RankCalls:
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = SimpleQueue()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """For other threads: returns the result as `_carry_out` does, or raises what the method raised."""
+        """Call a method from another thread; returns the result of `_carry_out`, or raises what the method raised."""
         result: Future[Any] = Future()
         self._calls.put((name, arguments, result))
         return result.result()
 
     def serve(self, worker: Worker) -> int:
-        """For the training thread, until the driver leaves its loop; returns the steps consumed in all."""
+        """Serve calls on the training thread until the driver leaves its loop; returns the steps consumed in total."""
         while True:
             name, arguments, result = worker.wait_for_call(self._calls.get)
             if name == "leave":
@@ -93,7 +92,7 @@ class RankCalls:
 
 
 class _Errors(AbstractContextManager[None]):
-    """An error inside is one of the call: the driver raises it in the user's loop, which may go on."""
+    """Errors inside belong to the call: the driver raises them in the user's loop, which may continue."""
 
     def __init__(self, result: Future[Any]) -> None:
         self._result = result
@@ -107,7 +106,7 @@ class _Errors(AbstractContextManager[None]):
 
 def _carry_out(worker: Worker, name: str, arguments: Sequence[Any]) -> tuple[Stored | None, Any]:
     """The columns that the method wrote, if it returns a batch, and the rest of its result."""
-    given = [each.to("cpu") if isinstance(each, Batch) else each for each in arguments]  # to: reads its columns
+    given = [each.to("cpu") if isinstance(each, Batch) else each for each in arguments]  # `to` reads its columns
     before = {key: each.flat(key) for each in given if isinstance(each, Batch) for key in each.names}
     found = getattr(worker, name)(*given)
     batch, rest = found if isinstance(found, tuple) else (found, None)
@@ -117,7 +116,7 @@ def _carry_out(worker: Worker, name: str, arguments: Sequence[Any]) -> tuple[Sto
 
 
 class RemoteSubmissions(Submissions):
-    """The coordinator has what the driver's loop submits, and references to its functions."""
+    """Submissions of the driver's loop, looked up at the coordinator, which has references to its functions."""
 
     def __init__(self, coordinator: Any) -> None:
         import ray

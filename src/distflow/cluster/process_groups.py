@@ -1,5 +1,5 @@
-"""The `torch.distributed` process groups of a training worker, made once and in one order on every rank, and the
-collectives over them."""
+"""The `torch.distributed` process groups of a training worker, created once and in the same order on every rank, and
+the collectives over them."""
 
 import hashlib
 import os
@@ -23,16 +23,16 @@ from distflow.training.engine import Collective, OneRank, Plain, Reducible
 
 
 def backend_of(plan: Plan) -> str:
-    """The argument of `init_process_group`. gloo beside nccl carries host memory, pickled objects among it; it is also
-    beside what torch knows for other accelerators."""
+    """The argument of `init_process_group`. Beside nccl or the backend of another accelerator, gloo transfers host
+    memory, including pickled objects."""
     for device in {torch.device(rank.device).type for rank in plan.ranks} - {"cpu", "cuda"}:
         return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
 
 
 def new_meeting(run_dir: Path) -> Path:
-    """A file over which the training workers of a start find each other. For the process that holds the folder: it
-    removes those of a start that was killed, and the folders of its shared servers."""
+    """A file through which the training workers of a start find each other. For the process that holds the folder: it
+    removes those of killed starts, and the folders of their shared servers."""
     remove_meetings(run_dir)
     return run_dir / f".meeting-{secrets.token_hex(4)}"
 
@@ -47,8 +47,8 @@ def remove_meetings(run_dir: Path) -> None:
 
 class ProcessGroups:
     def __init__(self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
-        """dp_groups: the training ranks, in the order of the process group of all of them, which exists already.
-        timeout: how long one may wait for the others. All of them call this."""
+        """dp_groups: the training ranks, in the order of their common process group, which exists already. timeout: how
+        long one may wait for the others. All of them call this."""
         self._plan, self._timeout = plan, timeout
         self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
         of_plan = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
@@ -59,7 +59,7 @@ class ProcessGroups:
         }
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these ranks: this one and others, or this one alone."""
+        """The group of these ranks: this one, with or without others."""
         if ranks not in self._groups:
             assert len(ranks) == 1, f"the plan has no process group of the ranks {ranks}"
             self._groups[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
@@ -67,7 +67,7 @@ class ProcessGroups:
 
     def mesh(self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
         """The mesh over which the models of a dp group are sharded: the data parallel dimension (two with replicas),
-        and the tensor parallel one where layers are divided."""
+        and the tensor parallel one if layers are divided."""
         data, tensor = layout.sizes.data, layout.sizes.tensor
         dimensions: dict[str, tuple[Axis | Part, int]] = {DATA: ("data", data)}
         if layout.shard is not None:
@@ -85,16 +85,16 @@ class ProcessGroups:
 
 
 class TorchCollective:
-    """The `Collective` of a process group: tensors are reduced where they are, numbers in float64. `sum` and `max`
-    raise ValueError where the ranks give numbers of different names."""
+    """The `Collective` of a process group: tensors are reduced on their device, numbers in float64. `sum` and `max`
+    raise ValueError if the ranks' numbers have different names."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """group: None is the group of all ranks."""
+        """group: None for the group of all ranks."""
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group = group
         over_gloo = "gloo" in dist.get_backend_config(group)
-        self._device = torch.device("cpu" if over_gloo else "cuda")  # NCCL sees no host memory
+        self._device = torch.device("cpu" if over_gloo else "cuda")  # NCCL cannot use host memory
 
     def sum(self, value: Reducible) -> Reducible:
         return self._reduce(value, dist.ReduceOp.SUM)
@@ -103,7 +103,7 @@ class TorchCollective:
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def gather(self, value: Plain) -> list[Plain]:
-        """See `Collective`. By pickle, which nobody but the ranks themselves can write to the group."""
+        """See `Collective`. Uses pickle, since only the ranks themselves can write to the group."""
         everyone: list[Plain] = [value] * self.size
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
@@ -120,8 +120,8 @@ class TorchCollective:
         return {name: by_name[name] for name in value}
 
     def _check_names(self, names: list[str]) -> None:
-        """By a hash: tensors of unlike lengths would hang or mix up numbers, and names are sent only for the
-        message."""
+        """Compare names by a hash, since tensors of different lengths would hang or mix up numbers; names are sent only
+        for the message."""
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         largest, least = self._all_reduce(
             torch.tensor([digest, -digest], device=self._device), dist.ReduceOp.MAX
@@ -143,8 +143,8 @@ class TorchCollective:
 
 @dataclass(frozen=True)
 class Collectives:
-    """everyone: all training ranks. dp_group: this rank's. data: those of the dp group that have samples of their own.
-    mesh: of the dp group where weights are sharded, else None."""
+    """everyone: all training ranks. dp_group: this rank's. data: ranks of the dp group with separate samples. mesh: of
+    the dp group if weights are sharded, else None."""
 
     everyone: Collective
     dp_group: Collective
@@ -153,16 +153,16 @@ class Collectives:
 
     @staticmethod
     def join(spec: Spec, place: Place, meeting: Path) -> "Collectives":
-        """All training workers call this, and wait for each other. meeting: a file over which they find each other."""
+        """All training workers call this, and wait for each other. meeting: a file through which they meet."""
         if len({rank.node for rank in spec.plan.ranks}) == 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach it
         trainers = place.trainers
         shards = spec.config.actor_rollout_ref.actor.strategy == "fsdp"
         if not place.dp_group or (len(trainers) == 1 and not shards):
             alone = OneRank()
             return Collectives(alone, alone, alone, None)
         device = torch.device(spec.plan.ranks[place.rank].device).type
-        # A file, not a port: only who can read the run's folder can take part.
+        # A file, not a port: only those who can read the run's folder can join.
         store = dist.FileStore(str(meeting), len(trainers))
         timeout = timedelta(seconds=spec.options.peers_timeout_s)
         dist.init_process_group(

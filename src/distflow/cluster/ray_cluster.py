@@ -1,4 +1,4 @@
-"""The Ray of a run: connects to one or starts one, which ends with the run, and reserves resources for the workers."""
+"""The Ray of a run: connects to one, or starts one that ends with the run, and reserves resources for the workers."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ PLACED_WITHIN_S = 120.0
 _SAYS_AFTER_S = 5.0
 _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
-"""Of a worker that has imported everything and holds no model yet."""
+"""Memory of a worker that has imported everything, without a model."""
 _TOKEN_ADVICE = (
     ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's token "
     "(docs/cluster.md), as for `ray start`"
@@ -37,16 +37,16 @@ _TOKEN_ADVICE = (
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
 _NEEDED = ("raylet", "gcs_server")
-"""Ray's names for those of its processes that a run needs."""
+"""Ray's names for its processes that a run needs."""
 SHARED_BUNDLES = "DISTFLOW_SHARED_BUNDLES"
-"""An environment variable: the placement group, reserved by the process that started this one, with a bundle a node."""
+"""An environment variable: the placement group that the parent process reserved, with a bundle per node."""
 
 
 @contextmanager
 def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
-    """Connect this process to the Ray that RAY_ADDRESS names or that it is connected to already, else to one of its own
-    on loopback, which ends with the block and all that runs there. Yields whether it is its own. more_cpus: for that
-    one, besides those of the workers."""
+    """Connect this process to the Ray that RAY_ADDRESS names or that it is already connected to, else to its own one on
+    loopback, which ends with the block and everything that runs there. Yields whether it is its own. more_cpus: for its
+    own, besides those of the workers."""
     if ray.is_initialized():
         yield False
         return
@@ -79,21 +79,21 @@ def joined_ray(address: str) -> Iterator[None]:
 
 @contextmanager
 def start_ray(num_cpus: int) -> Iterator[None]:
-    """Start a Ray on this machine with at least so many CPUs; it ends with the block."""
-    # What Ray starts gets process groups of its own: a signal to ours, as `timeout` sends it, must reach the run alone,
+    """Start a Ray on this machine with at least this many CPUs; it ends with the block."""
+    # Ray's processes get their own process groups: a signal to ours, e.g. from `timeout`, must reach only the run,
     # which saves before its Ray ends.
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
     try:
         ray.init(
-            address="local",  # never one that another process has started here
+            address="local",  # never one that another process started here
             num_cpus=max(num_cpus, usable_cores()),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
             _node_ip_address="127.0.0.1",
         )
-    except Exception as err:  # Ray raises no type of its own
+    except Exception as err:  # Ray has no specific error type
         raise RuntimeError(f"Ray could not be started on this machine: {err}") from err
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
@@ -105,7 +105,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
 
 def failed_process(or_stopped: bool = False) -> str | None:
     """Names a dead process of the Ray that this process started; None if all live or it started no Ray. or_stopped:
-    also a stopped process, because of which a worker may have died."""
+    also names a stopped process, which may have caused a worker's death."""
     own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
     failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
     if or_stopped:
@@ -123,12 +123,12 @@ def _own_processes() -> list[tuple[str, "Popen[Any]"]]:
 def _is_stopped(process: "Popen[Any]") -> bool:
     try:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:  # it has ended, or this is no Linux
+    except OSError:  # the process has ended, or this is not Linux
         return False
 
 
 def _end_own() -> None:
-    """Ray asks its processes to end; one that is stopped cannot, and is killed."""
+    """End our Ray, which asks its processes to end; stopped ones cannot, and are killed."""
     node = ray._private.worker._global_node
     processes = [process for _, process in _own_processes()]
     below = {each for process in processes for each in descendants(process.pid)}
@@ -148,8 +148,8 @@ def _end_own() -> None:
 
 @contextmanager
 def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[dict[int, Bundle]]:
-    """The reserved bundle of each node of the plan: of this run alone, or of all that one command has started. Raises
-    as `reserve` does."""
+    """The reserved bundle of each node of the plan: of this run, or of all runs that one command started. Raises what
+    `reserve` raises."""
     nodes = sorted({rank.node for rank in plan.ranks})
     if shared := os.environ.get(SHARED_BUNDLES):
         group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(shared)))
@@ -161,10 +161,10 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
 
 @contextmanager
 def reserve(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[PlacementGroup]:
-    """One bundle a node of the plan, with the CPUs, the device and the memory of each of its workers. Raises UserError
-    where the cluster does not have them.
+    """Reserve one bundle per node of the plan, with the CPUs, the device and the memory of each of its workers. Raises
+    UserError if the cluster lacks them.
 
-    ends: this Ray ends with the run, so they are not released: Ray may be what has failed.
+    ends: this Ray ends with the run, so they are not released, since Ray itself may have failed.
     """
     nodes = sorted({rank.node for rank in plan.ranks})
     wanted = [_needs([rank for rank in plan.ranks if rank.node == node], each) for node in nodes]
@@ -179,9 +179,9 @@ def reserve(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: boo
 
 
 def wait_for_room(bundles: Collection[Bundle], timeout_s: float, say: Callable[[str], None]) -> None:
-    """Until each bundle has a machine that answers: Ray places those of one that is gone anew. Raises UserError."""
+    """Wait until each bundle has a machine that responds; Ray moves bundles of a lost machine. Raises UserError."""
     wanted = [each.placement_group.bundle_specs[each.placement_group_bundle_index] for each in bundles]
-    answer = ray.remote(lambda: None)  # by value: it imports nothing there
+    answer = ray.remote(lambda: None)  # pickled by value: it imports nothing there
     needs = f"{len(wanted)} machine(s) with {', '.join(map(_counted, wanted))}"
     ready = [answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote() for each in bundles]
     if timeout_s and ray.wait(ready, num_returns=len(ready), timeout=_SAYS_AFTER_S)[1]:
@@ -197,7 +197,7 @@ def wait_for_room(bundles: Collection[Bundle], timeout_s: float, say: Callable[[
 
 
 def check_room(plan: Plan) -> None:
-    """Raises UserError for a plan that does not fit on this machine alone, or would be hopelessly slow."""
+    """Raises UserError for a plan that does not fit on this machine, or would be hopelessly slow."""
     num_nodes = len({rank.node for rank in plan.ranks})
     if num_nodes > 1:
         raise UserError(
@@ -208,7 +208,7 @@ def check_room(plan: Plan) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises UserError for a HOST:PORT where nothing listens: Ray itself retries for minutes, with a vague message."""
+    """Raises UserError if nothing listens at HOST:PORT: Ray itself retries for minutes, with a vague message."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:  # "auto", or another kind of address
         return
@@ -222,7 +222,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
-    """Of these workers together. each: of one."""
+    """The needs of these workers together. each: of one."""
     num_gpus, needs = sum(rank.device.startswith("cuda") for rank in ranks), [each.of(rank) for rank in ranks]
     memory = sum(_WORKER_BYTES if own.memory_mb is None else own.memory_mb * _MB for own in needs)
     gpus = {"GPU": float(num_gpus)} if num_gpus else {}
@@ -230,7 +230,7 @@ def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the machines have that much at all, in use or not."""
+    """Whether the machines have this much in total, in use or not."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = list(nodes)
     for need in wanted:
@@ -242,14 +242,14 @@ def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
 
 
 def _counted(resources: Mapping[str, float]) -> str:
-    """Resources in words. The memory is what Ray offers, which is less than the machine has."""
+    """Resources in words. The memory is Ray's, which is less than the machine's."""
     counts = [f"{int(resources[name])} {name}" for name in ("CPU", "GPU") if name in resources]
     return " and ".join([*counts, f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"])
 
 
 def bound_of(spec: Spec) -> int:
-    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts. A run
-    beside others has its devices' share of it."""
+    """Bytes that may wait in shared memory. All groups may be on one machine, so the smallest object store counts. A
+    concurrent run gets its devices' share of it."""
     if spec.options.max_held_mb is not None:
         return spec.options.max_held_mb * _MB
     stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]

@@ -1,5 +1,5 @@
-"""The Ray launcher. It sets the environment that Ray reads when it is imported, so modules that import Ray are imported
-after that."""
+"""The Ray launcher. It sets the environment that Ray reads on import, so modules that import Ray are imported
+afterwards."""
 
 import functools
 import importlib.util
@@ -33,8 +33,8 @@ _TOKEN = ".ray-token"
 
 
 def launch_ray(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
-    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
-    is not connected to one already."""
+    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts and ends its own Ray, unless it is
+    already connected to one."""
     with _starting(spec, options.allow_change) as (spec, start):
         if done := done_before(spec, start, options.say):
             return done
@@ -46,7 +46,7 @@ def launch_ray(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
 
 @contextmanager
 def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
-    """The same run, driven by the options: see `open_local`."""
+    """The run driven by a user's own loop: see `open_local`."""
     with _starting(spec, ()) as (spec, start):
         from distflow.cluster.own_loop_driver import OwnLoop, RemoteIntake, TrainingRanks
         from distflow.cluster.supervisor import RayRun
@@ -85,8 +85,8 @@ def _bundles(spec: Spec, start: Start, say: Callable[[str], None]) -> "Iterator[
 
 
 def gpus_of_machines() -> list[int]:
-    """The GPUs of each machine of the cluster that RAY_ADDRESS names or that this process is connected to, as Ray
-    counts them; else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
+    """Ray's count of GPUs on each machine of the cluster that RAY_ADDRESS names or that this process is connected to;
+    else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     if not os.environ.get("RAY_ADDRESS") and not _is_connected():
@@ -99,7 +99,7 @@ def gpus_of_machines() -> list[int]:
 
 
 def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> Ended:
-    """As `launch_several`, on one Ray, found as by `launch_ray`."""
+    """As `launch_several`, on one Ray, found as in `launch_ray`."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _private_ray(Path(folder)):
@@ -118,14 +118,14 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
 
 
 def is_installed() -> bool:
-    """Whether there is a Ray to import."""
+    """Whether Ray can be imported."""
     return importlib.util.find_spec("ray") is not None
 
 
 @contextmanager
 def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
-    """A Ray on this machine for all runs inside with at most so many workers, whatever RAY_ADDRESS names; or the one
-    that this process is connected to already."""
+    """A Ray on this machine for all runs inside with at most this many workers, ignoring RAY_ADDRESS; or the one that
+    this process is already connected to."""
     if _is_connected():
         yield
         return
@@ -143,13 +143,13 @@ def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
 
 @contextmanager
 def _private_ray(folder: Path) -> Iterator[None]:
-    """A Ray that is started inside listens on loopback alone, and rejects clients without a token in `folder` that only
-    this user can read. One that runs already has its own settings."""
+    """A Ray that is started inside listens only on loopback, and rejects clients without a token in `folder` that only
+    this user can read. A running one has its own settings."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ or _is_connected():
         yield
         return
-    # Despite its name: with it off, Ray keeps the address that it gets, loopback included.
+    # Despite its name: when off, Ray keeps the address that it gets, including loopback.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = folder / _TOKEN
@@ -161,7 +161,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
     guard = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), str(token), str(os.getpid())],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # a signal to the driver's process group does not reach it
+        start_new_session=True,  # signals to the driver's process group do not reach it
     )
     try:
         yield
@@ -176,7 +176,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
 
 
 def _read_again() -> None:
-    """Make a Ray that was imported before read its settings again."""
+    """Make an already imported Ray reread its settings."""
     if "ray" in sys.modules:
         from ray import _raylet as compiled
 
@@ -186,7 +186,7 @@ def _read_again() -> None:
 
 @functools.cache
 def _secret() -> str:
-    """One token for every Ray of this process: Ray reads it once, and would reject a second one."""
+    """The token for every Ray of this process: Ray reads it once, and would reject a second one."""
     return secrets.token_hex(32)
 
 

@@ -1,6 +1,6 @@
-"""A process that outlives the driver of a Ray for a moment, and kills what is left of that Ray's processes.
+"""A process that briefly outlives the driver of a Ray, and kills what is left of that Ray's processes.
 
-Ray ends its workers when their driver dies, but some of its own helpers look for their parent only now and then.
+Ray ends its workers when their driver dies, but some of its helpers check for their parent only occasionally.
 """
 
 import os
@@ -18,8 +18,8 @@ Process = tuple[int, str]
 
 
 def main(token: str, driver: int) -> None:
-    """token: a file to be removed at the end. driver: pid of the process that holds the other end of standard input. It
-    writes a byte there when it has ended well."""
+    """token: a file to remove at the end. driver: pid of the process that holds the other end of standard input, where
+    it writes a byte when it has ended normally."""
     others, known = descendants(driver), set[Process]()
     while not select.select([sys.stdin], [], [], _LOOKS_EVERY_S)[0]:
         known |= descendants(driver) - others
@@ -36,7 +36,7 @@ def kill_those(processes: set[Process]) -> None:
 
 
 def descendants(root: int) -> set[Process]:
-    """All descendants of a process, without itself."""
+    """All descendants of a process, excluding itself."""
     children: dict[int, list[Process]] = {}
     for process, parent in _processes().items():
         children.setdefault(parent, []).append(process)

@@ -1,6 +1,6 @@
-"""The sample queue as a worker in a process of its own sees it: a client of the coordinator actor. Groups are plain
-buffers of their columns. They lie in Ray's object store, and the coordinator has references to them; without Ray it has
-the groups themselves."""
+"""The sample queue for a worker in a separate process: a client of the coordinator actor. Groups are plain buffers of
+their columns. They are in Ray's object store, and the coordinator has references to them; without Ray it has the groups
+themselves."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ from distflow.runtime.sample_queue.queue_base import joined
 from distflow.scheduling.group_states import PromptGroup
 
 GroupRef = Any
-"""Ray's reference to a group's buffers, in a tuple, so that Ray does not pass the object; without Ray the buffers."""
+"""Ray's reference to a group's buffers, in a tuple so that Ray does not pass the object; without Ray, the buffers."""
 
 
 Taken = TrainingStep[Sequence[GroupRef]]
@@ -42,8 +42,8 @@ class GroupLost(RuntimeError):
 
 
 def to_group(batch: Batch, by_ray: bool) -> tuple[GroupRef, int]:
-    """Store the group's columns, with Ray where every process of this machine reads them without a copy; returns their
-    size, too."""
+    """Store the group's columns, with Ray in memory that every process of this machine reads without a copy. Also
+    returns their size."""
     buffers = to_buffers(batch)
     num_bytes = sum(column.nbytes for column in buffers.values())
     if not by_ray:
@@ -74,8 +74,7 @@ def to_batch(groups: Sequence[GroupRef]) -> Batch:
 
 
 class RemoteSampleQueue:
-    """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups themselves from worker to
-    worker."""
+    """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups from worker to worker."""
 
     def __init__(
         self,
@@ -90,13 +89,13 @@ class RemoteSampleQueue:
     ) -> None:
         """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among the rollout
         workers. first: the number of the first rank of its dp group. ready: set when its engine has weights, before
-        which it asks for no group; None if it has them from the start. stop: wanted by all ranks from the release of
-        the same step on. wait: returns the coordinator's reply. read: of the groups of a part (`read_groups`)."""
+        which it requests no groups; None if it has them from the start. stop: becomes wanted on all ranks at the
+        release of the same step. wait: gets the coordinator's reply. read: as `read_groups`."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready, self._reply = stop, ready, wait
         self._read = read or (lambda taken, groups: read_groups(taken.own or taken.group_ids[:1], groups))
         self._by_ray = not isinstance(coordinator, Peer)
-        self._reward_counts = RewardCounts()  # of groups that end next
+        self._reward_counts = RewardCounts()  # sent with the groups that end next
 
     async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         if self._ready is not None:
@@ -125,14 +124,14 @@ class RemoteSampleQueue:
         self._coordinator.end.remote(aborted, self._take_reward_counts())
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """The counts are sent with the next group: the actor may run two calls in any order."""
+        """Send the counts with the next group, since the actor may run two calls in any order."""
         reward_counts = reward_counts._replace(first=shortened(reward_counts.first))
         self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
-        """Groups that were lost with a worker are generated again."""
+        """See `SampleQueuePort`; groups that were lost with a worker are generated again."""
         while True:
             timeout_s = None if deadline is None else deadline - time.monotonic()
             with self._waits("training", f"step {step + 1}", on="rollout"):
@@ -178,7 +177,7 @@ class RemoteSampleQueue:
 
 
 def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-    """The rows of the groups, or the ids of the groups that are lost. numbers: their ids."""
+    """The rows of the groups, or the ids of lost groups. numbers: their ids."""
     with suppress(GroupLost):
         return to_batch(groups), []
     lost = []
@@ -191,5 +190,5 @@ def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Bat
 
 
 def _short(failure: Failure | None) -> Failure | None:
-    """The failure with a message that is short enough for the coordinator."""
+    """The failure with a message short enough for the coordinator."""
     return None if failure is None else replace(failure, message=shortened(failure.message))

@@ -27,11 +27,11 @@ _MAX_SAMPLE_CHARS = 1000
 _LOOKS_EVERY_S = 0.5
 _MAX_MESSAGES = 10_000
 _MAX_BYTES = 32_768
-"""Of messages in one reply."""
+"""Most bytes of messages in one reply."""
 
 
 class MessageSender:
-    """Sends messages to the driver through the coordinator. Its calls run on many threads, so messages are numbered."""
+    """Sends messages to the driver through the coordinator, numbered, since calls run on many threads."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator, self._sender, self._lock = coordinator, secrets.token_hex(8), threading.Lock()
@@ -45,7 +45,7 @@ class MessageSender:
             self._num_messages += 1
 
     def flush(self) -> None:
-        """Wait until all has arrived, or the coordinator's process is gone."""
+        """Wait until all messages have arrived, or the coordinator's process is gone."""
         with self._lock:
             self._wait()
 
@@ -54,14 +54,14 @@ class MessageSender:
 
 
 def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
-    """Callbacks that call the user's functions in the driver, for the worker that leads."""
+    """Callbacks of the leading worker, which call the user's functions in the driver."""
     if not place.leads:
         return Callbacks()
     return Callbacks(*(partial(send, name) for name in _CALLBACKS))
 
 
 class RemoteView:
-    """The driver's `TerminalView`, for a worker. One that does not lead shows its notes alone."""
+    """The driver's `TerminalView`, for a worker; one that does not lead shows only notes."""
 
     def __init__(self, send: MessageSender, place: Place) -> None:
         self._send, self._place = send, place
@@ -105,7 +105,7 @@ class MessageQueue:
             self._changed.notify_all()
 
     def fetch(self, timeout_s: float) -> list[Message]:
-        """The messages since the last call, or the first of them; waits up to `timeout_s` for one."""
+        """The messages since the last call (if many, the first of them); waits up to `timeout_s` for one."""
         with self._changed:
             if not self._messages:
                 self._changed.wait(timeout_s)
@@ -120,7 +120,7 @@ class MessageQueue:
 def shown(
     spec: Spec, total_steps: int, callbacks: Callbacks, waits_s: float = 2 * _LOOKS_EVERY_S
 ) -> "Iterator[DriverOutput]":
-    """For what workers report meanwhile: shows it in this terminal. waits_s: see `DriverOutput`."""
+    """Shows what workers report meanwhile in this terminal. waits_s: see `DriverOutput`."""
     view = make_view(spec, total_steps)
     try:
         yield DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)), waits_s)
@@ -129,18 +129,18 @@ def shown(
 
 
 class DriverOutput:
-    """Passes what workers report to the driver's terminal and to the user's callbacks."""
+    """Passes workers' reports to the driver's terminal and to the user's callbacks."""
 
     def __init__(self, view: TerminalView, caller: Caller, waits_s: float) -> None:
-        """waits_s: for the next report."""
+        """waits_s: how long to wait for the next report."""
         self._view, self._caller, self._waits_s = view, caller, waits_s
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
-        """Show what has been reported since, or is within a moment. Raises WorkerDied if the coordinator is gone."""
+        """Show new reports, waiting a moment for them. Raises WorkerDied if the coordinator is gone."""
         self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
         if not last and not wait([future_of(self._asked)], self._waits_s).done:
-            return  # whether it responds at all, its heartbeat reports
+            return  # its heartbeat reports whether it responds at all
         asked, self._asked = self._asked, None
         self.pass_on(reply_of(asked, COORDINATOR))
 

@@ -1,7 +1,7 @@
 """Resharding between dp groups: a Ray actor that matches writers and readers, and a worker's client of it.
 
 A put is one object in the shared memory of the writer's node. A reader on the same node maps it and copies its rows
-once. The actor handles metadata and references alone.
+once. The actor handles only metadata and references.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from distflow.observe.writing.timing import Waits
 from distflow.scheduling.reshard_matching import Key, Reshard, ReshardError, Share
 
 SMALL_BYTES = 2**20
-"""A put of at most this size goes to shared memory before there is room for it, which saves a call."""
+"""A put of at most this size is stored before there is room for it, which saves a call."""
 
 
 @ray.remote(num_cpus=0)
 class ReshardActor:
-    """Drives the state machine on Ray's asyncio loop: waiting takes no thread and no polling. Each wait ends with its
-    condition or with `fail`."""
+    """Drives the state machine on Ray's asyncio loop, so that waiting needs no thread and no polling. Each wait ends
+    with its condition or with `fail`."""
 
     def __init__(self, limit_bytes: int) -> None:
         """limit_bytes: see `Reshard`."""
@@ -35,23 +35,23 @@ class ReshardActor:
         self._changed = asyncio.Condition()
 
     async def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> None:
-        """Waits until there is room."""
+        """Reserve room for a put; waits until there is room."""
         await self._until(lambda: self._exchange.reserve(key, writer, num_writers, num_bytes))
 
     async def put(self, key: Key, writer: int, uids: Sequence[str], ref: Sequence[ObjectRef]) -> None:
-        """By a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
+        """Put by a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
         self._exchange.put(key, writer, uids, ref[0])
         await self._wake()
 
     async def put_at_once(
         self, key: Key, writer: int, num_writers: int, num_bytes: int, uids: Sequence[str], ref: Sequence[ObjectRef]
     ) -> None:
-        """By a writer that has not reserved room: its object is small, and lies there while it waits for room."""
+        """Put by a writer that has not reserved room: its small object is stored while it waits for room."""
         await self.reserve(key, writer, num_writers, num_bytes)
         await self.put(key, writer, uids, ref)
 
     async def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
-        """Waits until the step is complete."""
+        """Pick a share; waits until the step is complete."""
         await self._until(lambda: self._exchange.is_complete(key))
         return self._exchange.pick(key, num_ranks, uids)
 
@@ -66,7 +66,7 @@ class ReshardActor:
         return self._exchange.held_bytes
 
     async def fail(self, failure: BaseException) -> None:
-        """Raise it in every waiting and later call. The first one counts; later ones follow from it."""
+        """Raise a failure in every waiting and later call. The first one counts; later ones follow from it."""
         self._failure = self._failure or failure
         await self._wake()
 
@@ -83,14 +83,14 @@ class ReshardActor:
 
 
 class RayReshard:
-    """A worker's client: puts and picks the batches of steps; each call waits until it is done."""
+    """A worker's client, which puts and picks the batches of steps; each call waits until it is done."""
 
     def __init__(self, actor: ActorHandle, waits: Waits) -> None:
         self._actor, self._waits = actor, waits
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """See `ReshardPort`. Waits while there is no room. Raises TypeError for an object that is no JSON value, and
-        ReshardError where this step is impossible."""
+        """See `ReshardPort`. Waits while there is no room. Raises TypeError for an object that is not a JSON value, and
+        ReshardError for an invalid step."""
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
         uids = tuple(batch["uid"])
@@ -103,8 +103,8 @@ class RayReshard:
             _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, uids, refs))
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """See `ReshardPort`. Waits until the step is complete, and copies its rows into memory of its own. Raises
-        ReshardError where the step cannot be completed any more."""
+        """See `ReshardPort`. Waits until the step is complete, and copies its rows. Raises ReshardError if the step
+        cannot be completed any more."""
         with self._waits("exchange", str(key), on="writers"):
             share: Share[ObjectRef] = _result(self._actor.pick.remote(key, num_ranks, uids))
         try:
@@ -119,7 +119,7 @@ class RayReshard:
 
 
 def _result(ref: ObjectRef) -> Any:
-    """As `reply`. Raises ReshardError if the actor is gone."""
+    """As `reply`, but raises ReshardError if the actor is gone."""
     try:
         return reply(ref)
     except RayActorError as gone:

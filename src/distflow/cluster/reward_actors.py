@@ -1,4 +1,4 @@
-"""Reward functions in Ray actors of their own, anywhere in the cluster, shared by all workers of a run."""
+"""Reward functions in separate Ray actors, anywhere in the cluster, shared by all workers of a run."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ _PULSE = "heartbeat"
 
 @ray.remote(concurrency_groups={_PULSE: 1})  # type: ignore[call-overload]  # Ray's types do not know it
 class RewardActor:
-    """Starts the pools that it is asked for, and calls reward functions in their processes, which may hang or crash."""
+    """Starts pools on request, and calls reward functions in their processes, which may hang or crash."""
 
     def __init__(self, home: Home) -> None:
         os.umask(0o077)
@@ -41,8 +41,8 @@ class RewardActor:
     async def call(
         self, settings: PoolSettings, name: str, asked: Calls, timeout_s: float | None, give_up_after: int
     ) -> tuple[str, list[RewardResult], int]:
-        """That id, the results of the pool of these settings, and the number of calls retried because a process died.
-        An actor that Ray has started again has no pool yet."""
+        """The id, the results of the pool with these settings, and the number of calls retried because a process died.
+        An actor that Ray has restarted has no pool yet."""
         pool = await self._pool(settings)
         again: list[int] = []
         reward_results = await pool.score_group(name, asked, timeout_s, again.append, give_up_after)
@@ -54,7 +54,7 @@ class RewardActor:
 
     @ray.method(max_task_retries=0)
     async def live(self) -> None:
-        """Ends with the process; the error says how."""
+        """Returns never; when the process ends, the error says how."""
         await asyncio.Event().wait()
 
     async def _pool(self, settings: PoolSettings) -> RewardPool:
@@ -107,13 +107,13 @@ class RewardActorPool(Pool):
         return reward_results
 
     def close(self) -> None:
-        """The actors are the run's."""
+        """Nothing to close: the actors belong to the run."""
         self.closed = True
 
 
 class DeathWatch:
-    """Reports each death of an actor once. Ray notices one after a second or two; in a run that ends before that,
-    `reward/retried_calls` alone shows it."""
+    """Reports each death of an actor once. Ray notices it after a second or two; if the run ends before that, only
+    `reward/retried_calls` shows it."""
 
     def __init__(self, reward_actors: Sequence[Any]) -> None:
         self._reward_actors = reward_actors
@@ -137,7 +137,7 @@ class DeathWatch:
         return deaths
 
     def ignore(self, number: int) -> None:
-        """Report nothing more of that one before it has started again."""
+        """Report nothing more about this actor until it has restarted."""
         self._lives.pop(number, None)
         self._restarting[number] = self._reward_actors[number].alive.remote()
 
@@ -154,8 +154,8 @@ def _why(lived: "ray.ObjectRef[Any]") -> str:
 
 
 def start_reward_actors(spec: Spec) -> list[Any]:
-    """The actors that the config asks for. One that dies is started again, and its calls are retried.
-    Raises UserError if the cluster has no room for them."""
+    """The actors that the config requires. One that dies is restarted, and its calls are retried. Raises UserError if
+    the cluster has no room for them."""
     needs = spec.options.worker
     reward_actors = [  # Ray's handles have no types
         cast(Any, RewardActor)

@@ -1,5 +1,5 @@
-"""Several processes of one machine without Ray (`trainer.launcher=local`), one a device: each generates and trains. The
-process that starts them has the sample queue, which they call over sockets. One that is lost ends the run."""
+"""Several processes on one machine without Ray (`trainer.launcher=local`), one per device, each of which generates and
+trains. The process that starts them has the sample queue, which they call over sockets. Losing one ends the run."""
 
 import os
 import subprocess
@@ -31,12 +31,12 @@ from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 from distflow.runtime.worker_place_and_dp_groups import Place
 
 _NUM_CALLS = 16
-"""Of one process that may wait at once."""
+"""Calls of one process that may wait at once."""
 _LOOKS_EVERY_S = 0.5
 
 
 class LocalWorker(WorkerActor):
-    """The worker of this process, which is made by its first call."""
+    """The worker of this process, created by its first call."""
 
     def __init__(self, coordinator: Any) -> None:
         self._to_parent = coordinator
@@ -48,7 +48,7 @@ class LocalWorker(WorkerActor):
 
 
 class WorkerProcess:
-    """One process of the run, and the calls of its worker. It dies with this one, which may be killed."""
+    """One process of the run, and calls to its worker. It dies with this one, even if that is killed."""
 
     def __init__(self, place: Place, device: str, coordinator: object) -> None:
         ours, theirs = Pipe()
@@ -62,13 +62,13 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
-                process_group=0,  # Ctrl-C reaches this process alone, and through it the others
+                process_group=0,  # Ctrl-C reaches only this process, and through it the others
             )
         self.place, self.pid, self.calls = place, self._process.pid, Peer(ours, _NUM_CALLS)
         threading.Thread(target=self.calls.serve, args=(coordinator,), daemon=True).start()
 
     def how_it_died(self) -> str | None:
-        """Its end in words; None while it runs."""
+        """How it ended, in words; None while it runs."""
         status = self._process.poll()
         if status is None:
             return None
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 
 class LocalRun(AbstractContextManager["LocalRun"]):
-    """A context manager: starts the processes of a run, and kills them when it exits."""
+    """A context manager that starts the processes of a run, and kills them on exit."""
 
     def __init__(self, spec: Spec, start: Start) -> None:
         self._spec, self._start, self._meeting = spec, start, new_meeting(spec.run_dir)
@@ -102,7 +102,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
             note_failure(self._spec.run_dir, error)
 
     def build(self, say: Callable[[str], None]) -> list[str]:
-        """Build engines and services of all; returns the harmless differences from the checkpoint."""
+        """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
         spec, start = self._spec, self._start
         begun = [worker.calls.begin.remote(spec, start, worker.place, self._meeting) for worker in self._workers]
         while not all(call.done() for call in begun):
@@ -112,7 +112,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         return check_reports([call.result() for call in begun], 0, spec, start, say)
 
     def watch(self, differences: list[str], options: LaunchOptions) -> int:
-        """Supervise until the run has ended; returns the steps consumed in all."""
+        """Supervise until the run has ended; returns the steps consumed in total."""
         with shown(self._spec, self.coordinator.progress().total_steps, options.callbacks) as output:
 
             def asked_to_stop(name: str) -> None:
@@ -133,8 +133,8 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         return max(call.result() for call in running)
 
     def _check(self, calls: Sequence["Future[Any]"], when: str) -> None:
-        """Raises the error of a call that failed, and WorkerDied where the cause is a process that has died, or that
-        does not respond. when: in the run."""
+        """Raises the error of a failed call, or WorkerDied if the cause is a process that died or does not respond.
+        when: in the run."""
         error = next((error for call in calls if call.done() and (error := call.exception())), None)
         may_follow = error is not None and not isinstance(error, UserError | TrustError)
         until = time.monotonic() + (STARVED_S if may_follow else 0.0)
@@ -172,7 +172,7 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
 
 
 def main(descriptor: int, parent: int) -> None:
-    """The process of a rank: serves the calls that come over its socket."""
+    """The process of a rank: serves the calls that arrive over its socket."""
     die_with(parent)
     coordinator = Peer(Connection(descriptor), _NUM_CALLS)
     coordinator.serve(LocalWorker(coordinator))

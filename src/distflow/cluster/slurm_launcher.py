@@ -14,7 +14,7 @@ from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
 
 def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
-    """See `Launch`. The run is the job's; here it is checked that it can start, and has steps left."""
+    """See `Launch`. The job runs it; this checks that it can start, and has steps left."""
     if options.embedded:
         raise UserError("trainer.launcher=slurm submits a command: use `distflow train`, not Python")
     if (sbatch := shutil.which("sbatch")) is None:
@@ -35,7 +35,7 @@ def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
 
 
 def _script(spec: Spec) -> str:
-    """The job, with the command that this process was started with."""
+    """The job script, with the command that started this process."""
     filled = {
         "OPTIONS": "\n".join(f"#SBATCH {shlex.quote(option)}" for option in _options(spec)),
         "PYTHON": shlex.quote(sys.executable),
@@ -47,7 +47,7 @@ def _script(spec: Spec) -> str:
 
 
 def _options(spec: Spec) -> list[str]:
-    """Of sbatch, the user's last. Raises UserError for one that would not stay on its line."""
+    """Options of sbatch, the user's last. Raises UserError for an option that contains a line break."""
     trainer, slurm = spec.config.trainer, spec.options.slurm
     output = f"{spec.run_dir.absolute()}/slurm-".replace("%", "%%") + "%j.out"
     options = [

@@ -1,4 +1,4 @@
-"""The supervisor of a Ray run: starts its actors, one worker a device, watches them, kills them, starts them again."""
+"""The supervisor of a Ray run: starts its actors, one worker per device, watches, kills and restarts them."""
 
 import asyncio
 import time
@@ -35,12 +35,12 @@ from distflow.runtime.worker_place_and_dp_groups import Place
 
 _LOOKS_EVERY_S = 0.5
 Say = Callable[[str], None]
-_NUM_CALLS = 6  # of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
-_GENERATE, _NUM_REQUESTS = "generate", 64  # of a user's own loop to one worker at once, in threads of their own
+_NUM_CALLS = 6  # calls of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
+_GENERATE, _NUM_REQUESTS = "generate", 64  # of a user's own loop to one worker at once, in separate threads
 
 
 class RayRun(AbstractContextManager["RayRun"]):
-    """A context manager: starts the actors of a run in the bundles of their nodes, and kills them when it exits."""
+    """A context manager that starts the actors of a run in the bundles of their nodes, and kills them on exit."""
 
     def __init__(self, spec: Spec, start: Start, bundles: Mapping[int, Bundle], own_loop: bool = False) -> None:
         """own_loop: see `driven`."""
@@ -94,7 +94,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         return check_reports(reports, self._leader, self._spec, self._start, say)
 
     def watch(self, differences: list[str], options: LaunchOptions) -> int:
-        """Supervise until the run has ended; returns the steps consumed in all. Raises what a worker raised first."""
+        """Supervise until the run has ended; returns the steps consumed in total. Raises what a worker raised first."""
         with with_resume_hint(self._spec), shown(self._spec, self._progress().total_steps, options.callbacks) as output:
 
             def asked_to_stop(name: str) -> None:
@@ -109,8 +109,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     @contextmanager
     def driven(self, differences: list[str]) -> Iterator[Progress]:
-        """Inside, a loop of the user's own drives the training ranks by `call`, and supervises while it waits. An error
-        there waits for a checkpoint that is being written, and for nothing else."""
+        """Inside, a user's own loop drives the training ranks by `call`, and supervises while it waits. An error there
+        waits only for a checkpoint that is being written."""
         everyone: dict[int, Sequence[Any]] = dict.fromkeys(self.training_ranks, ())
         progress, has_ended = self._progress(), False
         with shown(self._spec, progress.total_steps, Callbacks(), waits_s=0.0) as output:
@@ -127,18 +127,18 @@ class RayRun(AbstractContextManager["RayRun"]):
                 has_ended = True
                 raise
             finally:
-                if not has_ended:  # by an error of the user's, or Ctrl-C
+                if not has_ended:  # by a user's error, or Ctrl-C
                     saving = [self._workers[rank].call.remote("finish_saving") for rank in everyone]
                     ray.wait(saving, num_returns=len(saving), timeout=actor_calls.ENDS_WITHIN_S)
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
-        """The replies of training ranks to a call of `RankCalls`, by rank. Raises what the first that failed raised."""
+        """The replies of training ranks to a call of `RankCalls`, by rank. Raises the first error."""
         refs = {self._workers[rank].call.remote(name, *own): rank for rank, own in arguments.items()}
         return dict(zip(refs.values(), self.replies(refs), strict=True))
 
     def replies(self, refs: Mapping[Any, int]) -> list[Any]:
-        """Of actors, while the run is supervised. refs: with the number of each. Raises WorkerDied, and what an actor
-        raised."""
+        """The replies of actors, while supervising the run. refs: with the number of each. Raises WorkerDied, and what
+        an actor raised."""
         waiting = list(refs)
         with with_resume_hint(self._spec):
             while waiting:
@@ -152,7 +152,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         return ray.get(list(refs))
 
     def with_newest_weights(self) -> list[int]:
-        """Ranks of the workers that only generate, and have the newest weights."""
+        """Ranks of the workers that only generate and have the newest weights."""
         newest: list[int] = actor_calls.reply_of(self._workers[self._leader].with_newest_weights.remote(), self._leader)
         return newest
 
@@ -161,7 +161,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         return self._workers[rank].generate.options(concurrency_group=_GENERATE).remote(request)
 
     async def done(self, ref: Any) -> None:
-        """Wait for an actor in the event loop of the caller, while the run is supervised."""
+        """Wait for an actor in the caller's event loop, while supervising the run."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
         actor_calls.future_of(ref).add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
         while not done.is_set():
@@ -170,7 +170,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             next(self._supervision, None)
 
     def _rounds(self, differences: list[str], output: DriverOutput) -> Iterator[None]:
-        """Supervise to the end of the run, with a pause after each look."""
+        """Supervise to the end of the run, pausing after each round."""
         running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
         still_training = set(self.training_ranks)
         while still_training:
@@ -226,7 +226,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         return self._workers[rank].run.remote(differences, others, self._own_loop)
 
     def _end(self, running: Mapping[Any, int]) -> None:
-        """Training has ended: the rollout workers leave. One that has died, or has just started, has nothing to end."""
+        """End the rollout workers after training. One that has died, or has just started, has nothing to end."""
         generating = list[int]()
         with suppress(WorkerDied):
             generating = self.with_newest_weights()
@@ -242,8 +242,8 @@ class RayRun(AbstractContextManager["RayRun"]):
         self.finished = self._progress().finished
 
     def _look_after(self) -> None:
-        """Raises WorkerDied for a process that does not respond; one that can be replaced is killed, so that it does
-        nothing if it wakes."""
+        """Raises WorkerDied for a process that does not respond; a replaceable one is killed, so that it does nothing
+        if it wakes."""
         _check_ray()
         for death in self._deaths.new_deaths():
             self._workers[self._leader].note.remote("warning", death)
@@ -283,8 +283,8 @@ class RayRun(AbstractContextManager["RayRun"]):
 
 
 def supervise(spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: LaunchOptions) -> Outcome:
-    """The run to its end. Where a process of it is lost it starts again from its last checkpoint, in the same bundles,
-    at most `trainer.max_restarts` times; not where a signal has asked it to end, or Ray itself has failed."""
+    """Run to the end. If a process is lost, the run restarts from its last checkpoint in the same bundles, at most
+    `trainer.max_restarts` times, unless a signal has asked it to end, or Ray itself has failed."""
     for number in range(1, spec.options.max_restarts + 2):
         run = RayRun(spec, start, bundles)
         try:
@@ -301,6 +301,6 @@ def supervise(spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: 
 
 
 def _check_ray() -> None:
-    """Raises WorkerDied if a process of Ray itself is gone: the run would not end."""
+    """Raises WorkerDied if a process of Ray itself is gone, since the run would not end."""
     if process := failed_process():
         raise WorkerDied(process)

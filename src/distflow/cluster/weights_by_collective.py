@@ -1,11 +1,11 @@
-"""Weights through process groups of two, the trainer and one worker: gloo between processors, nccl between GPUs.
+"""Weights through process groups of two, the trainer and one worker: gloo between CPUs, nccl between GPUs.
 
-There is one group for each worker, and not one broadcast for all: a member that dies or stops would break that for
-everybody, and those that are left would have to make another in the middle of a version. The price is that a bucket
-leaves the trainer once for each worker.
+There is one group per worker instead of one broadcast for all: a member that dies or stops would break that for
+everybody, and the rest would have to create another in the middle of a version. The price is that the trainer sends a
+bucket once per worker.
 
-Nobody waits for ever. The trainer sends on threads, while its training thread waits for the workers' replies, and
-operations give up after half of that time: a worker that is alive replies why, before it is taken for one that stalls.
+Nobody waits forever. The trainer sends on threads, while its training thread waits for the workers' replies, and
+operations give up after half of that time, so that a live worker replies why before it is taken for a stalled one.
 """
 
 import os
@@ -29,13 +29,13 @@ from distflow.scheduling.group_states import Version
 TRAINER, WORKER = 0, 1
 _Group = Any  # a backend's process group; in torch's stubs it has no send and recv
 _FOREVER = timedelta(days=365)
-_KEEP_PROCESS = "2"  # a broken nccl group ends its own kernels, and not the trainer's process, as it does by default
+_KEEP_PROCESS = "2"  # a broken nccl group ends only its own kernels, not the trainer's process, as it would by default
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A process group of the trainer and one worker. meeting: a file over which they find each other, so that only who
-    can write to the run's folder takes part. timeout: of one operation."""
+    """A process group of the trainer and one worker. meeting: a file through which they find each other, so that only
+    those who can write to the run's folder can join. timeout: of one operation."""
 
     meeting: Path
     backend: str
@@ -46,11 +46,11 @@ class Pair:
         return "cuda" if self.backend == "nccl" else "cpu"
 
     def join(self, rank: int) -> _Group:
-        """Waits for the other one. Raises RuntimeError, as operations do, if that is gone or late."""
+        """Wait for the other member. Raises RuntimeError, as operations do, if it is gone or late."""
         store = dist.FileStore(str(self.meeting), 2)
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, 2, self.timeout)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS  # is read now: groups that exist keep theirs
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS  # read now: existing groups keep their setting
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         return dist.ProcessGroupNCCL(store, rank, 2, options)
@@ -58,14 +58,14 @@ class Pair:
 
 @lru_cache(maxsize=1)
 def _join_trainer(pair: Pair) -> _Group:
-    """The worker's group of the sync under way; a failure is not kept."""
+    """The worker's group for the current sync; a failure is not kept."""
     return pair.join(WORKER)
 
 
 @dataclass(frozen=True)
 class InPair:
-    """A `SentBucket` whose bytes go through a pair while it is read. tensors: their names, dtypes and shapes, in the
-    order of sending."""
+    """A `SentBucket` whose bytes pass through a pair when it is read. tensors: names, dtypes and shapes, in the order
+    of sending."""
 
     pair: Pair
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -78,7 +78,7 @@ class InPair:
             raise Spoiled(f"it did not come through the {self.pair.backend} process group: {_first_line(err)}") from err
 
     def drop(self) -> None:
-        """Both have met, or never will."""
+        """Both members have met, or never will."""
         self.pair.meeting.unlink(missing_ok=True)
 
     def _receive(self, group: _Group, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -90,7 +90,7 @@ class InPair:
 
 @dataclass(frozen=True)
 class _Sending:
-    """The bucket that is sent to a worker. group: the trainer's side of the pair."""
+    """A bucket being sent to a worker. group: the trainer's side of the pair."""
 
     bucket: tuple[Version, int]
     pair: Pair
@@ -99,11 +99,11 @@ class _Sending:
 
 
 class Pairs:
-    """The trainer's side: a `Carry`. A pair serves one sync, and is made anew for a bucket that was rejected, so that a
-    worker in place of one that died, or behind a connection that broke, is like any other."""
+    """The trainer's side: a `Carry`. A pair serves one sync, and is recreated for a rejected bucket, so that a
+    replacement of a dead worker, or one behind a broken connection, is like any other."""
 
     def __init__(self, run_dir: Path, backend: str, timeout_s: float | None, note: Callable[[str], None]) -> None:
-        """timeout_s: within which a worker must reply. note: called with the reason why a bucket was not sent."""
+        """timeout_s: time for a worker to reply. note: called with the reason if a bucket was not sent."""
         self._run_dir, self._backend, self._note = run_dir, backend, note
         self._timeout = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s / 2)
         self._sending: dict[int, _Sending] = {}

@@ -1,6 +1,6 @@
-"""The rollout workers in other processes: which ones run, which weights each has, and how they get new ones.
+"""The rollout workers in other processes: which ones run, which weights they have, and how they get new ones.
 
-Buckets of weights go there through Ray's object store, files or process groups, and receipts come back.
+Buckets of weights are sent through Ray's object store, files or process groups, and receipts come back.
 """
 
 import threading
@@ -30,17 +30,17 @@ MAX_SENDS = 3
 
 class WeightReceivers:
     """The rollout workers, by rank. They join on one thread while another calls them. One that dies or does not reply
-    in time is removed; the supervisor sees that it is gone."""
+    in time is removed; the supervisor notices that it is gone."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        """note: called with the reason why one was removed, and with other warnings."""
+        """note: called with the reason if one was removed, and with other warnings."""
         self.note = note
         self._workers: dict[int, Any] = {}
-        self._versions: dict[int, Version] = {}  # of those that have weights
+        self._versions: dict[int, Version] = {}  # versions of those that have weights
         self._lock = threading.Lock()
 
     def join(self, rank: int, worker: Any) -> None:
-        """A worker without weights, in place of the one before."""
+        """Add a worker without weights, replacing the previous one."""
         with self._lock:
             self._workers[rank] = worker
             self._versions.pop(rank, None)
@@ -51,7 +51,7 @@ class WeightReceivers:
                 self._versions[rank] = version
 
     def without(self, version: Version) -> dict[int, Any]:
-        """Those that have another version, or none."""
+        """The workers that have another version, or none."""
         with self._lock:
             return {rank: worker for rank, worker in self._workers.items() if self._versions.get(rank) != version}
 
@@ -60,14 +60,14 @@ class WeightReceivers:
             return {rank: self._workers[rank] for rank in sorted(self._versions)}
 
     def with_newest_weights(self) -> dict[int, Any]:
-        """Those that have the newest version that any of them has."""
+        """The workers with the newest version that any of them has."""
         with self._lock:
             newest = max(self._versions.values(), default=None)
             return {rank: self._workers[rank] for rank in sorted(self._versions) if self._versions[rank] == newest}
 
     def replies(self, asked: Mapping[int, Any], what: str, timeout_s: float | None) -> dict[int, Any]:
-        """Of those that reply. One that does not within `timeout_s` is killed: it may be between two states. Raises
-        what a worker raised."""
+        """The replies of those that reply. One that does not within `timeout_s` is killed, since it may be between two
+        states. Raises what a worker raised."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -93,8 +93,8 @@ class WeightReceivers:
         return replies
 
     def validate(self, step: int) -> list[ValidationResults]:
-        """Each that has the newest weights generates for a part of the validation prompts; another one takes over the
-        part of one that dies. Empty where none is left."""
+        """Each worker with the newest weights generates for a part of the validation prompts; if it dies, another one
+        takes over its part. Empty if none is left."""
         num_parts, results = len(self.with_newest_weights()), dict[int, ValidationResults]()
         while len(results) < num_parts:
             left = [part for part in range(num_parts) if part not in results]
@@ -118,12 +118,12 @@ class WeightReceivers:
 
 
 class Stalled(RuntimeError):
-    """Weights cannot be stored where the workers read them."""
+    """Weights cannot be stored where workers read them."""
 
 
 @dataclass(frozen=True)
 class InStore:
-    """A `SentBucket` in Ray's object store, which frees it with this reference."""
+    """A `SentBucket` in Ray's object store, which is freed with this reference."""
 
     ref: "ray.ObjectRef[Packed]"
 
@@ -146,7 +146,7 @@ def put_in_store(version: Version, number: int, packed: Packed, to: Collection[i
 
 @dataclass
 class _InFlight:
-    """A bucket that workers are receiving. sent, asked: what each reads, and its pending reply, by rank."""
+    """A bucket that workers are receiving. sent, asked: what each one reads, and its pending reply, by rank."""
 
     number: int
     packed: Packed
@@ -162,17 +162,16 @@ class _InFlight:
 class RayWeights:
     """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its own if it has one.
 
-    A bucket is gone when each of them has copied it, before the next is sent. A worker
-    that finds other bytes than were sent rejects it, and gets it again, twice.
-    A worker that dies meanwhile, or is late, is skipped from then on: its replacement has nothing of the version.
-    Used by the training thread alone.
+    A bucket is freed when all of them have copied it, before the next is sent. A worker that receives other bytes than
+    were sent rejects it, and gets it again, at most twice. A worker that dies meanwhile, or is late, is skipped from
+    then on: its replacement has nothing of the version. Only the training thread uses it.
     """
 
     def __init__(
         self, own: WeightPort, workers: WeightReceivers, carry: Carry, timeout_s: float | None, waits: Waits
     ) -> None:
         """own: to its own engine. timeout_s: how long one bucket may take to arrive everywhere, or a version to be
-        loaded; None is for ever."""
+        loaded; None for no limit."""
         self.confirmed = Version(0, 0)  # the initial weights
         self._own, self._rollout_workers, self._carry = own, workers, carry
         self._timeout_s, self._waits = timeout_s, waits
@@ -185,7 +184,7 @@ class RayWeights:
         return self._own.attach(receive)
 
     def begin(self, version: Version) -> None:
-        """Of other workers, those that do not have the version yet receive it."""
+        """Begin a version, which the other workers without it receive."""
         self._own.begin(version)
         if self._in_flight is not None:  # of a sync that was aborted
             self._in_flight.drop()
@@ -222,7 +221,7 @@ class RayWeights:
     def _put_for_workers(
         self, version: Version, number: int, packed: Packed, to: Collection[int]
     ) -> Mapping[int, SentBucket]:
-        """On a thread of its own, because a write to a file system that hangs never returns. Raises Stalled."""
+        """Put on a separate thread, since a write to a hanging file system never returns. Raises Stalled."""
         putting = on_a_thread(partial(self._carry, version, number, packed, to))
         try:
             with self._waits("training", f"weights of step {version.step}", on="storage"):

@@ -34,7 +34,7 @@ from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 
 @dataclass(frozen=True)
 class BuildReport:
-    """The resources of a worker. version: of its distflow. device: the name of what it computes on."""
+    """The resources of a worker. version: of its distflow. device: name of its device."""
 
     version: str
     device: str
@@ -45,7 +45,7 @@ class BuildReport:
 def check_reports(
     reports: Sequence[BuildReport], leader: int, spec: Spec, start: Start, say: Callable[[str], None]
 ) -> list[str]:
-    """Say what all workers have built; returns the harmless differences from the checkpoint. leader: the rank that
+    """Report what all workers have built; returns the harmless differences from the checkpoint. leader: the rank that
     reports for all. Raises UserError if the checkpoint is of another model or tokenizer."""
     devices = Counter(report.device for report in reports)
     say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
@@ -70,9 +70,9 @@ class WorkerActor:
         exchange: Any = None,
         reward_actors: Sequence[Any] = (),
     ) -> None:
-        """coordinator, exchange, reward_actors: handles of the actors. There is no exchange where dp groups send each
-        other nothing, and there are no reward actors where reward functions run beside the worker. meeting: a file
-        over which training workers find each other."""
+        """coordinator, exchange, reward_actors: handles of the actors. There is no exchange if dp groups send each
+        other nothing, and there are no reward actors if reward functions run beside the worker. meeting: a file through
+        which training workers find each other."""
         start.join(spec)
         place.home.enter()
         fault_injection.arm(place.rank)
@@ -89,10 +89,10 @@ class WorkerActor:
         """Build engines and services. Raises UserError."""
         fault_injection.reach("build")
         with self._ports.short_errors(are_reported=False):
-            self._spec.pipeline()  # loads the user's modules, and sets threads as for a run of one process
+            self._spec.pipeline()  # loads the user's modules, and sets threads as in a run of one process
             torch.set_num_threads(self._place.threads)
             own = self._spec.plan.ranks[self._place.rank]
-            device = own_device(own.device)  # before it meets the others, who would wait
+            device = own_device(own.device)  # before meeting the others, which would wait
             self._among = among = Collectives.join(self._spec, self._place, self._meeting)
             start_pool: StartPool = take_pool
             if self._reward_actors:
@@ -103,10 +103,10 @@ class WorkerActor:
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
-        """This worker's part of the whole run; returns the steps consumed in all.
+        """Run this worker's part of the whole run; returns the steps consumed in total.
 
         differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
-        own_loop: a training rank carries out what is called by `call`.
+        own_loop: a training rank executes what `call` requests.
         """
         if own_loop:
             self._spec = with_submissions(self._spec, self._coordinator)
@@ -168,11 +168,11 @@ class WorkerActor:
         return self._ports.incoming_weights.load(*version)
 
     def alive(self) -> tuple[str, int]:
-        """A heartbeat: the reply comes from a thread of its own, and says which process this is."""
+        """A heartbeat, answered by a separate thread with the identity of this process."""
         return process_here()
 
     def join(self, rank: int, worker: Any) -> None:
-        """A rollout worker has started in place of one that is gone."""
+        """A rollout worker has started as a replacement."""
         self._rollout_workers.join(rank, worker)
         self._coordinator.announce_new_workers.remote()
 

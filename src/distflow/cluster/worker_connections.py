@@ -1,4 +1,4 @@
-"""The ports of a worker among several: how its loops, and its errors, reach coordinator, exchange and other workers."""
+"""The ports of one of several workers: connect its loops and errors to coordinator, exchange and other workers."""
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -27,7 +27,7 @@ _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 class WorkerPorts:
     def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
-        """coordinator, exchange: handles of the actors. exchange: None where dp groups send each other nothing."""
+        """coordinator, exchange: handles of the actors. exchange: None if dp groups send each other nothing."""
         self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
         self.stop, self.incoming_weights = Stop(), IncomingWeights()
 
@@ -60,11 +60,11 @@ class WorkerPorts:
     @contextmanager
     def short_errors(self, are_reported: bool) -> Iterator[None]:
         """Shortens the message of an error inside. are_reported: errors are reported to the other workers before this
-        one exits, so that they stop waiting. An error that says that others are late is not: the driver finds out which
-        one it is."""
+        one exits, so that they stop waiting. An error that says that others are late is not: the driver finds out
+        which."""
         try:
             yield
-        except BaseException as err:  # all that ends this worker, an exit that somebody asks for too
+        except BaseException as err:  # anything that ends this worker, including a requested exit
             if are_reported and isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
                 raise PeersLate(f"worker {self._place.rank} timed out waiting for other workers: {err}") from err
             shorten(err)
@@ -73,7 +73,8 @@ class WorkerPorts:
             raise
 
     def _rollout_ended(self, error: BaseException) -> None:
-        """The rollout loop here has ended. A worker that cancels it is exiting, and has reported why if it failed."""
+        """Called when the rollout loop here ended. A worker that cancels it is exiting, and has reported any
+        failure."""
         if not isinstance(error, CancelledError):
             shorten(error)
             self._fail(error)

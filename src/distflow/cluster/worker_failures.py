@@ -1,7 +1,7 @@
-"""A worker fails or dies: which one made the run fail, where the next start resumes, and who replaces a rollout worker.
+"""Handles workers that fail or die: finds the cause, reports where the next start resumes, replaces rollout workers.
 
-Of a rollout worker that dies, the groups that it was generating are lost, and the finished ones that no step has taken:
-all are issued again.
+If a rollout worker dies, the groups that it was generating are lost, and its finished ones that no step has taken: all
+are issued again.
 """
 
 import re
@@ -58,13 +58,13 @@ class Blame:
     def __init__(
         self, spec: Spec, workers: Sequence[Any], trainers: Sequence[int], services: Mapping[int, Any]
     ) -> None:
-        """workers: by rank; the caller replaces one that is gone. trainers: their ranks. services: the actors that are
-        no workers, by the number that stands in place of a rank."""
+        """workers: by rank; the caller replaces lost ones. trainers: ranks of the training workers. services: the
+        actors that are not workers, by the number in place of a rank."""
         self._spec, self._workers, self._training_ranks, self._services = spec, workers, trainers, services
 
     def outcome(self, ref: Any, rank: int, timeout_s: float | None = None) -> int | BaseException:
-        """The result of the worker's `run`, or the error with which it ended: what it raised, WorkerDied, WorkerFailed;
-        GetTimeoutError where it has not ended."""
+        """The result of the worker's `run`, or the error that ended it: what it raised, WorkerDied or WorkerFailed;
+        GetTimeoutError if it has not ended."""
         error: BaseException
         try:
             return int(ray.get(ref, timeout=timeout_s))
@@ -79,8 +79,8 @@ class Blame:
         return error
 
     def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
-        """The failure of another worker that a worker's error follows from, if there is one. Ray reports a death a
-        moment later. An error of the user's code mostly does not follow from one."""
+        """The failure of another worker that caused a worker's error, if there is one. Ray reports a death a moment
+        later. Errors of user code usually have no such cause."""
         training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
         if isinstance(error, PeersLate):
             calls = {rank: future_of(ref) for ref, rank in training.items()}
@@ -91,7 +91,7 @@ class Blame:
                 ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
             except RayActorError as err:
                 return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
-            except GetTimeoutError:  # its heartbeat reports it, if it is more than slow
+            except GetTimeoutError:  # its heartbeat reports it if it is not just slow
                 continue
         within_s = _DEATH_IS_REPORTED_WITHIN_S if isinstance(error, UserError) else STARVED_S
         until = time.monotonic() + within_s
@@ -104,7 +104,7 @@ class Blame:
 
     def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
         """The error to raise for a worker without a process."""
-        if err.actor_init_failed:  # by an exception, which is all that Ray reports of it
+        if err.actor_init_failed:  # ended by an exception, which is all that Ray reports
             said = str(err).strip().splitlines()[-1]
             message = f"{self._who(rank, err)} could not be started: {said}"
             return UserError(f"{message}\n{_SAME}") if said.startswith(_OF_IMPORTS) else WorkerFailed(message)
@@ -117,8 +117,8 @@ class Blame:
         )
 
     def build_failed(self, rank: int, err: RayTaskError) -> Exception:
-        """The error to raise for one that a worker raised before the run began. Its traceback is in `err`, which
-        `--debug` shows."""
+        """The error to raise if a worker raised before the run began. `err` has its traceback, which `--debug`
+        shows."""
         who = self._who(rank, err)
         if isinstance(err.cause, MissingDevice):
             return UserError(f"{who}: {err.cause}")
@@ -130,12 +130,12 @@ class Blame:
         try:
             asked = self._services[COORDINATOR].progress.remote()
             progress: Progress = ray.get(asked, timeout=_DEATH_IS_REPORTED_WITHIN_S)
-        except (RayActorError, GetTimeoutError):  # which is reported on its own
+        except (RayActorError, GetTimeoutError):  # which is reported separately
             return ""
         return f", in step {min(progress.version.step + 1, progress.total_steps)}"
 
     def _who(self, rank: int, err: Exception) -> str:
-        """The worker in words, with its process where Ray's message names it."""
+        """The worker in words, with its process if Ray's message names it."""
         where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
         process = f" (pid {where[1]} on {where[2]})" if where else ""
         return f"worker {rank} of {len(self._workers)}{process}"
@@ -147,8 +147,8 @@ def _process_of(err: RayActorError) -> str:
 
 @contextmanager
 def with_resume_hint(spec: Spec) -> Iterator[None]:
-    """Adds to the error of a death that ends the run where the next start resumes. Where a process of Ray itself is
-    gone or stopped, it names that one as the cause."""
+    """Adds to the error of a death that ends the run where the next start resumes. If a process of Ray itself is gone
+    or stopped, names that as the cause."""
     try:
         yield
     except WorkerDied as died:
@@ -160,8 +160,8 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
 def start_again(
     spec: Spec, start: Start, bundles: Collection[Bundle], number: int, died: WorkerDied, say: Callable[[str], None]
 ) -> Start:
-    """Where the run begins anew after a loss, with its actors ended and its bundles in place. number: of the restart,
-    from 1. Raises WorkerDied if there is no room any more."""
+    """Where the run restarts after a loss, once its actors have ended and its bundles are in place. number: of the
+    restart, from 1. Raises WorkerDied if there is no room any more."""
     message = f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} (trainer.max_restarts)"
     say(message)
     events = read_events(spec.run_dir)
@@ -182,14 +182,14 @@ class _Starting:
 
 
 class Replacements:
-    """Replaces rollout workers that die. A worker that dies for the fourth time within an hour ends the run, and
-    so does one that cannot be started while no other is left."""
+    """Replaces rollout workers that die. A worker that dies for the fourth time within an hour ends the run; so does
+    one that cannot be started when no other is left."""
 
     def __init__(
         self, places: Mapping[int, Place], start: Callable[[Place], Any], coordinator: Any, leader: Any
     ) -> None:
-        """places: of the workers that may be replaced, by rank. start: makes a worker's actor. leader: the worker that
-        sends weights. `starting` has the workers that are being started, by the reply to `build`."""
+        """places: of the replaceable workers, by rank. start: creates a worker's actor. leader: the worker that sends
+        weights. `starting` has the workers being started, by the reply to `build`."""
         self.places, self._start = dict(places), start
         self._coordinator, self._leader = coordinator, leader
         self._deaths: dict[int, deque[float]] = {rank: deque() for rank in places}
@@ -197,7 +197,7 @@ class Replacements:
         self._given_up = set[int]()
 
     def begin(self, rank: int, why: str) -> None:
-        """Start another worker in place of one that is gone or counts as gone; its groups go to others. Raises
+        """Start a replacement for a worker that is gone or treated as gone; its groups go to others. Raises
         WorkerDied."""
         num_groups = reply_of(self._coordinator.lose_worker.remote(self.places[rank].generator), COORDINATOR)
         self._check(rank, why)
@@ -208,7 +208,7 @@ class Replacements:
         self._say(f"{why} Its {num_groups} prompt groups are issued again, and a replacement is started")
 
     def ready(self) -> dict[int, Any]:
-        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised when it was built."""
+        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised while building."""
         ready = {}
         for ref in [ref for ref in self.starting if ray.wait([ref], timeout=0)[0]]:
             starting = self.starting.pop(ref)
@@ -225,7 +225,7 @@ class Replacements:
         return ready
 
     def connect(self, rank: int, worker: Any) -> None:
-        """The worker runs: the leader sends it weights, and then it gets groups."""
+        """Connect a running worker: the leader sends it weights, and then it gets groups."""
         self._leader.join.remote(rank, worker)
         self._say(f"worker {rank} runs again")
 

@@ -1,5 +1,5 @@
-"""Shared by commands: arguments, finding a run's folder, and a quick start of runs: reward processes start while
-torch is imported, without garbage collection."""
+"""Code shared by commands: arguments, finding a run's folder, and a quick start of runs: reward processes start while
+torch is imported without garbage collection."""
 
 import argparse
 import gc
@@ -21,14 +21,14 @@ LEDGER = "ledger.jsonl"
 def add_preset_arguments(
     parser: argparse.ArgumentParser, default: str | None = None, what: str = "a preset's name, or a YAML file"
 ) -> None:
-    """default: the preset if none is named; without it one must be. what: can be named."""
+    """default: the preset if none is named; without a default, one is required. what: describes what can be named."""
     nargs = "?" if default else None
     parser.add_argument("preset", nargs=nargs, default=default, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra's override syntax")
 
 
 def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:
-    """Without it a command that reads files runs no Python code that they name."""
+    """Add the option without which a command that reads files runs no Python code that they name."""
     parser.add_argument("--trust-code", action="store_true", help=f"run Python code that {which}")
 
 
@@ -37,7 +37,7 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least(minimum: int, text: str) -> int:
-    """An argument that is a whole number."""
+    """Parse an integer argument."""
     if not text.isdecimal() or int(text) < minimum:
         raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more")
     return int(text)
@@ -54,14 +54,14 @@ def find_run(run_dir: str | None) -> Path:
 
 
 def newest_run() -> Path | None:
-    """The run of the current folder's runs/ whose ledger was written last."""
+    """The run in the current folder's runs/ whose ledger was written last."""
     ledgers = sorted(RUNS.glob(f"*/*/{LEDGER}"), key=lambda path: path.stat().st_mtime)
     return ledgers[-1].parent if ledgers else None
 
 
 @contextmanager
 def rewards_ahead(config: "Config") -> Iterator[None]:
-    """Load and self-check meanwhile the reward functions that a built-in pipeline will use; a user's may use none.
+    """Meanwhile load and self-check the reward functions that a built-in pipeline will use; a custom one may use none.
 
     Raises UserError for an unknown reward.
     """
@@ -81,8 +81,8 @@ def rewards_ahead(config: "Config") -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Imports torch without the garbage collector, which would scan all imported objects again and again: an eighth of
-    the time. The objects are frozen, so that later collections skip them."""
+    """Imports torch without the garbage collector, which would repeatedly scan all imported objects: an eighth of the
+    time. The objects are frozen, so that later collections skip them."""
     if "torch" in sys.modules:
         yield
         return

@@ -1,5 +1,5 @@
-"""`distflow reward check` tries a reward function on right and wrong responses to a data set, `distflow rollout check`
-a rollout engine on everything that a run expects of it: both before a run."""
+"""`distflow reward check` tests a reward function on right and wrong responses to a data set, `distflow rollout check`
+a rollout engine on everything that a run expects of it; both before a run."""
 
 import argparse
 import asyncio
@@ -65,7 +65,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_reward(arguments: argparse.Namespace) -> int:
-    """Print what the reward function scored wrongly; 1 where there is any. Runs its code."""
+    """Print what the reward function scored wrongly; returns 1 if there is anything. Runs its code."""
     from distflow.builtin_names import is_own
     from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
     from distflow.rewards.pool.domain_pools import alone, is_large
@@ -120,7 +120,7 @@ def _seconds(text: str) -> float:
 
 
 def _target(name: str, has_responses: bool) -> str:
-    """Raises UserError for a built-in that does not compare with the answer, where no responses are given."""
+    """Raises UserError for a built-in that does not compare with the answer if no responses are given."""
     from distflow.builtin_names import REWARDS
     from distflow.rewards.reward_functions import custom_target, target_of
 
@@ -138,7 +138,7 @@ def _target(name: str, has_responses: bool) -> str:
 
 
 def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
-    """And whether their responses are right, where a column says so. Raises UserError if it does not."""
+    """The rows, and whether their responses are right according to a column. Raises UserError if it does not say."""
     from distflow.builtin_names import REWARDS
     from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows
@@ -157,7 +157,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
         kwargs: dict[str, Any] = {"max_samples": arguments.rows or -1, "run_folder": Path(folder), "bad_rows": "skip"}
         try:
             raw, _ = load_rows(arguments.data, columns, key="--data", **kwargs)
-        except UserError as error:  # columns are named by options here
+        except UserError as error:  # here options name the columns
             raise UserError(re.sub(r"data\.(\w+)_key", r"--\1-key", str(error))) from error
     labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
     if any(found not in (0, 1) for found in labels):
@@ -242,7 +242,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rollout(arguments: argparse.Namespace) -> int:
-    """Print a line for each property; 1 where one fails."""
+    """Print a line for each property; returns 1 if one fails."""
     from distflow.config import load_config
 
     with TemporaryDirectory() as folder:

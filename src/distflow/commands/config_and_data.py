@@ -1,5 +1,5 @@
-"""`distflow config`: the resolved config, one key of it explained, or its pipeline drawn; `distflow data check`: the
-data of a config as the model will see them. Loads the tokenizer, and no weights."""
+"""`distflow config`: the resolved config, one key explained, or its pipeline drawn; `distflow data check`: the data of
+a config as the model will see them. Loads the tokenizer, but no weights."""
 
 import argparse
 import sys
@@ -56,7 +56,7 @@ def run_config(arguments: argparse.Namespace) -> int:
 
 
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
-    """The config as a run would have it, where files of this machine suffice to find it; else unchanged."""
+    """The config that a run would have, if local files suffice to determine it; else unchanged."""
     from distflow.config import UserError
     from distflow.config.derived_settings import train_files
 
@@ -119,7 +119,7 @@ def run_data(arguments: argparse.Namespace) -> int:
 
     say = partial(print, flush=True)
     say(f"distflow {__version__} · data of {arguments.preset}")
-    with TemporaryDirectory() as folder:  # rows that Python code makes are written into a run's folder
+    with TemporaryDirectory() as folder:  # rows from Python code are written into a run's folder
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
@@ -150,8 +150,8 @@ def _lengths(rows: "PromptSet") -> Iterator[str]:
 
 
 def _duplicates(rows: "PromptSet") -> Iterator[str]:
-    """Rows with the same prompt and the same response to learn from."""
-    same = defaultdict[tuple[str, object, object], list[str]](list)  # the origins of each
+    """Lines on rows with the same prompt and the same response to learn from."""
+    same = defaultdict[tuple[str, object, object], list[str]](list)  # origins of each
     for row in rows:
         same[row.prompt_text, row.response_ids, row.rejected_ids].append(row.origin)
     if len(same) == len(rows):
@@ -174,7 +174,7 @@ def _shown(rows: "PromptSet", count: int, tokenizer: "PreTrainedTokenizerBase") 
 
 
 def _response(row: "PromptRow", tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Of supervised data the parts in their order; of a preference pair both responses."""
+    """For supervised data the parts in order; for a preference pair both responses."""
     if row.rejected_ids is not None:
         yield from _tokens("chosen", row.response_ids or (), tokenizer)
         yield from _tokens("rejected", row.rejected_ids, tokenizer)

@@ -1,6 +1,6 @@
 """`distflow doctor`: what this machine has, what extras would add, which ports a run has open, and faults; with
-`--device` whether its accelerator computes what a CPU does, and bears the run of a config; with `--template` what a
-chat template does in episodes. `distflow selftest`: proves that a tiny run gives the same numbers on each path."""
+`--device` whether its accelerator matches the CPU, and can run a config; with `--template` what a chat template does in
+episodes. `distflow selftest`: verifies that a tiny run gives the same numbers on each path."""
 
 import argparse
 import importlib.metadata
@@ -55,7 +55,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Look at this machine; 1 where something would keep a run from working. Loads torch."""
+    """Examine this machine; returns 1 if something would prevent runs from working. Loads torch."""
     if arguments.device is not None:
         return _check_device(arguments.device, arguments.trust_code)
     if arguments.template is not None:
@@ -78,7 +78,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _check_device(words: list[str], trusted: bool) -> int:
-    """words: a config and its overrides. 1 where a check fails."""
+    """words: a config and its overrides. Returns 1 if a check fails."""
     from distflow.config import load_config
 
     started, failed = time.monotonic(), 0
@@ -103,11 +103,11 @@ def _check_device(words: list[str], trusted: bool) -> int:
 
 
 def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no arguments of its own."""
+    """It has no arguments."""
 
 
 def run_selftest(arguments: argparse.Namespace) -> int:
-    """1 where a pair differs: the folders of its runs are then kept."""
+    """Returns 1 if a pair differs; then the folders of its runs are kept."""
     started = time.monotonic()
     print(f"distflow {__version__} · selftest", flush=True)
     with importing():
@@ -152,8 +152,8 @@ def _extras() -> list[str]:
 
 
 def _of_run(given: str | None) -> list[str]:
-    """Sections on the run that was given, or on the current folder's newest, if it runs: its open ports, and the
-    isolation of the code that its reward functions ran."""
+    """Sections on the given run, or on the current folder's newest if it is running: its open ports, and the isolation
+    of code that its reward functions ran."""
     run_dir = newest_run() if given is None else find_run(given)
     writer = writer_of(run_dir) if run_dir else None
     if run_dir is not None and writer is None and not any((run_dir / name).is_file() for name in _OF_A_RUN):
@@ -169,7 +169,7 @@ def _of_run(given: str | None) -> list[str]:
 
 
 def _ports_of(writer: int | None) -> list[str]:
-    """A line a process and place."""
+    """One line per process and place."""
     if not writer:
         return ["no process on this machine writes to it" if writer == 0 else "it does not run"]
     ports: dict[tuple[int, str, str], list[int]] = {}
@@ -218,7 +218,7 @@ class Listener:
 
     @property
     def where(self) -> str:
-        """From where it can be reached, in words."""
+        """Where it can be reached from, in words."""
         address = ipaddress.ip_address(self.address)
         if address.is_unspecified:
             return "EVERY ADDRESS of this machine"
@@ -226,8 +226,8 @@ class Listener:
 
 
 def family(pid: int) -> list[int]:
-    """The processes of a run: what `pid` started, and what that started. A worker of Ray's is a child of a raylet, and
-    that, unless Ray runs by itself, of the driver: the family is then the driver's."""
+    """The processes of a run: `pid` and its descendants. A Ray worker is a child of a raylet, which, unless Ray runs
+    separately, is a child of the driver: the family is then the driver's."""
     parents = _parents()
     root = pid
     while _name(parents.get(root, 0)) == "raylet":
@@ -240,7 +240,7 @@ def family(pid: int) -> list[int]:
 
 
 def listeners(pids: list[int]) -> list[Listener]:
-    """By process, then by port. Processes that ended, or whose files may not be looked at, have none."""
+    """Listeners by process, then by port. Processes that ended, or whose files are not readable, have none."""
     found: set[Listener] = set()
     for pid in pids:
         try:
@@ -255,19 +255,19 @@ def listeners(pids: list[int]) -> list[Listener]:
 def _parents() -> dict[int, int]:
     parents = {}
     for entry in _PROC.glob("[0-9]*"):
-        with suppress(OSError):  # it ended
+        with suppress(OSError):  # the process ended
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     return parents
 
 
 def _name(pid: int) -> str:
-    """Of a Python process, which all have one name, with its script."""
+    """A process's name; for Python processes, which all have the same, with its script."""
     try:
         name = (_PROC / str(pid) / "comm").read_text().strip()
         words = (_PROC / str(pid) / "cmdline").read_text("utf-8", "replace").split("\0")
     except OSError:
         return ""
-    if words[0].startswith(name):  # which ends at 15 characters; a process may give itself another
+    if words[0].startswith(name):  # the name ends at 15 characters; a process may change it
         name = words[0].strip()
     script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")
     return f"{name} {script}".strip() if name.startswith("python") else name
@@ -293,8 +293,8 @@ def _listening(pid: int, name: str) -> Iterator[tuple[int, tuple[str, int]]]:
 
 
 def _address(code: str) -> str:
-    """/proc writes words of 32 bits, each in the byte order of this machine: little-endian. Of an IPv4 address in the
-    clothes of IPv6 it is the former."""
+    """An address from /proc, which writes 32-bit words in this machine's byte order (little-endian). An IPv4-mapped
+    IPv6 address becomes IPv4."""
     address = ipaddress.ip_address(b"".join(bytes.fromhex(code[i : i + 8])[::-1] for i in range(0, len(code), 8)))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)

@@ -1,6 +1,6 @@
-"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and keeps both with a report;
-`distflow chat`: talks to a model, or to the policy of a run, in the terminal; `distflow serve`: serves it at the routes
-of OpenAI and Anthropic."""
+"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves both with a report;
+`distflow chat`: chats with a model, or a run's policy, in the terminal; `distflow serve`: serves it at the routes of
+OpenAI and Anthropic."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distflow.config import Config, Loaded
     from distflow.launch.evaluate import Evaluation
 
-# Evaluation needs no training data: the validation data stand in for them.
+# Evaluation needs no training data: the validation data replace them.
 _EVAL_ONLY = (
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
@@ -77,7 +77,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def _numbered(preset: str) -> Path:
-    """A new folder; other evaluations may be choosing theirs."""
+    """A new folder; other evaluations may be choosing theirs concurrently."""
     for number in count(1):
         folder = RUNS / "evals" / f"{Path(preset).resolve().name.removesuffix('.yaml')}-{number}"
         with suppress(FileExistsError):
@@ -87,7 +87,7 @@ def _numbered(preset: str) -> Path:
 
 
 def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> Path:
-    """The files of a run that has validated once, and their report."""
+    """Write the files of a run that has validated once, and their report."""
     from distflow.config import to_yaml
     from distflow.observe.report.build import write_report
     from distflow.observe.writing.run_folder import RunFolder
@@ -102,7 +102,7 @@ def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> P
 
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
-    """Raises UserError if there is nothing to evaluate, or nothing to evaluate on."""
+    """Raises UserError if there is no model to evaluate, or no data."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_EVALUATE
     from distflow.config.derived_settings import validates
@@ -149,7 +149,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         asked = [*messages, {"role": "user", "content": line}]
         try:
             response = chat.respond(asked if chat.has_template else line)
-        except UserError as err:  # of this line: another may do
+        except UserError as err:  # the error concerns this line only
             note(f"distflow: {err}")
             continue
         messages = [*asked, {"role": "assistant", "content": response}]
@@ -157,7 +157,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """Of a person at a terminal, after a prompt, or of a pipe."""
+    """Lines from a terminal, after a prompt, or from a pipe."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -191,7 +191,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until it is interrupted or terminated."""
+    """Serve until interrupted or terminated."""
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.model}")
     listening = _listen(arguments.host, arguments.port)

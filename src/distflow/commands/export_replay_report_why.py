@@ -1,5 +1,5 @@
-"""`distflow export`, `replay`, `report` and `trace`: what is made of a run's folder. `distflow why`: the groups of a
-step, how each was generated, and the groups dropped since the previous step."""
+"""`distflow export`, `replay`, `report` and `trace`: outputs from a run's folder. `distflow why`: the groups of a step,
+how each was generated, and the groups dropped since the previous step."""
 
 import argparse
 import time
@@ -170,14 +170,14 @@ def _dropped_row(group: "GroupLineage") -> dict[str, str]:
 
 
 def _where(group: "GroupLineage") -> dict[str, str]:
-    """The row is unknown where the group began in another run's folder."""
+    """The row, which is unknown if the group began in another run's folder."""
     places = {"epoch": group.epoch, "row": group.row}
     domain = {"domain": _short(group.domain)} if group.domain else {}
     return {"group": str(group.group_id), **domain, **{n: "?" if at is None else str(at) for n, at in places.items()}}
 
 
 def _who(group: "GroupLineage") -> dict[str, str]:
-    """Worker and number of the last attempt; the number where it was not the first."""
+    """Worker of the last attempt, and its number unless it was the first."""
     last = group.attempts[-1] if group.attempts else None
     return {
         "worker": _short(last.worker) if last and last.worker else "",
@@ -186,7 +186,7 @@ def _who(group: "GroupLineage") -> dict[str, str]:
 
 
 def _reward_parts(scored: "Responses") -> str:
-    """The mean of each over the samples that have a score."""
+    """The mean of each part over the samples that have a score."""
     parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
     names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
     return ", ".join(f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names)
@@ -215,7 +215,7 @@ def _shown(groups: Sequence["GroupLineage"], responses: Mapping[int, "Responses"
 
 
 def _remarks(shown: "Responses") -> list[str]:
-    """The reports of reward functions on them."""
+    """The remarks of reward functions on them."""
     from distflow.observe.run_reader import failure, in_short, is_right
 
     lines = []
@@ -227,7 +227,7 @@ def _remarks(shown: "Responses") -> list[str]:
 
 
 def _conversations(shown: "Responses") -> list[str]:
-    """Who said what, where a workflow asked: the policy's turns were drawn, the others given."""
+    """The messages of a workflow's conversations: the policy's turns were drawn, the others given."""
     lines = []
     for own in shown:
         turns = own.get("conversation")
@@ -258,8 +258,8 @@ def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Leaves out columns that are empty in every row. Numbers are aligned to the right, the last column, a text, to the
-    left. Only the title where there are no rows."""
+    """A table without columns that are empty in every row. Numbers are right-aligned; the last column, a text, is
+    left-aligned. Only the title if there are no rows."""
     if not rows:
         return ["", title]
     names = [name for name in rows[0] if any(row[name] for row in rows)]

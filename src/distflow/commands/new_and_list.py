@@ -33,7 +33,7 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Write a config, a reward function and problems that train as they are."""
+    """Write a config, a reward function and problems that are ready to train."""
     folder = empty_folder(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 50)]
@@ -68,7 +68,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def _presets() -> Iterator[tuple[str, str]]:
-    """What the comment at a preset's head says first."""
+    """Each preset with the first sentence of its head comment."""
     from distflow.config.compose.origins import PRESETS, preset_names
 
     for name in preset_names():
@@ -86,7 +86,7 @@ def _models() -> Iterator[tuple[str, str]]:
 
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
-    """The last written first. Raises UserError if there is no such folder."""
+    """The runs, most recently written first. Raises UserError if there is no such folder."""
     from distflow.observe.report.summary_sentences import accuracies, status
     from distflow.observe.run_reader import read_events, read_metrics
 

@@ -1,5 +1,5 @@
-"""`distflow sandbox run`: runs one program as code under test, and reports how it ended and which isolation it had;
-`distflow sandbox serve`: runs programs for other machines."""
+"""`distflow sandbox run`: runs one program as code under test, and reports how it ended and its isolation; `distflow
+sandbox serve`: runs programs for other machines."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ def run_sandbox(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Serve until it is interrupted or terminated."""
+    """Serve until interrupted or terminated."""
     from distflow.sandbox.remote import TOKEN
     from distflow.sandbox.sandbox import Sandbox
     from distflow.sandbox.server import SandboxService, Server
@@ -49,7 +49,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """0 where the program ended with exit status 0. Its output goes to the same streams; the last line, on standard
+    """Returns 0 if the program's exit status is 0. Its output goes to the same streams; the last line, on standard
     error, is ours."""
     from distflow.sandbox.sandbox import Sandbox
 
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(name: str) -> str:
-    """Bytes that are no UTF-8 reach the program unchanged. Raises UserError."""
+    """Read a program; bytes that are not UTF-8 reach it unchanged. Raises UserError."""
     path = Path(name)
     try:
         return path.read_bytes().decode("utf-8", "surrogateescape")

@@ -1,5 +1,5 @@
-"""`distflow train`: a run by a preset or a YAML file, or several side by side; `distflow sft`: the same with the preset
-`sft` unless another is named."""
+"""`distflow train`: a run from a preset or a YAML file, or several concurrent ones; `distflow sft`: the same with the
+preset `sft` unless another is named."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -43,10 +43,10 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
 
 def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
-    """The configs of a command line by name, each as a preset or file and its overrides: `preset`, and each of the
-    words that is one. Other words are overrides of all, or of one: `NAME:key=value`.
+    """The configs of a command line by name, each as a preset or file and its overrides: `preset`, and each word that
+    is one. Other words are overrides of all, or of one: `NAME:key=value`.
 
-    A name is that of the file, with its place where one is there twice. Raises UserError for another name.
+    A name is that of the file, with its position if it occurs twice. Raises UserError for another name.
     """
     more = [word for word in words if word in preset_names() or ("=" not in word and word.endswith((".yaml", ".yml")))]
     presets = [preset, *more]
@@ -67,8 +67,7 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
-    """Policies of one graph train one after another, over Ray side by side. What can be wrong with any of them is found
-    before the first starts."""
+    """Policies of one graph train one after another, over Ray concurrently. All are checked before the first starts."""
     from distflow.config import describe
     from distflow.config.derived_settings import check_keys, launch_target
     from distflow.observe.writing.run_folder import claimed
@@ -114,7 +113,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
 
 
 def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], None]) -> list["Loaded"]:
-    """The config, or that of each of its policies."""
+    """The config, or one for each of its policies."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
     from distflow.config.derived_settings import resume_override, with_own_policies

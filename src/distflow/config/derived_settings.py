@@ -253,7 +253,7 @@ def trained_policies(config: Config) -> tuple[str, ...]:
 
 
 def config_of_policy(config: Config, policy: str) -> Config:
-    """The config with the policy's own keys in place of those of `actor_rollout_ref`, and a seed of its own."""
+    """The config with the policy's own keys in place of those of `actor_rollout_ref`, and with its own seed."""
     own = {f"actor_rollout_ref.{name}": value for name, value in config.dag.policies.get(policy, {}).items()}
     seed = config.trainer.seed + policies_of(config).index(policy)
     return with_values(config, {**own, "trainer.seed": seed})

@@ -1,8 +1,8 @@
 """Columns over many samples, and transfers between host and device. Per-token columns are stored flat (values +
 lengths), never padded at rest.
 
-A device works through a queue. A copy from plain memory and every number that is read wait until the queue is empty; a
-copy from pinned memory waits for nothing, and many numbers that are read together wait once.
+A device processes a queue. Copies from plain memory, and each number that is read, wait until the queue is empty;
+copies from pinned memory do not wait, and many numbers read together wait once.
 """
 
 import json
@@ -29,11 +29,11 @@ Shapes = Mapping[Axis, tuple[tuple[int, ...], ...]]
 
 _SAVED = {"format": "distflow batch"}
 _DERIVED = {name: sources for name, sources in DERIVED.items() if name not in ("scores", "acc")}
-"""Columns that are derived here from others where nobody wrote them."""
+"""Columns that are derived here from others unless written."""
 
 
 class RemoteColumn(Protocol):
-    """A column that other processes have. Batches pass it on as it is; it comes here when it is read."""
+    """A column that other processes have. Batches pass it on unread; it is fetched when read."""
 
     def read(self) -> Column: ...
 
@@ -45,10 +45,10 @@ class RemoteColumn(Protocol):
 class Batch:
     """Named columns over `len(batch)` samples.
 
-    A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry a sample, or plain
-    Python objects. `batch[name]` hands out token columns padded as `(bs, longest)`, `batch.flat(name)` as stored.
-    `input_ids`, `attention_mask`, `loss_mask`, `token_level_scores` and `token_level_rewards` are derived where nobody
-    wrote them.
+    A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry per sample, or plain
+    Python objects. `batch[name]` returns token columns padded as `(bs, longest)`, `batch.flat(name)` as stored.
+    `input_ids`, `attention_mask`, `loss_mask`, `token_level_scores` and `token_level_rewards` are derived unless
+    written.
     """
 
     def __init__(self, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
@@ -156,8 +156,8 @@ class Batch:
     def __setitem__(self, name: str, value: Written) -> None:
         """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
 
-        Raises ValueError if the shape does not fit. The axis of a name that was never registered follows from the
-        shape, where that fits exactly one.
+        Raises ValueError if the shape does not fit. The axis of an unregistered name is inferred from the shape if that
+        fits exactly one.
         """
         name = ALIASES.get(name, name)
         field = find_field(name) or self._fields.get(name) or _guess_field(name, value, self._shapes())
@@ -193,7 +193,7 @@ class Batch:
         return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
-        """At most `num_chunks` runs of neighbouring samples, as even as can be."""
+        """At most `num_chunks` runs of neighbouring samples, as even as possible."""
         return [self.select(part) for part in torch.arange(len(self)).tensor_split(num_chunks) if part.numel()]
 
     def only(self, names: Iterable[str]) -> "Batch":
@@ -206,8 +206,8 @@ class Batch:
         return out
 
     def copy_columns(self, other: "Batch", **names: str) -> None:
-        """Write columns of another batch over the same samples, each by the name that it gets here:
-        `batch.copy_columns(scored, old_log_probs="log_probs")`. Raises ValueError if the samples differ in length."""
+        """Write columns of another batch over the same samples, by their names here: `batch.copy_columns(scored,
+        old_log_probs="log_probs")`. Raises ValueError if the samples differ in length."""
         self._check_same_samples(other)
         for name, theirs in names.items():
             theirs = ALIASES.get(theirs, theirs)
@@ -218,7 +218,7 @@ class Batch:
                 self[name] = other.flat(theirs)
 
     def columns(self) -> "Iterator[tuple[Field, Column | RemoteColumn]]":
-        """The stored columns, also those that are elsewhere."""
+        """The stored columns, including remote ones."""
         return ((self._fields[name], column) for name, column in self._columns.items())
 
     def merge(self, other: "Batch") -> "Batch":
@@ -301,7 +301,7 @@ class Batch:
     def from_columns(
         prompt_lengths: Tensor, response_lengths: Tensor, columns: Iterable[tuple[Field, Column | RemoteColumn]]
     ) -> "Batch":
-        """A batch of another batch's stored columns, without guesses, copies or checks."""
+        """A batch from another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
         for field, column in columns:
             batch._columns[field.name], batch._fields[field.name] = column, field
@@ -365,8 +365,8 @@ class Batch:
         return _ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
 
     def conversation_lengths(self) -> Tensor:
-        """Tokens of each conversation of each sample, one after the other: int64 `(conversations,)`. A conversation
-        attends to no other, also of its own episode."""
+        """Tokens of each conversation of each sample, one after another: int64 `(conversations,)`. A conversation
+        attends to no other, even of its own episode."""
         if "forks" not in self or not any(forks := self.flat("forks")):
             return self._lengths[Axis.SEQUENCE]
         prompts, lengths = (self._lengths[axis].tolist() for axis in (Axis.PROMPT, Axis.SEQUENCE))
@@ -387,7 +387,7 @@ class Batch:
     def _placed_scores(self) -> Tensor:
         """The score of a sample, on the last token of the policy: flat `(response tokens,)`.
 
-        Not on a later token of a tool or environment: estimators read rewards of the policy's tokens only.
+        Not on a later token of a tool or environment: estimators read only rewards of the policy's tokens.
         """
         mask: Tensor = self.flat("response_mask")
         lengths = send(self._lengths[Axis.RESPONSE], mask.device)
@@ -403,7 +403,7 @@ def _read(column: Column | RemoteColumn) -> Column:
 
 
 def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
-    """One column of many: all are tensors, or all are lists, once those that only some have elsewhere are read."""
+    """One column from many: all tensors or all lists, after fetching columns if only some are remote."""
     remote = [part for part in parts if not isinstance(part, Tensor | list)]
     if parts and len(remote) == len(parts):
         return remote[0].concat(remote[1:])
@@ -413,7 +413,7 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The numbers from each start on, as many as each length says: int64 `(sum of lengths,)`."""
+    """The `lengths[i]` consecutive numbers from each `starts[i]` on: int64 `(sum of lengths,)`."""
     offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return starts.repeat_interleave(lengths) + offsets
 

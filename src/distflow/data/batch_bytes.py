@@ -19,8 +19,8 @@ from distflow.graph.fields import TOKEN_AXES, Axis, Field
 
 Bytes = NDArray[np.uint8]
 Buffers = Mapping[str, Bytes]
-"""Uint8 arrays `(bytes,)` by name: both lengths, the header, and one a column; for objects another with the lengths of
-their rows."""
+"""Uint8 arrays `(bytes,)` by name: both lengths, the header, and one per column; for objects another one with the
+lengths of their rows."""
 
 _HEADER = "fields"
 _LENGTHS = {Axis.PROMPT: "lengths.prompt", Axis.RESPONSE: "lengths.response"}
@@ -50,8 +50,8 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
 def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     """The batch of the rows `picks`, each as (part, row), in that order, of several batches.
 
-    Each byte is copied once, from memory that may be read-only and shared. Raises ValueError where parts that
-    rows are picked from differ in the name, dtype or axis of a column.
+    Each byte is copied once, from memory that may be read-only and shared. Raises ValueError if the parts used differ
+    in the name, dtype or axis of a column.
     """
     used = sorted({part for part, _ in picks}) or [0]
     fields = _common_fields([parts[part] for part in used])
@@ -77,7 +77,7 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
 
 
 def _row_ends(buffers: Buffers) -> Callable[[Field], Sequence[int]]:
-    """Of a column of this part: the bytes before each row, and of all, one entry more than there are rows."""
+    """For a column of this part: the bytes before each row, followed by the total."""
     lengths = {axis: buffers[name].view(np.int64) for axis, name in _LENGTHS.items()}
     lengths[Axis.SEQUENCE] = lengths[Axis.PROMPT] + lengths[Axis.RESPONSE]
 

@@ -1,9 +1,9 @@
-"""Renders chat templates in a process that can be killed, as a template is foreign code that may never end, and finds
-the parts of a conversation that are trained on: each turn of the assistant to the token that ends it.
+"""Renders chat templates in a process that can be killed, since a template is third-party code that may never end, and
+finds the parts of a conversation to train on: each turn of the assistant up to the token that ends it.
 
-If a template marks the generated parts (`{% generation %}`, as in TRL), the marks are used. With any other template a
-turn is the text after the prompt that the template makes of the messages before. Both are positions in a rendered text,
-which must be borders of its tokens.
+If a template marks the generated parts (`{% generation %}`, as in TRL), the marks are used. Otherwise a turn is the
+text after the prompt that the template renders from the previous messages. Both are positions in a rendered text, which
+must be token boundaries.
 """
 
 import json
@@ -38,12 +38,12 @@ _REFUSES = "the chat template rejects the messages"
 Turn = tuple[int, int, int]
 """(number of the assistant's turn, from 1; its start and end in the text)."""
 Rendered = tuple[str, list[Turn]]
-"""A conversation as text, with the turns that are trained on."""
+"""A conversation as text, with the turns to train on."""
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN = 40
 _WINDOW, _NEAR = 64, 8
-"""Tokens before a turn that are tokenised separately, and how many of the last ones must be the same."""
+"""Tokens before a turn that are tokenised separately, and how many of the last ones must match."""
 
 
 class Refused(str):
@@ -54,8 +54,8 @@ def render_all(rows: Sequence[Any], render: Callable[[Any], JSON], tokenizer: Pr
     """One entry per row, in order: the result of `render`, a JSON value, or `Refused`.
 
     render: calls the tokenizer's template; an error that it raises becomes a `Refused`. It runs in a fork of this
-    process, with the tokenizer as it is. Raises UserError naming the template's file if a row takes longer than
-    `RENDERS_WITHIN_S`, becomes longer than `MAX_CHARACTERS` or needs more than `MORE_MEMORY_BYTES`.
+    process. Raises UserError naming the template's file if a row takes longer than `RENDERS_WITHIN_S`, becomes longer
+    than `MAX_CHARACTERS` or needs more than `MORE_MEMORY_BYTES`.
     """
     if not rows:
         return
@@ -63,7 +63,7 @@ def render_all(rows: Sequence[Any], render: Callable[[Any], JSON], tokenizer: Pr
     ours, theirs = forks.Pipe(duplex=False)
     process = forks.Process(target=_serve, args=(theirs, rows, render), name="chat-template", daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which the fork does not need
+        warnings.simplefilter("ignore", DeprecationWarning)  # warns about other threads, which the fork does not need
         process.start()
     theirs.close()
     try:
@@ -77,7 +77,7 @@ def render_all(rows: Sequence[Any], render: Callable[[Any], JSON], tokenizer: Pr
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template, named by its file."""
+    """The chat template in words, with its file."""
     folder = Path(str(tokenizer.name_or_path))
     for name in TEMPLATE_FILES:
         if (folder / name).is_file() and "chat_template" in name + (folder / name).read_text("utf-8", "replace"):
@@ -101,7 +101,7 @@ class ChatTemplate:
         self._tokenizer: Any = tokenizer
 
     def check(self, chat: Chat) -> None:
-        """Raises RowError if the row has tools or tool calls that the template would leave out."""
+        """Raises RowError if the row has tools or tool calls that the template would omit."""
         for name, used in (("tools", chat.tools), ("tool_calls", any("tool_calls" in m for m in chat.messages))):
             if used and not re.search(rf"\b{name}\b", self._text(chat)):
                 raise RowError(
@@ -158,10 +158,10 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
 def encode_turns(
     rendered: Rendered, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids up to the end of the last turn, and each turn's position in them.
+    """Token ids up to the end of the last turn, and the position of each turn in them.
 
-    The whole text is tokenised at once. Raises RowError if a turn does not follow the tokens with which the model would
-    be prompted: those of the text before the turn alone.
+    The whole text is tokenised at once. Raises RowError if the tokens before a turn are not those with which the model
+    would be prompted, i.e. of the text before the turn alone.
     """
     text, turns = rendered
     encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -215,7 +215,7 @@ def _rendered(row: Any, render: Callable[[Any], JSON]) -> tuple[str, JSON]:
         return "refused", str(error)
     except jinja2.TemplateError as error:
         return "refused", f"{_REFUSES}: {error}"[:1000]
-    except Exception as error:  # a template can call anything that it reaches
+    except Exception as error:  # a template can call anything it reaches
         return "refused", f"{_REFUSES}: {type(error).__name__}: {error}"[:1000]
     if characters > MAX_CHARACTERS:
         return "fails", f"a prompt becomes {characters:,} characters"
@@ -223,7 +223,7 @@ def _rendered(row: Any, render: Callable[[Any], JSON]) -> tuple[str, JSON]:
 
 
 def _limit_memory() -> None:
-    """Limit memory to a little more than the process has; no limit if the system does not report it."""
+    """Limit memory to a little more than the process has; no limit if the system does not report that."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -234,8 +234,8 @@ def _limit_memory() -> None:
 
 
 def _is_prompted(text: str, ids: list[int], begins: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether these are the tokens of the text alone. Text that follows mostly changes tokens at the end, so the end
-    is compared first, and long conversations cost no more than their length."""
+    """Whether these are the tokens of the text alone. Following text usually changes tokens at the end, so the end is
+    compared first, which keeps the cost linear for long conversations."""
     near = _ids(tokenizer, text[begins[max(len(ids) - _WINDOW, 0)] :])
     last = ids[-_NEAR:]
     return near[-len(last) :] == last or _ids(tokenizer, text) == ids
@@ -260,7 +260,7 @@ def _turn_after(prompt: str, text: str, number: int, ends: Sequence[str]) -> Tur
 
 
 def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
-    """The fewest texts in which each turn follows its own prefix: the last one, and those with another beginning."""
+    """The fewest texts in which each turn follows its own prefix: the last one, and those that begin differently."""
     rendered: list[Rendered] = []
     while turns:
         text, _ = turns[-1]
@@ -271,7 +271,7 @@ def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
 
 
 def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str], ends: Sequence[str]) -> Rendered:
-    """The turns by the template's own marks, without the prompt, and with the token that ends them."""
+    """The turns by the template's own marks, without the prompt, but with the token that ends them."""
     begun = [(number, len(prompt)) for number, prompt in enumerate(prompts, 1) if text.startswith(prompt)]
     turns: list[Turn] = []
     for start, stop in blocks:
@@ -287,7 +287,7 @@ def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str]
 
 
 def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> int:
-    """End of the turn in text[start:stop]: after the first token that ends it, at the latest the one at `stop`."""
+    """The end of the turn in text[start:stop]: after the first token that ends it, at the latest the one at `stop`."""
     place, end = _next_end(text, start, ends) or (len(text) + 1, 0)
     if place > stop:
         raise RowError(

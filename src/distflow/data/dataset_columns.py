@@ -31,12 +31,12 @@ TEMPLATE_KWARGS_COLUMN = "chat_template_kwargs"
 class Columns:
     """Names of the columns. A dotted name reaches into nested values: `reward_model.ground_truth`.
 
-    answer_required: a row without an answer is then bad. domain: may be missing where it has its default name; None
-    where all rows are of one, `only_domain`. group: of the config keys that name the columns, for messages.
-    pass_rate: a number that every row must have, or None. response: the column to learn from (SFT), or None. messages:
-    of conversations to learn from, where a row has no prompt and response; or None. tools: functions for the chat
-    template. is_chat: texts go through it too. tag: that every row must have, or None. domain_of_tag: where it is not
-    empty, rows of other domains than `only_domain` are passed over.
+    answer_required: rows without an answer are bad. domain: may be missing if it has its default name; None if all rows
+    are of `only_domain`. group: of the config keys that name the columns, for messages. pass_rate: a number that every
+    row must have, or None. response: the column to learn from (SFT), or None. messages: conversations to learn from, if
+    a row has no prompt and response; or None. tools: functions for the chat template. is_chat: texts go through it too.
+    tag: a column that every row must have, or None. domain_of_tag: unless empty, rows of domains other than
+    `only_domain` are skipped.
     """
 
     prompt: str = "prompt"
@@ -67,8 +67,8 @@ class Record:
 class RawRow:
     """A good row. `origin` is its file and line.
 
-    tools, template_kwargs: for the chat template. is_conversation: the assistant's turns of `prompt` are trained on.
-    pass_rate: None if it is not used.
+    tools, template_kwargs: for the chat template. is_conversation: whether to train on the assistant's turns in
+    `prompt`. pass_rate: None if it is not used.
     """
 
     origin: str
@@ -86,10 +86,10 @@ class RawRow:
 
 @dataclass
 class BadRows:
-    """What to do with a bad row: collect it to report all of them together, or count and skip it.
+    """Bad rows: collects them to report all together, or counts and skips them.
 
-    policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, but are left out because no response to
-    them could be scored.
+    policy: "error" or "skip" (data.bad_rows). broken: readable rows that are omitted because no response to them could
+    be scored.
     """
 
     policy: str = "error"
@@ -162,7 +162,7 @@ def read_rows(records: Iterator[Record], columns: Columns, bad: BadRows, source:
 
 
 def rows_of_domain(records: Iterable[Record], columns: Columns, bad: BadRows) -> Iterator[int]:
-    """The places of the rows with the tags of the source's domain, from 0; rows without a known tag go to `bad`."""
+    """The positions, from 0, of the rows with tags of the source's domain; rows without a known tag go to `bad`."""
     for place, record in enumerate(records):
         try:
             if record.bad is not None:
@@ -242,7 +242,7 @@ def _tag(values: Mapping[str, object], columns: Columns) -> str:
 
 
 def _raw_row(record: Record, columns: Columns, tag: str) -> RawRow:
-    """Raises RowError with what is wrong with the row."""
+    """The row. Raises RowError with its problem."""
     values = record.values
     is_conversation = _is_conversation(values, columns)
     prompt: str | chat_messages.Messages

@@ -1,5 +1,5 @@
-"""Encoded rows as Arrow files in the run's folder: written atomically, readable by the owner only, and mapped into
-memory by every process that needs them."""
+"""Encoded rows as Arrow files in the run's folder: written atomically, readable only by the owner, and memory-mapped by
+every process that needs them."""
 
 import json
 import zlib
@@ -16,7 +16,7 @@ from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file
 
 CHUNK_ROWS = 1000
-"""Rows of a record batch, which is read whole for any of them."""
+"""Rows of a record batch, which is read as a whole."""
 
 _FORMAT = "prompts 4"
 _IDS = pyarrow.list_(pyarrow.int32())
@@ -56,10 +56,10 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
 
 
 class EncodedRows(PromptRows):
-    """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is read. It is pickled as its path.
+    """The rows of a `PromptSet` from `write_encoded`, each decoded when read. It is pickled as its path.
 
-    domains: sorted, each once. Raises UserError if the file is not one of `write_encoded`, and if a row is read
-    that has changed since it was written.
+    domains: sorted, each once. Raises UserError if the file is not from `write_encoded`, or a row that is read has
+    changed since it was written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,7 +156,7 @@ def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:
 
 
 def _numbers(code: str, values: Iterable[int]) -> pyarrow.Array:
-    """code: of `array`, "i" for int32 and "I" for uint32."""
+    """code: type code of `array`, "i" for int32 and "I" for uint32."""
     numbers = array(code, values)
     kind = pyarrow.int32() if code == "i" else pyarrow.uint32()
     return pyarrow.Array.from_buffers(kind, len(numbers), [None, pyarrow.py_buffer(numbers)])

@@ -1,4 +1,4 @@
-"""What an episode says, is told and is paid, where each enters or leaves our code, for whoever records it."""
+"""A hook for recording the messages and rewards of an episode where they enter or leave our code."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -6,12 +6,12 @@ from contextvars import ContextVar
 on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", default=None)
 """Called in the tasks of an episode with the kind of each event and its values:
 
-- turn: the conversation's name, whether it uses the template, what the workflow said, the tools, the reply's tokens
-- forked: the fork's name, the tokens that it begins with, the messages of its history
+- turn: the conversation's name, whether it uses the template, the workflow's content, the tools, the reply's tokens
+- forked: the fork's name, its initial tokens, the messages of its history
 - paid: the conversation's name, the reward of its last turn
-- called: a method of the process with the user's code, the arguments, what it returned
-- judged: the text that the workflow had scored; None is its last reply
-- returned: all tokens of the episode, and what its workflow returned
+- called: a method of the process with user code, the arguments, the result
+- judged: the text to be scored; None for the last reply
+- returned: all tokens of the episode, and its workflow's result
 """
 
 

@@ -1,4 +1,4 @@
-"""A row's values for the chat template: messages, tools and further arguments, checked and as templates expect them.
+"""A row's values for the chat template: messages, tools and further arguments, checked and in the templates' form.
 
 Entries that are null count as absent: files with typed columns have them where other rows have a value.
 """
@@ -56,7 +56,7 @@ def read_conversation(found: JSON, name: str) -> Messages:
 
 
 def read_tools(found: JSON, name: str) -> list[JSON]:
-    """Functions as JSON schemas, as a list or its JSON text; none is []. name: of the column. Raises RowError."""
+    """Functions as JSON schemas, from a list or its JSON text; empty if none. name: of the column. Raises RowError."""
     what = f"the tools (column '{name}')"
     found = _without_nulls(_parsed(found, what)) if found else []
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
@@ -86,7 +86,7 @@ def check_unicode(value: JSON, what: str) -> None:
 
 
 def kind(value: object) -> str:
-    """A value in an error message: its type and how it begins."""
+    """A value in an error message: its type and beginning."""
     return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 

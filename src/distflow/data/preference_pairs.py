@@ -1,5 +1,5 @@
-"""Preference pairs: a prompt with a chosen and a rejected response; and the token ids of a text that a reward model
-scores, which are the same when it is trained and when it is asked."""
+"""Preference pairs: a prompt with a chosen and a rejected response; and the token ids of a text for a reward model,
+which are the same in training and in scoring."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -22,7 +22,7 @@ def messages_of(extra_info: Mapping[str, object] | None, prompt: str) -> Message
 
 
 def _whole(text: str) -> str:
-    """Without single surrogates, which no tokenizer accepts."""
+    """The text without unpaired surrogates, which no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -33,10 +33,10 @@ def encode_text(
     max_length: int | None = None,
     is_encoder: bool = False,
 ) -> tuple[list[int], int]:
-    """Token ids of a prompt's messages and the response, as a reward model of this tokenizer reads them, and how many
-    were cut off: of a decoder's text the first ones after its start token.
+    """Token ids of a prompt's messages and the response for a reward model, and how many were cut off: for a decoder,
+    the first ones after the start token.
 
-    By the chat template, if there is one; else they are prompt, response and end token, or for an encoder a pair.
+    They come from the chat template, if any; else they are prompt, response and end token, or for an encoder a pair.
     """
     response = _whole(response)
     ids = _encode(tokenizer, asked, response, is_encoder)
@@ -64,10 +64,10 @@ def _encode(
 
 
 def encode_pair(row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]) -> list[Encoded] | str:
-    """The row with both texts, or why they are no pair. What both begin with is the prompt, which is computed once;
+    """The row with both texts, or why they are not a pair. Their common prefix is the prompt, which is computed once;
     each text keeps at least its last token, at which it is scored.
 
-    names: of the columns of the chosen and the rejected response: a text, or messages that end with it.
+    names: of the columns of the chosen and the rejected response: text, or messages that end with it.
     """
     asked: Any = row.extra_info[PROMPT_MESSAGES]
     texts = list[list[int]]()

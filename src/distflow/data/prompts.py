@@ -1,4 +1,4 @@
-"""Prompts, ready for an engine, and sets of them."""
+"""Prompts that are ready for an engine, and sets of them."""
 
 import hashlib
 import json
@@ -30,9 +30,8 @@ class PromptRow:
 
     index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
     the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
-    None if all of it is one turn. origin: file and line. tag: "" if none is read. rejected_ids: of a preference pair
-    the worse response, `response_ids` being the better one; else None. workflow: of its episodes, in place of the
-    run's.
+    None if it is a single turn. origin: file and line. tag: "" if none is read. rejected_ids: for a preference pair the
+    worse response (`response_ids` is the better one), else None. workflow: of its episodes, replacing the run's.
     """
 
     index: int
@@ -49,7 +48,7 @@ class PromptRow:
     workflow: object = field(default=None, compare=False)
 
     def answer(self, version: int) -> list[Segment]:
-        """The response: trained segments as those of the policy of that version, the others as the environment's."""
+        """The response: trained segments as the policy's of that version, others as the environment's."""
         ids = self.response_ids or ()
         segments, done = [], 0
         for start, end in self.turns or ((0, len(ids)),):
@@ -66,14 +65,12 @@ class PromptOptions:
     """The keys of `data` that turn a row into a prompt; lengths in tokens.
 
     prompt_format: "text", or "chat": a str prompt becomes one user message. Lists of messages are always chat.
-    prompt_template: text around a str prompt, with `{prompt}` in it, plain braces doubled.
-    system_prompt: chat only; a row's own takes precedence.
-    template_kwargs: for the chat template; a row's own take precedence.
+    prompt_template: text around a str prompt, with `{prompt}` in it, plain braces doubled. system_prompt: only for
+    chat; a row's own takes precedence. template_kwargs: for the chat template; a row's own take precedence.
     keep_messages: keep the prompt's messages in the row's extra info, for reward functions that read them; keep_chats:
-    those of chats alone, also for workflows.
-    num_workers: threads that tokenise; 0 uses the calling thread. The result is the same.
-    pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages. pair: the columns
-    of the chosen and the rejected response, of preference pairs.
+    only those of chats, also for workflows. num_workers: threads that tokenise; 0 uses the calling thread. The result
+    is the same. pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages. pair:
+    the columns of the chosen and the rejected response, of preference pairs.
     """
 
     max_prompt_length: int
@@ -95,7 +92,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Counts of the rows. num_turns: assistant turns to train on. num_texts_more: extra texts of conversations."""
+    """Counts of rows. num_turns: assistant turns to train on. num_texts_more: extra texts of conversations."""
 
     num_rows: int
     num_bad: int
@@ -108,7 +105,7 @@ class PromptReport:
     num_outside: int = 0
 
     def lines(self) -> list[str]:
-        """Lines on the rows that are used, and those that are left out and why."""
+        """Lines on the rows that are used, and on those left out, with the reasons."""
         counts = {
             "assistant turns to train on": self.num_turns,
             "more rows, of turns that the chat template renders differently if others follow": self.num_texts_more,
@@ -128,7 +125,7 @@ class PromptReport:
 
     @staticmethod
     def joined(parts: Sequence["PromptReport"]) -> "PromptReport":
-        """Sum over several sets."""
+        """The sum over several sets."""
         sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(PromptReport)}
         return PromptReport(**{**sums, "longest_prompt_tokens": max(part.longest_prompt_tokens for part in parts)})
 
@@ -148,13 +145,13 @@ class Encoded:
         return max(self.response_ids or (), self.rejected_ids or (), key=len)
 
     def packed(self) -> "Encoded":
-        """The same with four bytes an id."""
+        """The entry with four bytes per id."""
         both = [None if ids is None else array("i", ids) for ids in (self.response_ids, self.rejected_ids)]
         return Encoded(self.text, array("i", self.ids), both[0], self.turns, both[1])
 
 
 class UnusableRow(UserError):
-    """No row is usable: of all that are read, or of the one whose turn it is. reason: a short name for the counts."""
+    """No usable row: among all that are read, or the current one. reason: a short name for the counts."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -162,11 +159,11 @@ class UnusableRow(UserError):
 
 
 class PromptRows(Sequence[PromptRow]):
-    """Prompts that are made when they are read: a subclass has `__len__` and `_row`. Of a slice the usable ones."""
+    """Prompts that are created when read; subclasses have `__len__` and `_row`. A slice has only usable ones."""
 
     @abstractmethod
     def _row(self, index: int) -> PromptRow:
-        """index: from 0, below the length. Raises UnusableRow where rows are read one at a time."""
+        """index: from 0, below the length. Raises UnusableRow if rows are read one at a time."""
 
     @overload
     def __getitem__(self, index: int) -> PromptRow: ...
@@ -177,18 +174,18 @@ class PromptRows(Sequence[PromptRow]):
         return self._row(chosen) if isinstance(chosen, int) else list(self.some(chosen))
 
     def some(self, indices: Sequence[int]) -> Iterator[PromptRow]:
-        """The usable ones of these rows."""
+        """The usable ones among these rows."""
         self.prepare(indices)
         for index in indices:
             with suppress(UnusableRow):
                 yield self._row(index)
 
     def prepare(self, indices: Sequence[int]) -> None:
-        """Called with rows that are read next, if that is cheaper together."""
+        """Called with the rows to be read next, if preparing them together is cheaper."""
 
 
 class PromptSet(PromptRows):
-    """Prompts in the order of their rows. has_responses: whether there are responses to train on."""
+    """Prompts in row order. has_responses: whether there are responses to train on."""
 
     def __init__(self, rows: Sequence[RawRow], encoded: Sequence[Encoded], report: PromptReport) -> None:
         assert len(rows) == len(encoded)
@@ -226,7 +223,7 @@ class PromptSet(PromptRows):
 
     @property
     def domains(self) -> list[str]:
-        """Sorted, each once."""
+        """The domains, sorted, each once."""
         return sorted({row.domain for row in self._rows})
 
     @property
@@ -235,7 +232,7 @@ class PromptSet(PromptRows):
         return any(not isinstance(row.prompt, str) for row in self._rows)
 
     def fingerprint(self) -> str:
-        """A hash of all in the rows that affects a run: tokens, texts, ground truths, domains, extra info, tags."""
+        """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra info, tags."""
         digest = hashlib.sha256()
         digest.update(_flat([entry.ids for entry in self._encoded]))
         responses = [entry.response_ids or () for entry in self._encoded]

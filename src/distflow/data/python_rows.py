@@ -1,5 +1,4 @@
-"""Rows that a caller passes from Python, written to the run's folder as JSON lines, so that a resumed run reads the
-same."""
+"""Rows passed from Python, written to the run's folder as JSON lines, so that a resumed run reads the same ones."""
 
 import itertools
 import json
@@ -20,8 +19,8 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
     """Write the rows to `file`; returns whether the rows already in it are used instead.
 
     values: a list of mappings, a `datasets.Dataset`, a `DataFrame`, an iterator, or a function that returns one of
-    them. name: for messages. wanted: number of rows needed, -1 for all. resuming: a checkpoint was made with the rows
-    of the file. An iterator is then not read, as it may give other rows each time; others must hold the same rows.
+    them. name: for messages. wanted: number of rows needed, -1 for all. resuming: a checkpoint was made with the file's
+    rows. Then an iterator is not read, since it may yield other rows each time; other values must hold the same rows.
     Raises UserError if the values are not rows, or differ from the checkpoint's.
     """
     if resuming and file.is_file() and not hasattr(values, "__len__"):
@@ -43,9 +42,9 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
 
 
 def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_rows: int = MAX_ROWS) -> list[str]:
-    """Each row as one JSON text. wanted: stop after so many; -1 takes all, at most `max_rows`.
+    """Each row as one JSON text. wanted: stop after this many; -1 takes all, at most `max_rows`.
 
-    Raises UserError if it is not iterable or gives more, and for a row that is not a mapping.
+    Raises UserError if `rows` is not iterable or has more, or a row is not a mapping.
     """
     try:
         rows_read = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)  # type: ignore[call-overload]

@@ -1,11 +1,11 @@
-"""The process's global random generators, of `random`, numpy and torch: they belong to user functions.
+"""The process's global random generators of `random`, numpy and torch, which belong to user functions.
 
-Nothing in this package uses them: samples, shuffles and initial weights have generators of their own. In the
-training loop functions run one after another, so the states that user functions leave persist, and are in every
-checkpoint. In the rollout loop and in the processes of reward functions calls run in no fixed order: each call has
-generators of its own, seeded by the row or group that it works for, and does not change the global ones.
+Nothing in this package uses them: samples, shuffles and initial weights have their own generators. In the training loop
+functions run one after another, so the states that user functions leave persist, and are in every checkpoint. In the
+rollout loop and in reward processes calls run in no fixed order: each call has its own generators, seeded by its row or
+group, and does not change the global ones.
 
-Imports neither numpy nor torch by itself: a reward worker may not need them.
+Imports neither numpy nor torch, which a reward worker may not need.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 States = Mapping[str, Any]
-"""State by generator, in its own form."""
+"""State by generator, in the generator's form."""
 
 
 def loaded() -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def loaded() -> tuple[str, ...]:
 
 
 def device_module() -> Any:
-    """torch's module of its accelerator, `torch.cuda` for instance, where this process uses one; else None."""
+    """torch's module for the accelerator that this process uses, e.g. `torch.cuda`; None if it uses none."""
     torch = sys.modules["torch"]
     if torch.accelerator.current_accelerator() is None:
         return None
@@ -34,7 +34,7 @@ def device_module() -> Any:
 
 
 def seed(*identity: object) -> None:
-    """Seed all that are loaded; the same for equal `repr` of the identity, on every machine."""
+    """Seed all loaded generators; equal `repr` of the identity gives the same seed on every machine."""
     digest = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     random.seed(number)
@@ -81,7 +81,7 @@ def lent(own: States) -> Iterator[None]:
 
 
 def seeded(*identity: object) -> States:
-    """The state after such a seed; the generators themselves do not change."""
+    """The states after `seed`, without changing the generators."""
     with lent(states()):
         seed(*identity)
         return states()

@@ -1,6 +1,6 @@
-"""Rows that are read as they are asked for. Those of a large file are read alone: an index says where they are (the
-lines of JSONL, the row groups of Parquet). Those of many files, compressed JSON lines and streamed data sets can only
-be read forward, so that nobody knows their number before."""
+"""Rows that are read on demand. Those of a large file are read individually, with an index of their positions (lines of
+JSONL, row groups of Parquet). Those of many files, compressed JSON lines and streamed data sets can only be read
+forward, so their number is unknown."""
 
 import hashlib
 import json
@@ -24,16 +24,16 @@ from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file, is_compressed, lines_of, matching_files, open_file
 
 NUM_FIRST, NUM_HELD = 256, 8192
-"""Rows of a stream that are held: of each pass its first, and the last that were read."""
+"""Rows of a stream kept in memory: the first ones of each pass, and the last ones read."""
 
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file whose rows can be read alone, by any process.
+    """A file whose rows can be read individually, by any process.
 
-    size: in bytes, when it was indexed. fingerprint: of all bytes, of Parquet of its footer. places: of JSONL, the file
-    with each row's line number and first byte. group_ends: of Parquet, the rows up to the end of each row group.
-    chosen: the file with the numbers of the rows that are used, where not all are.
+    size: in bytes, when indexed. fingerprint: of all bytes, for Parquet of the footer. places: for JSONL, the file with
+    each row's line number and first byte. group_ends: for Parquet, the rows up to the end of each row group. chosen:
+    the file with the numbers of the used rows, if not all are.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class IndexedFile:
 
 
 def choose_rows(found: IndexedFile, rows: Iterable[int], folder: Path) -> IndexedFile:
-    """The index of these rows of the file alone."""
+    """The index of only these rows of the file."""
     numbers = array("q", rows)
     chosen = _write(numbers, folder, hashlib.sha256(numbers.tobytes()).hexdigest())
     return replace(found, num_rows=len(numbers), chosen=chosen)
@@ -81,9 +81,9 @@ def _write(numbers: "array[int]", folder: Path, fingerprint: str) -> Path:
 
 
 def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
-    """Pass over a JSONL file once, for its line ends, and parse nothing of it; of Parquet read the footer alone.
+    """Pass over a JSONL file once for its line ends, without parsing; for Parquet only read the footer.
 
-    folder: where the places of lines are written. key: the config key that names the file, for messages. Raises
+    folder: where the positions of lines are written. key: the config key that names the file, for messages. Raises
     UserError for a file that has no such index.
     """
     try:
@@ -120,7 +120,7 @@ def _index_parquet(path: Path) -> IndexedFile:
     return IndexedFile(path, size, footer.num_rows, fingerprint, group_ends=ends)
 
 
-@lru_cache(maxsize=4)  # it is read whole for any of its rows
+@lru_cache(maxsize=4)  # a row group is read as a whole
 def _row_group(path: Path, number: int, fingerprint: str) -> pyarrow.Table:
     """fingerprint: of the file, which may have changed between two runs of one process."""
     import pyarrow.parquet
@@ -129,18 +129,18 @@ def _row_group(path: Path, number: int, fingerprint: str) -> pyarrow.Table:
 
 
 def is_streamed(source: str) -> bool:
-    """Whether the source is read forward only: a pattern, compressed lines, a folder or a data set of the hub."""
+    """Whether the source can only be read forward: a pattern, compressed lines, a folder or a data set of the hub."""
     return bool(matching_files(source)) or is_compressed(Path(source)) or is_data_set(source)
 
 
 class RowStream:
-    """The rows of some sources, read again from the start where they end: a row's number goes on from one pass over
-    them to the next. It pickles, and reads anew in another process."""
+    """The rows of some sources, reread from the start when they end; row numbers continue from one pass to the next. It
+    can be pickled, and reads anew in another process."""
 
     def __init__(self, sources: Sequence[str], key: str, most: int) -> None:
         """key: of the config, for messages. most: rows of a pass, -1 for all."""
         self._sources, self._key, self._most = tuple(sources), key, most
-        self._lock = Lock()  # rollout loop and audit read
+        self._lock = Lock()  # rollout loop and audit both read
         self._pass: Iterator[Record] | None = None
         self._held, self._next, self._began = dict[int, Record](), 0, 0
         self._num_rows: int | None = None  # known after the first pass
@@ -150,12 +150,12 @@ class RowStream:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the first rows: no more is read before the run."""
+        """A hash of the first rows, since no more are read before the run."""
         first = [[plain(row.values), row.bad] for row in islice(self._one_pass(), NUM_FIRST)]
         return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
 
     def record(self, index: int) -> Record:
-        """The row, from 0. One that is neither held nor ahead costs a pass from the start. Raises UserError where the
+        """The row, from 0. One that is neither held nor ahead costs a pass from the start. Raises UserError if the
         sources cannot be read."""
         with self._lock:
             if index not in self._held and index < self._next:
@@ -168,7 +168,7 @@ class RowStream:
         if self._pass is None:
             self._pass = self._one_pass()
             self._began = self._next = wanted - wanted % self._num_rows if self._num_rows else 0
-        rows, self._pass = self._pass, None  # a fault ends this pass, but not the rows
+        rows, self._pass = self._pass, None  # an error ends this pass, but not the stream
         record = next(rows, None)
         self._pass = rows
         if record is not None:

@@ -9,11 +9,11 @@ Owner = Literal["prompt", "policy", "tool", "environment"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids with one owner. Policy segments carry one log-prob and one weight version a token.
+    """Token ids with one owner. Policy segments have one log-prob and one weight version per token.
 
-    log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: what of the score
-    of the episode is this turn's. turn: one more than that of the latest reply of the episode when this one was asked
-    for, by which replies are in order of time; those that are asked for at once share it.
+    log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: this turn's part
+    of the episode's score. turn: one more than that of the episode's latest reply when this one was requested, which
+    orders replies in time; those requested at once share it.
     """
 
     owner: Owner
@@ -37,14 +37,14 @@ LIMIT_REASONS = ("length", "context", "max_turns")
 
 @dataclass
 class Sample:
-    """A trajectory of one prompt, whose first segment is the prompt.
+    """A trajectory for one prompt, whose first segment is the prompt.
 
-    uid: "<group number>-<sample index>". group_index: the group number. episode: which of the group's episodes it
-    belongs to. agent: the one with these turns. forks: where the episode's conversation branched, the name of each
-    further conversation and the position of its first token in the response: they follow the first one, end to end.
-    last_turn: which of the policy's segments was the last in time, for these may be in several conversations.
-    conversation: what was said, for people. valid: False once it has a reward error. outcome: how a workflow scored its
-    episode, if there is one. rejected: that workflow wants it dropped.
+    uid: "<group number>-<sample index>". group_index: the group number. episode: index of its episode in the group.
+    agent: the one with these turns. forks: if the episode's conversation branched, the name of each further
+    conversation and the position of its first token in the response, where they follow the first one, end to end.
+    last_turn: the policy segment that was the last in time, since there may be several conversations. conversation: the
+    messages, for display. valid: False once it has a reward error. outcome: the score from a workflow, if there is one.
+    rejected: the workflow wants it dropped.
     """
 
     uid: str
@@ -76,7 +76,7 @@ class Sample:
 
     @property
     def longest_response(self) -> int:
-        """Tokens after its first prompt, of the longest conversation."""
+        """Tokens of its longest conversation after the first prompt."""
         lengths = list[int]()
         for segment in self.segments:
             if segment.owner == "prompt":

@@ -1,7 +1,7 @@
 """Tasks in folders, in the format of Harbor: `task.toml`, `instruction.md`, `environment/`, `tests/test.sh`.
 
-They run with what this machine has, without a container and without a network. A task that names an image, has a
-Dockerfile, or wants something else that is not here is a bad row, whose reason says so.
+They run with this machine's software, without a container and without a network. A task that names an image, has a
+Dockerfile, or needs anything else that is missing is a bad row, with that reason.
 """
 
 import math
@@ -35,12 +35,12 @@ _UNSUPPORTED: dict[str, str] = {
     "verifier.environment": "has a container of its own for the tests",
     "verifier.collect": "has commands for several containers",
 }
-"""Settings that change what a task is, by their names in `task.toml`."""
+"""Unsupported settings that change a task, by their names in `task.toml`."""
 
 
 class Task(NamedTuple):
-    """workdir: where commands begin, with the files of `environment/`. agent_s, verifier_s: limits of time. memory_mb:
-    of each process; None for that of the sandbox."""
+    """workdir: where commands start, with the files of `environment/`. agent_s, verifier_s: time limits. memory_mb: of
+    each process; None for the sandbox's."""
 
     folder: Path
     instruction: str
@@ -57,7 +57,7 @@ def has_tasks(folder: Path) -> bool:
 
 
 def read_task_folders(folder: Path) -> Iterator[Record]:
-    """A row for each folder of a task, in the order of the names."""
+    """A row for each task folder, in the order of names."""
     for file in sorted(folder.absolute().glob("*/task.toml")):
         try:
             task = read_task_folder(file.parent)
@@ -68,7 +68,7 @@ def read_task_folders(folder: Path) -> Iterator[Record]:
 
 
 def read_task_folder(folder: Path) -> Task:
-    """Raises ValueError, OSError for one that cannot be run."""
+    """Read a task. Raises ValueError or OSError if it cannot be run."""
     config = tomllib.loads((folder / "task.toml").read_text("utf-8"))
     tables = {name: config.get(name, {}) for name in ("environment", "agent", "verifier")}
     if wrong := [name for name, table in tables.items() if not isinstance(table, dict)]:

@@ -1,12 +1,12 @@
-"""Rows of tasks of other packages: of the procedural data sets of `reasoning-gym`, as
+"""Rows of tasks from other packages: of the procedural data sets of `reasoning-gym`, as
 `reasoning-gym:NAME?size=100&seed=7&min_terms=2`, and of the tasksets of `verifiers`, as `verifiers:ID?name=value`.
 
-They are made in a separate process, `python -P -m distflow.data.task_packages PACKAGE NAME SETTINGS WANTED`, where
-imports of the package stay, and whose hashes of texts do not vary: some data sets depend on them, and the same seed is
-to give the same rows.
+They are generated in a separate process, `python -P -m distflow.data.task_packages PACKAGE NAME SETTINGS WANTED`, which
+confines imports of the package, and has fixed string hashes: some data sets depend on these, and the same seed must
+give the same rows.
 
-A task of `verifiers` that ends with one response, without tools, and whose rewards need nothing but that response, can
-be scored by the reward `verifiers`. Any other says in its column what it `needs`; the workflow `verifiers` plays it.
+A task of `verifiers` that ends with one response, without tools, and whose rewards need only that response, can be
+scored by the reward `verifiers`. Any other has what it `needs` in its column; the workflow `verifiers` plays it.
 """
 
 import ast
@@ -27,8 +27,8 @@ from distflow.errors import UserError, hint
 from distflow.observe.crash_safe_files import JSON
 
 GYM, VERIFIERS = "reasoning_gym", "verifiers"
-"""Columns with what the reward functions need: name and settings of the data set or taskset, and the row's entry or
-task. The packages' modules are called so."""
+"""Columns for the reward functions: name and settings of the data set or taskset, and the row's entry or task. They are
+also the names of the packages' modules."""
 PACKAGES = {"reasoning-gym": GYM, "verifiers": VERIFIERS}
 _SIZE, _SEED = 500, 0
 
@@ -76,7 +76,7 @@ def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
 
 
 def _read_settings(query: str) -> dict[str, JSON]:
-    """The settings in `a=1&b=x`: values that are JSON are parsed, others are texts."""
+    """The settings in `a=1&b=x`: values that are JSON are parsed, others are strings."""
     settings: dict[str, JSON] = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
         try:
@@ -108,7 +108,7 @@ def write_entry(entry: Mapping[str, object]) -> str:
 
 
 def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
-    """A data set of `reasoning-gym`. Raises UserError for an unknown name or setting, or one that it refuses."""
+    """A data set of `reasoning-gym`. Raises UserError for an unknown name or setting, or one that it rejects."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
@@ -118,7 +118,7 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
         raise UserError(f"'{name}' has no setting '{unknown[0]}'{hint(unknown[0], known)}")
     try:
         return create_dataset(name, **settings)
-    except (AssertionError, LookupError, TypeError, ValueError) as error:  # the package checks by assertions
+    except (AssertionError, LookupError, TypeError, ValueError) as error:  # the package uses assertions for its checks
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"'{name}' rejects its settings {json.dumps(dict(settings))}: {reason}") from error
 
@@ -144,7 +144,7 @@ def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
 
 
 def find_need(name: str, taskset: Any, task: Any) -> str:
-    """What the task needs beside one response; empty if that is enough."""
+    """What the task needs besides one response; empty if that is enough."""
     from verifiers.v1 import Env, Task
     from verifiers.v1.envs.single_agent import SingleAgentEnv
     from verifiers.v1.utils.loaders import environment_class

@@ -1,4 +1,4 @@
-"""From rows to token ids: templates, chat messages, responses; each prompt is tokenised once. Prompts and responses
+"""Converts rows to token ids: templates, chat messages, responses; each prompt is tokenised once. Prompts and responses
 that are too long are left out or cut, and counted."""
 
 import re
@@ -72,8 +72,8 @@ def fit(
 
 
 def _cut(row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> Encoded:
-    """The prompt cut by `truncation`; of a response the end is cut off, its end token with it."""
-    if options.truncation == "error" or entry.rejected_ids is not None:  # a score is of a whole text
+    """The prompt cut by `truncation`; a response loses its end, including the end token."""
+    if options.truncation == "error" or entry.rejected_ids is not None:  # a score belongs to a whole text
         long_prompt = len(entry.ids) > options.max_prompt_length
         part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.longest_response)
         raise UserError(
@@ -111,15 +111,14 @@ def encode_rows(
     bad_rows: BadRows,
     end_ids: Collection[int] = (),
 ) -> PromptSet:
-    """Tokenise the prompts (and responses, where the rows have them); leave out or cut those that are too long.
+    """Tokenise the prompts (and responses, if the rows have them); leave out or cut those that are too long.
 
     A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
-    generation prompt, and gets no others. The response of a conversation is the assistant's turns; it becomes several
-    rows if the template writes a turn differently once others follow. Rows that the template refuses, or whose trained
-    part cannot be determined, are added to `bad_rows`. end_ids: tokens that end a turn, besides the tokenizer's end
-    token.
-    Raises UserError for a tokenizer that lacks a template or an end token, for bad rows unless skipped, for a prompt
-    that is too long with truncation "error", and if no row is left.
+    generation prompt, without further special tokens. The response of a conversation is the assistant's turns; it
+    becomes several rows if the template writes a turn differently once others follow. Rows that the template rejects,
+    or whose trained part cannot be determined, are added to `bad_rows`. end_ids: tokens that end a turn, besides the
+    tokenizer's end token. Raises UserError for a tokenizer that lacks a template or an end token, for bad rows unless
+    skipped, for a prompt that is too long with truncation "error", and if no row is left.
     """
     rows, num_outside = _within(rows, options)
     _check_options(tokenizer, rows, options)
@@ -191,7 +190,7 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], o
 def _encode_all(
     rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, end_ids: Collection[int]
 ) -> Iterator[list[Encoded] | str]:
-    """In chunks, over threads if there are several: tokenizers written in Rust release the interpreter's lock.
+    """Encode in chunks, over threads if there are several: tokenizers written in Rust release the interpreter's lock.
 
     The threads share one tokenizer: no call asks for padding or truncation, which would change its settings.
     """
@@ -275,7 +274,7 @@ def _render(
 
 
 def _is_chat(row: RawRow, options: PromptOptions) -> bool:
-    """Whether its prompt goes through the chat template, which writes special tokens itself."""
+    """Whether the row's prompt goes through the chat template, which writes special tokens itself."""
     return options.prompt_format == "chat" or not isinstance(row.prompt, str)
 
 

@@ -1,4 +1,4 @@
-"""The agents of an episode: each has a conversation of its own, and a workflow awaits whom it likes."""
+"""The agents of an episode: each has its own conversation, and the workflow awaits any of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ KEY = "actor_rollout_ref.rollout.agents"
 
 
 class Agent(Protocol):
-    """An agent as the config declares it."""
+    """An agent as declared in the config."""
 
     @property
     def system_prompt(self) -> str: ...
@@ -23,7 +23,7 @@ class Agent(Protocol):
 
 
 class Agents(dict[str, Chat]):
-    """Their chats by name, in the order of the config. Raises ChatError for a name that no agent has."""
+    """The agents' chats by name, in the order of the config. Raises ChatError for an unknown name."""
 
     def __missing__(self, name: object) -> NoReturn:
         raise ChatError(f"agents[{name!r}]: {KEY} has no agent of that name{hint(str(name), self)}")
@@ -43,6 +43,7 @@ def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
 
 
 def agent_of(conversation: str, agents: Sequence[str]) -> str:
-    """Whose conversation it is, by its name: that of an agent, or of a fork of it. The first agent's has none."""
+    """The agent of a conversation, by its name: of an agent or a fork of its conversation; empty for the first
+    agent's."""
     first = conversation.partition(".")[0]
     return first if first in agents else agents[0]

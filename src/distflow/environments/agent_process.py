@@ -1,4 +1,4 @@
-"""The process of an episode's agent, which somebody else wrote: a function, or a command."""
+"""The process of an episode's third-party agent: a function or a command."""
 
 import asyncio
 import inspect
@@ -19,17 +19,16 @@ from distflow.import_target import load
 _READ_BYTES = 64 * 2**10
 _SHOWN = 500
 GIVEN = ("base_url", "api_key", "model", "prompt", "messages", "ground_truth", "row")
-"""What a function of the user's may take by name. messages: of the row's prompt."""
+"""Arguments that a user's function may take by name. messages: of the row's prompt."""
 JUDGED = ("conversations", "result")
-"""What a reward function may take besides. messages are those of the conversation that was asked last."""
+"""Further arguments that a reward function may take. messages are those of the last conversation with a call."""
 _NO_EPISODE = {
     "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
     "ANTHROPIC_BASE_URL": "http://127.0.0.1:9",
     "OPENAI_API_KEY": "of-the-episode",
     "ANTHROPIC_API_KEY": "of-the-episode",
 }
-"""For clients that a module makes when it is imported: without it they would use the user's own keys. Nothing listens
-there."""
+"""For clients that a module creates on import, which would otherwise use the user's keys. Nothing listens there."""
 
 
 _IMPORTED_LATE = {
@@ -38,29 +37,29 @@ _IMPORTED_LATE = {
     "httpx": ("httpcore",),
     "httpx2": ("httpcore2",),
 }
-"""What clients import only with their first call."""
+"""Modules that clients import only with their first call."""
 
 
 class Agent:
-    """Loaded in the server process; run in that of an episode."""
+    """An agent, loaded in the server process and run in an episode's."""
 
     def __init__(
         self, function: str | None, command: Sequence[str], reward: str | None, kwargs: Sequence[str] = ()
     ) -> None:
         """reward: a function of the trace. kwargs: names of further arguments of the function. Raises UserError for
-        functions that cannot be called."""
+        uncallable functions."""
         os.environ.update(_NO_EPISODE)
         os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
         self._function = _loaded("function", function, GIVEN, kwargs) if function is not None else None
         self._command = command
         self._reward = _loaded("reward", reward, (*GIVEN, *JUDGED)) if reward is not None else None
-        for package in _IMPORTED_LATE.keys() & sys.modules.keys():  # here once, and not in each episode
+        for package in _IMPORTED_LATE.keys() & sys.modules.keys():  # import here once, instead of in each episode
             for name in _IMPORTED_LATE[package]:
-                with suppress(ImportError):  # other versions have other modules
+                with suppress(ImportError):  # module names depend on the version
                     import_module(name)
 
     def run(self, environment: Mapping[str, str | None], given: dict[str, Any]) -> object:
-        """What the function returns, or the command prints. environment: changes of it; None removes one."""
+        """Returns the function's result or the command's output. environment: changed variables; None removes one."""
         for name, value in environment.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -72,7 +71,7 @@ class Agent:
         return _called(self._reward, given)
 
     def _printed(self, row: object) -> str:
-        """Raises RuntimeError if the command fails. It gets the row as JSON on standard input."""
+        """The command's output. Raises RuntimeError if it fails. It gets the row as JSON on standard input."""
         with TemporaryFile() as told, TemporaryFile() as out, TemporaryFile() as errors:
             told.write(json.dumps(row).encode())
             told.seek(0)

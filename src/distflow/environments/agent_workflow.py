@@ -1,5 +1,5 @@
-"""The workflows `agent` and `verifiers`: an agent, or an environment with one, that somebody else wrote speaks to the
-policy through an endpoint of the run."""
+"""The workflows `agent` and `verifiers`: a third-party agent, or environment with an agent, talks to the policy through
+an endpoint of the run."""
 
 import asyncio
 import importlib.util
@@ -32,8 +32,8 @@ _LOOPBACK = "127.0.0.1,localhost"
 
 
 class AgentWorkflow:
-    """Runs a function or a command in a process of the episode's own, and answers its calls by the policy until it
-    ends. The score is what the function returns, or what `reward` says."""
+    """Runs a function or a command in a separate process per episode, and answers its calls with the policy until it
+    ends. The score is the function's result, or that of `reward`."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class AgentWorkflow:
         max_calls: int = 64,
     ) -> None:
         """function, reward: file.py:name or module:name. kwargs: further arguments of the function. reward: a function
-        of the messages, or `reward_fn` for the run's reward functions. format: of tool calls; None for what the chat
-        template shows. max_calls: that are answered in an episode. Raises UserError."""
+        of the messages, or `reward_fn` for the run's reward functions. format: of tool calls; None for the chat
+        template's. max_calls: maximum of calls answered per episode. Raises UserError."""
         if (function is None) == (command is None):
             raise UserError(f"{KEY}: the workflow agent needs either function or command")
         if kwargs and function is None:
@@ -82,11 +82,11 @@ class AgentWorkflow:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has a server and an endpoint of its own."""
+        """In another process it has its own server and endpoint."""
         return self._made_by, ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
-        """Raises CallFailed if the agent fails, RequestError if it never asks: errors of the episode."""
+        """Raises CallFailed if the agent fails, RequestError if it makes no call: errors of the episode."""
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
@@ -132,23 +132,22 @@ class VerifiersWorkflow(AgentWorkflow):
 
 
 class _Calls:
-    """From the endpoint's thread to the episode, which answers them side by side, begun in the order in which they
-    came."""
+    """Passes calls from the endpoint's thread to the episode, which answers them concurrently, in order of arrival."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations, self._loop = conversations, asyncio.get_running_loop()
-        self._context = copy_context()  # of the episode, whose clock stops while its calls are answered
+        self._context = copy_context()  # the episode's context: its clock stops while calls are answered
         self._answering, self._has_ended = set[asyncio.Task[Answer]](), False
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
     def submit(self, call: Call) -> "Future[Answer]":
-        """From any thread."""
+        """Submit a call from any thread."""
         future: Future[Answer] = Future()
         self._loop.call_soon_threadsafe(self._take, call, future, context=self._context)
         return future
 
     async def answer_while(self, running: Coroutine[Any, Any, Any]) -> Any:
-        """What the agent returned; later calls are refused. Raises what it raises; asyncio.CancelledError if the engine
+        """The agent's result; later calls are rejected. Raises what it raises, asyncio.CancelledError if the engine
         fails."""
         agent = asyncio.ensure_future(running)
         try:
@@ -157,13 +156,13 @@ class _Calls:
         finally:
             self._has_ended = True
             for task in (agent, *self._answering):
-                task.cancel()  # no effect on one that is done
+                task.cancel()  # no effect on finished ones
 
     def _take(self, call: Call, future: "Future[Answer]") -> None:
         if self._has_ended:
             with suppress(InvalidStateError):
                 future.set_exception(RequestError(410, "this episode has ended", "episode_ended"))
-        elif not future.cancelled():  # the client has not gone
+        elif not future.cancelled():  # the client is still connected
             task = asyncio.ensure_future(self._conversations.answer(call))
             self._answering.add(task)
             task.add_done_callback(partial(self._settle, future))
@@ -174,7 +173,7 @@ class _Calls:
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _settle(self, future: "Future[Answer]", task: "asyncio.Task[Answer]") -> None:
-        """An error that is not one of the call ends the episode."""
+        """Settle a call's future; an error that is not the call's own ends the episode."""
         self._answering.discard(task)
         error = None if task.cancelled() else task.exception()
         if not self._failed.done() and not self._has_ended:
@@ -192,10 +191,10 @@ class _Calls:
 
 
 def _command(command: str | Sequence[str] | None) -> Sequence[str]:
-    """As a list; a text is one of the shell. Raises UserError."""
+    """The command as a list; a str is a shell command. Raises UserError."""
     if isinstance(command, str):
         word = command.split()[0] if command.split() else ""
-        # `type` knows the builtins of the shell, too; an assignment or a quotation is no plain word.
+        # `type` also knows shell builtins; assignments and quotations are not plain words.
         is_plain = re.fullmatch(r"[\w./-]+", word) is not None
         if is_plain and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode:
             raise UserError(f"{KEY}.command: there is no executable '{word}'")
@@ -209,7 +208,7 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _arguments(row: Row, session: Session) -> dict[str, Any]:
-    """What functions may take by name; the key `row` is all of the row."""
+    """Arguments that functions may take by name; `row` is the whole row."""
     messages = [dict(message) for message in row.prompt.messages] or [{"role": "user", "content": str(row.prompt)}]
     own = {"prompt": str(row.prompt), "messages": messages, "ground_truth": row.ground_truth}
     whole = {**row.extra_info, **own, "domain": row.domain}
@@ -217,7 +216,7 @@ def _arguments(row: Row, session: Session) -> dict[str, Any]:
 
 
 def _environment(session: Session) -> dict[str, str | None]:
-    """No proxy may stand between, and a command finds its modules as it does without us."""
+    """Variables for the process: no proxy in between, and a command finds its modules as without us."""
     kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     around = {name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
     return {**session.environment, **kept, **around}

@@ -1,4 +1,4 @@
-"""The wire format of Anthropic: messages. Pure functions."""
+"""Anthropic's wire format: messages. Pure functions."""
 
 import json
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def _read(role: str, content: object) -> list[Json]:
 
 
 def _result(block: Json) -> str:
-    """Templates have no mark for an error."""
+    """The text of a tool result; templates have no mark for errors."""
     return "error: " * bool(block.get("is_error")) + text_of(block.get("content"))
 
 

@@ -1,5 +1,5 @@
-"""AReaL's form of a workflow, as it stands: `arun_episode(engine, data)` asks an engine for responses in tokens and
-returns the trajectory as tensors, of which nothing is believed that the engine has not drawn."""
+"""Runs unmodified AReaL workflows: `arun_episode(engine, data)` requests responses in tokens from an engine and returns
+the trajectory as tensors, which is checked against what the engine drew."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from distflow.environments.chat import Chat, ChatError
 _NEEDED = "tensors by name with input_ids, loss_mask and rewards"
 _COLUMNS = ("attention_mask", "input_ids", "loss_mask", "logprobs", "versions")
 LIMIT = 1e-5
-"""Of the difference between two log-probs, one of which was a float32."""
+"""Limit of the difference between two log-probs, one of which was a float32."""
 _FIXED: dict[str, Any] = {"n_samples": 1, "min_new_tokens": 0, "frequency_penalty": 0.0, "ignore_eos": False}
-"""What a request's `gconfig` cannot change."""
+"""Settings that a request's `gconfig` cannot change."""
 
 
 @dataclass(frozen=True)
 class ModelResponse:
-    """What `agenerate` returns. stop_reason: "stop", or "length" if it was cut off or had no room."""
+    """The result of `agenerate`. stop_reason: "stop", or "length" if it was truncated or had no room."""
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -51,12 +51,12 @@ class Engine:
         self._chat, self._turn, self.calls = chat, asyncio.Lock(), list[_Call]()
 
     def get_version(self) -> int:
-        """Of the newest weights that the episode has seen."""
+        """The version of the newest weights that the episode has seen."""
         return max([self._chat.version, *(version for call in self.calls for version in call.drawn.versions)])
 
     async def agenerate(self, req: Any) -> ModelResponse:
         """req: has `input_ids` and a `gconfig`, of which `max_new_tokens`, `stop` and `stop_token_ids` apply. Raises
-        ChatError where the rest of it is not the run's sampling."""
+        ChatError if the rest differs from the run's sampling."""
         chat, prompt, gconfig = self._chat, [int(token) for token in req.input_ids], req.gconfig
         for name, wanted in {**_FIXED, **chat.sampling}.items():
             own = getattr(gconfig, name, wanted)
@@ -84,26 +84,26 @@ class Engine:
             stop = (*(getattr(gconfig, "stop", None) or ()), *map(int, getattr(gconfig, "stop_token_ids", None) or ()))
             num_drawn = sum(len(call.drawn.token_ids) for call in self.calls)
             drawn, reason = await self._chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
-            is_whole = reason == "length" and most < room  # cut by the workflow itself, which cuts no episode off
+            is_whole = reason == "length" and most < room  # cut by the workflow's own limit, not the episode's
             self.calls.append(_Call(prompt, drawn, "stop" if is_whole else reason))
         else:
-            await asyncio.sleep(0)  # so that a workflow that asks for ever meets its deadline
+            await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
         tokens, log_probs, versions = list(drawn.token_ids), list(drawn.log_probs), list(drawn.versions)
         return ModelResponse(list(prompt), tokens, log_probs, versions, "stop" if reason == "stop" else "length")
 
 
 class ArealWorkflow:
-    """A workflow that runs the `arun_episode` of an object of the user's."""
+    """A workflow that runs the `arun_episode` of a user's object."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
 
     async def __call__(self, chat: Chat, row: Any) -> float | None:
-        """row: a `Row`. Returns the reward, or None if it rejects the episode. Raises ValueError for a trajectory
-        that was not drawn."""
+        """row: a `Row`. Returns the reward, or None if it rejects the episode. Raises ValueError if the trajectory was
+        not drawn by the engine."""
         engine, prompt = Engine(chat), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
-        columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # rewards get a text so
+        columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # as a str for rewards
         returned = await self._theirs.arun_episode(engine, {**columns, "messages": messages})
         if returned is None:
             return None
@@ -113,7 +113,7 @@ class ArealWorkflow:
         if len({*map(len, found.values())}) > 1:
             lengths = ", ".join(f"{len(values)} {name}" for name, values in found.items())
             raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
-        shown = found.pop("attention_mask", [True] * len(found["input_ids"]))  # padding is cut
+        shown = found.pop("attention_mask", [True] * len(found["input_ids"]))  # remove padding
         _set_segments(chat, engine.calls, {name: [*compress(values, shown)] for name, values in found.items()})
         (reward,) = _row(returned["rewards"], "rewards")
         return float(reward)
@@ -132,11 +132,11 @@ def _row(values: Any, name: str) -> list[Any]:
 
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
-    """The trajectory as segments of the chat. Raises ValueError if the mask is on a token that was not drawn there,
-    or a log-prob or version is not that of the draw."""
+    """Store the trajectory as segments of the chat. Raises ValueError if the mask is on a token that was not drawn
+    there, or a log-prob or version differs from the draw's."""
     ids, places = [int(token) for token in columns["input_ids"]], dict[int, tuple[int, int]]()
     for same, number in sorted(((_num_same(ids, call), number) for number, call in enumerate(calls)), reverse=True):
-        for place in range(same):  # of a drawn token: its call, and its place there
+        for place in range(same):  # for drawn tokens: the call, and the position in it
             places.setdefault(len(calls[number].prompt) + place, (number, place))
     owners = [-1] * len(ids)
     for place in compress(range(len(ids)), columns["loss_mask"]):

@@ -1,4 +1,4 @@
-"""The built-in tools. Each is a function, or a class whose instances are called, as a user's own."""
+"""The built-in tools. Like a user's, each is a function, or a class whose instances are called."""
 
 import ast
 import json
@@ -54,7 +54,7 @@ def _value(node: ast.AST) -> float:
 
 
 class Search:
-    """Ranks the texts of a file by BM25 (k1 = 1.2, b = 0.75); of equal ones the earlier comes first."""
+    """Ranks the texts of a file by BM25 (k1 = 1.2, b = 0.75); on a tie the earlier comes first."""
 
     _K1, _B = 1.2, 0.75
 
@@ -126,7 +126,7 @@ def run(code):
             return printed.getvalue() + "".join(_traceback.format_exception_only(_sys.exception())), True
     return printed.getvalue() or "(no output)", False
 '''
-"""Executed in the sandbox once for each episode, so that names stay from call to call."""
+"""Executed in the sandbox once per episode, so that names persist between calls."""
 
 
 def python(code: str) -> str:
@@ -139,4 +139,4 @@ def python(code: str) -> str:
 
 
 BUILTIN_TOOLS = {"calculator": "calculator", "python": "python", "search": "Search"}
-"""The function or class of each, by its name in a config."""
+"""The function or class of each built-in tool, by its name in a config."""

@@ -1,5 +1,5 @@
 """The conversation of one agent with the policy: append-only token segments, in which each turn's prompt is the exact
-ids of everything before it. Where history is rewritten, or several go on from one point, it forks."""
+ids of everything before it. It forks if history is rewritten, or several conversations continue from one point."""
 
 import asyncio
 import math
@@ -14,22 +14,22 @@ from distflow.data.episode_event_hook import note_event
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 
-if TYPE_CHECKING:  # it imports torch, and the processes of tools and environments import this package
+if TYPE_CHECKING:  # it imports torch, which the processes of tools and environments should not
     from distflow.environments.turn_encoding import TurnTokens
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
 Generate = Callable[[tuple[int, ...], int, tuple[str | int, ...], int], Awaitable[tuple[Segment, str]]]
-"""(prompt ids, max_tokens, texts and tokens that end it, tokens drawn before) → the tokens that the policy drew, and
-why it stopped."""
+"""(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before) → the tokens that the policy drew,
+and why it stopped."""
 
 
 class ChatError(UserError):
-    """A workflow asks what its chat cannot do."""
+    """A workflow requests something that its chat cannot do."""
 
 
 class Prompt(str):
-    """The prompt of a row: its text, with the token ids that the data set made of it. messages: of a chat."""
+    """The prompt of a row: its text, with the data set's token ids. messages: of a chat."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
@@ -42,10 +42,10 @@ class Prompt(str):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said in one turn. text: without special tokens. token_ids: with the one that ended it.
+    """The policy's reply in one turn. text: without special tokens. token_ids: including the one that ended it.
 
-    finish_reason: "stop"; "length" if it was cut off, or there was no room left for it in the response; "context" if
-    the context had no room. A reply without room has no tokens.
+    finish_reason: "stop"; "length" if it was truncated, or the response had no room left; "context" if the context had
+    no room. A reply without room has no tokens.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Limits:
-    """In tokens. response: everything after the first prompt, given tokens too. context: with that prompt."""
+    """Limits in tokens. response: everything after the first prompt, even given tokens. context: with that prompt."""
 
     response: int
     context: int
@@ -67,17 +67,17 @@ class Limits:
 
 @dataclass(eq=False)
 class Chat:
-    """One agent's conversation. A workflow may read all of it, and calls `ask` and `fork`.
+    """One agent's conversation. A workflow may read all fields, and calls `ask` and `fork`.
 
-    turns: how often it has asked. messages: what was said so far. tools: of the first turn. finish_reason: of the last
+    turns: number of calls of `ask`. messages: the history so far. tools: of the first turn. finish_reason: of the last
     reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
-    tokenizer's chat template; else its tokens follow as they are. counts: by the name of a metric, which sums them over
-    episodes. sampling: how the policy draws, empty in validation. version: of the weights at the start. clock_stopped:
-    inside, time does not count for the episode's deadline, which is for waits that have deadlines of their own.
-    forked: called with each fork. name: empty for the episode's first conversation, else the numbers of the forks on
-    the way to this one, "2.1". conversations: all of the episode, this one too; the one that had the last reply is the
-    last. agent: whose conversation it is, if the episode has several. max_tokens, stop: of each of its replies, besides
-    those of the call. waiting: for a reply.
+    tokenizer's chat template; otherwise its tokens are appended directly. counts: by the name of a metric, which sums
+    them over episodes. sampling: how the policy draws; empty in validation. version: of the weights at the start.
+    clock_stopped: inside, time does not count for the episode's deadline, for waits with their own deadlines. forked:
+    called with each fork. name: empty for the episode's first conversation, else the numbers of the forks leading to
+    this one, "2.1". conversations: all of the episode, including this one; the one with the last reply is the last.
+    agent: the conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those
+    of the call. waiting: whether it waits for a reply.
     """
 
     tokens: "TurnTokens"
@@ -104,16 +104,16 @@ class Chat:
     _num_forks: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.conversations.insert(-1, self)  # in front of the one that had the last reply
+        self.conversations.insert(-1, self)  # before the one with the last reply
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything so far."""
+        """All tokens so far."""
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
     def num_drawn(self) -> int:
-        """How many of the tokens the policy drew."""
+        """The number of tokens that the policy drew."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.owner == "policy")
 
     @property
@@ -134,17 +134,17 @@ class Chat:
         max_tokens: int | None = None,
         tools: Sequence[Message] = (),
     ) -> Reply:
-        """Say something, and return the policy's reply.
+        """Send content, and return the policy's reply.
 
         content: text, a message, several messages, token ids, or a row's prompt. stop: strings that end the reply,
-        besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template tells the model
+        besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template shows the model
         from the first turn on. Raises ChatError for invalid content.
         """
         if self.waiting:
             raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
-        said = content if isinstance(content, str) else deepcopy(content)  # whose owner may change it
+        said = content if isinstance(content, str) else deepcopy(content)  # its owner may change it
         given, messages = self._encoded(content, tools)
         begins = not self.segments
         if begins and len(given) >= self.limits.context:
@@ -155,7 +155,7 @@ class Chat:
         self.turns += 1
         response, context = self.response_left - len(given) * (not begins), self.context_left - len(given)
         if min(response, context) < 1:
-            await asyncio.sleep(0)  # so that a workflow that asks for ever meets its deadline
+            await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
             return self._replied(Reply("", (), "length" if response < 1 else "context"))
         most = min(response, context, max_tokens or response, self.max_tokens or response)
         prompt = (*self.token_ids, *given)
@@ -174,12 +174,12 @@ class Chat:
         self.messages += [*messages, reply.message]
         self._replied(reply)
         if reason == "length" and most < min(response, context):
-            self.finish_reason = "stop"  # by the workflow's own max_tokens, which cuts no episode off
+            self.finish_reason = "stop"  # by the workflow's own max_tokens, which does not truncate the episode
         return reply
 
     def reward(self, value: float) -> None:
-        """So much of the episode's score is the last reply's, in addition to what was given for it before. What is left
-        of the score is the last turn's. Raises ChatError."""
+        """Assign this much of the episode's score to the last reply, in addition to earlier assignments. The rest of
+        the score goes to the last turn. Raises ChatError."""
         if not math.isfinite(value):
             raise ChatError(f"reward({value!r}): pass a finite number")
         note_event("paid", self.name, value)
@@ -190,11 +190,11 @@ class Chat:
         self.segments[places[-1]] = replace(last, reward=last.reward + float(value))
 
     def fork(self, messages: Sequence[Message] | None = None) -> "Chat":
-        """A further conversation of the episode, apart from this one; several may ask at the same time.
+        """A further, separate conversation of the episode; several may ask at the same time.
 
-        It goes on from here: with the same tokens, all of which are given there. messages: its history in their place,
-        such as a summary, which begins its first prompt as the chat template renders it. Raises ChatError if it is
-        not a message.
+        It continues from here with the same tokens, all of which count as given. messages: replace them as its history,
+        e.g. by a summary, which the chat template renders at the start of its first prompt. Raises ChatError for
+        anything that is not a message.
         """
         history = list(self.messages) if messages is None else _messages(messages, "fork")
         begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
@@ -212,9 +212,9 @@ class Chat:
         return reply
 
     def _encoded(self, content: Content, tools: Sequence[Message]) -> tuple[tuple[int, ...], list[Message]]:
-        """The token ids to append, and the messages that they stand for."""
+        """The token ids to append, and the messages that they represent."""
         begins = not self.segments
-        history = self.messages if begins else []  # of a fork with messages of its own
+        history = self.messages if begins else []  # of a fork with its own messages
         if tools and not (begins and self.templated):
             raise ChatError("ask: pass tools in the first turn, with a chat template: set data.prompt_format=chat")
         if isinstance(content, Prompt) and (tools or history):
@@ -249,7 +249,7 @@ def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
 
 
 def _messages(content: object, by: str = "ask") -> list[Message]:
-    """by: whose argument it is. Raises ChatError for anything else."""
+    """Content as messages. by: the method whose argument it is. Raises ChatError for anything else."""
     said: list[Any] = [content] if isinstance(content, Mapping) else []
     if isinstance(content, list | tuple):
         said = list(content)

@@ -1,5 +1,5 @@
-"""The HTTP server for clients of OpenAI and Anthropic. It runs on a thread of its own, and knows sessions alone: a key,
-and a function that answers calls."""
+"""The HTTP server for clients of OpenAI and Anthropic. It runs on its own thread, and knows only sessions: a key, and a
+function that answers calls."""
 
 import asyncio
 import hmac
@@ -27,15 +27,15 @@ ROUTES = {"chat/completions": CHAT, "completions": TEXT, "responses": RESPONSES,
 _ENDED_KEPT = 10_000
 _STOPS_WITHIN_S = 5
 _NOT_REFUSED = (410, 499, 503)
-"""Of calls whose episode or client has gone."""
+"""Statuses of calls whose episode or client has gone."""
 _ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 Submit = Callable[[Call], "Future[Answer]"]
 
 
 @dataclass(frozen=True)
 class Session:
-    """What has a key and a base URL of its own. model: the only name that is answered; None for any. refused: why, for
-    each call that was."""
+    """A session has its own key and base URL. model: the only accepted name; None for any. refused: the reason for each
+    rejected call."""
 
     key: str
     base_url: str
@@ -45,7 +45,7 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which the clients of both find it."""
+        """Environment variables by which both kinds of clients find it."""
         urls = {"OPENAI_BASE_URL": f"{self.base_url}/v1", "ANTHROPIC_BASE_URL": self.base_url}
         return {**urls, "OPENAI_API_KEY": self.key, "ANTHROPIC_API_KEY": self.key}
 
@@ -75,7 +75,7 @@ class Endpoint:
 
     @contextmanager
     def session(self, submit: Submit) -> Iterator[Session]:
-        """With a random key, as long as it is open. submit: is called on the endpoint's thread."""
+        """A session with a random key, as long as it is open. submit: called on the endpoint's thread."""
         name = secrets.token_urlsafe(12)
         self._sessions[name] = made = Session(secrets.token_urlsafe(24), f"{self.url}/episodes/{name}", submit)
         try:
@@ -85,7 +85,7 @@ class Endpoint:
             self._ended.append(name)
 
     def serve(self, key: str, submit: Submit, model: str) -> Session:
-        """At the routes without a name, until the end."""
+        """A session at the routes without a name, until the end."""
         self._sessions[""] = made = Session(key, self.url, submit, model)
         return made
 
@@ -139,7 +139,7 @@ class Endpoint:
 
 
 def check_installed() -> None:
-    """Raises UserError."""
+    """Raises UserError if the packages are not installed."""
     try:
         import_module("starlette.applications"), import_module("uvicorn")
     except ImportError as error:
@@ -176,7 +176,7 @@ async def _body(request: Any) -> Json:
 
 
 async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer]:
-    """If the client goes, the calls are cancelled. Raises RequestError."""
+    """The answers to a request. If the client disconnects, the calls are cancelled. Raises RequestError."""
     answering = asyncio.gather(*map(asyncio.wrap_future, futures))
     going = asyncio.ensure_future(request.receive())
     await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +198,7 @@ async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer
 
 
 def _failed(request: Any, error: RequestError) -> Any:
-    """What the clients of both take for an error."""
+    """The response that both kinds of clients recognise as an error."""
     is_ours, kind = error.status >= 500, "invalid_request_error"
     if "anthropic-version" in request.headers:
         kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)

@@ -1,4 +1,4 @@
-"""A call of the endpoint and its answer, whatever the wire format, and what the formats share."""
+"""A call of the endpoint and its answer, independent of the wire format, and code shared by the formats."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class RequestError(ValueError):
-    """status: of HTTP. code: as clients know it."""
+    """status: of HTTP. code: as known by clients."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -21,9 +21,9 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """messages: as chat templates take them, or a text that is continued as it is. tools: schemas of functions.
-    parses_tools: False where the caller wants text. temperature and so on: for a served model; a run has its own.
-    n: answers that are wanted. choice: which of them this is; the second and later begin a branch."""
+    """messages: in the form of chat templates, or a str that is continued directly. tools: schemas of functions.
+    parses_tools: False if the caller wants text. temperature etc.: for a served model; a run has its own. n: number of
+    answers. choice: which of them this is; the second and later begin a branch."""
 
     messages: Sequence[Json] | str
     tools: Sequence[Json] = ()
@@ -47,8 +47,8 @@ class AnsweredCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """finish_reason: stop, length or tool_calls. stopped_by: the string of `stop` that ended it, which the text is
-    without. tokens: text and log-prob of each that was drawn."""
+    """finish_reason: stop, length or tool_calls. stopped_by: the string of `stop` that ended it, which the text
+    excludes. tokens: text and log-prob of each drawn token."""
 
     text: str
     calls: tuple[AnsweredCall, ...]
@@ -59,14 +59,14 @@ class Answer:
 
     @property
     def message(self) -> Json:
-        """As the templates take it, and as the caller is expected to return it."""
+        """The message in the form of templates, as the caller is expected to return it."""
         calls = [_tool_call(call.id, call.name, call.arguments) for call in self.calls]
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
 
 
 class Wire(NamedTuple):
-    """A wire format. read: the call in a request's body; raises RequestError, KeyError, TypeError, ValueError. write:
-    the body of the response, with all answers. stream: its events, each with a name if the format has names."""
+    """A wire format. read: parses the call in a request's body; raises RequestError, KeyError, TypeError, ValueError.
+    write: the body of the response, with all answers. stream: its events, with names if the format has them."""
 
     read: Any
     write: Any
@@ -89,14 +89,14 @@ def read_common(body: Json, most: str, stop: str = "stop") -> Json:
 
 
 def refuse(body: Json, harmless: Mapping[str, tuple[object, ...]]) -> None:
-    """harmless: by parameter, the values besides null that change nothing. Raises RequestError for any other."""
+    """harmless: by parameter, values besides null that have no effect. Raises RequestError for others."""
     for name, values in harmless.items():
         if (value := body.get(name)) is not None and value not in values:
             raise RequestError(400, f"'{name}' is not supported ({json.dumps(value):.80}): leave it out")
 
 
 def text_of(content: object) -> str:
-    """Of a message, which may come in parts. Raises RequestError for parts that are no text."""
+    """The text of a message, which may have parts. Raises RequestError for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[Any] = content if isinstance(content, list) else [content]
@@ -108,7 +108,7 @@ def text_of(content: object) -> str:
 
 
 def assistant(text: str, calls: Sequence[tuple[str, str, object]]) -> list[Json]:
-    """The policy's message; none if it says nothing. calls: id, name, and arguments or their JSON text."""
+    """The policy's message; empty if it says nothing. calls: id, name, and arguments or their JSON text."""
     made = [_tool_call(id, str(name), _arguments(arguments)) for id, name, arguments in calls]
     if not text and not made:
         return []
@@ -116,7 +116,7 @@ def assistant(text: str, calls: Sequence[tuple[str, str, object]]) -> list[Json]
 
 
 def named_tools(messages: Sequence[Json]) -> list[Json]:
-    """The same, where each tool message has the name of the tool, which some templates write. Raises RequestError."""
+    """The messages, with the tool's name in each tool message, which some templates need. Raises RequestError."""
     if not messages:
         raise RequestError(400, "there are no messages")
     calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -128,7 +128,7 @@ def named_tools(messages: Sequence[Json]) -> list[Json]:
 
 
 def tool_schema(name: str, description: object, parameters: object) -> Json:
-    """As chat templates take it."""
+    """A tool schema in the form of chat templates."""
     if not isinstance(name, str) or not isinstance(parameters := parameters or {"type": "object"}, dict):
         raise RequestError(400, "a tool needs a name, and a JSON schema of its parameters")
     parameters = {"properties": {}, **parameters}
@@ -144,7 +144,7 @@ def _tool_call(id: str, name: str, arguments: object) -> Json:
 
 
 def _arguments(found: object) -> object:
-    """An object where it is the text of one: templates take objects."""
+    """JSON text of an object is parsed, since templates take objects."""
     if not isinstance(found, str):
         return found
     try:

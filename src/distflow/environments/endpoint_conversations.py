@@ -14,7 +14,7 @@ from distflow.environments.tools import typed_argument
 
 @dataclass
 class _Conversation:
-    """so_far: what was said, as a text or by the keys of its messages. messages: as the agent sees them."""
+    """so_far: the history, as text or as keys of its messages. messages: as the agent sees them."""
 
     chat: Chat
     tools: str
@@ -23,27 +23,27 @@ class _Conversation:
 
 
 class Conversations:
-    """Of one episode. last: the reply to its last call.
+    """The conversations of one episode. last: the reply to its last call.
 
-    A call extends a conversation if that is how its messages begin, with the policy's replies as they were returned and
-    the same tools; the longest such conversation counts. One that extends none is a branch, and so is each further
-    answer to one call, and a call that extends one which still waits for a reply: calls are answered side by side.
+    A call extends a conversation if its messages begin with it, with the policy's replies as returned and the same
+    tools; the longest such conversation counts. A call that extends none is a branch, and so is each further answer to
+    one call, and a call that extends a conversation still waiting for a reply: calls are answered concurrently.
     """
 
     def __init__(self, chat: Chat, format: str | None, max_calls: int) -> None:
-        """format: of tool calls; None for what the chat template shows. max_calls: that are answered."""
+        """format: of tool calls; None for the chat template's. max_calls: maximum of calls answered."""
         self._chat, self._format, self._max_calls = chat, format, max_calls
         self._conversations: list[_Conversation] = []
         self.last: Reply | None = None
 
     @property
     def messages(self) -> list[list[Json]]:
-        """Of each conversation, in the order in which they were asked last."""
+        """The messages of each conversation, ordered by their last call."""
         return [conversation.messages for conversation in self._conversations]
 
     async def answer(self, call: Call) -> Answer:
-        """Raises UserError for what cannot be said; RequestError beyond max_calls, when the finish reason becomes
-        max_turns; asyncio.CancelledError if the engine fails."""
+        """Answer a call. Raises UserError for unsupported content; RequestError beyond max_calls, when the finish
+        reason becomes max_turns; asyncio.CancelledError if the engine fails."""
         if sum(chat.turns for chat in self._chat.conversations) >= self._max_calls:
             self._chat.conversations[-1].finish_reason = "max_turns"
             raise RequestError(410, f"this episode has had its {self._max_calls} replies (max_calls)", "max_calls")
@@ -83,7 +83,7 @@ class Conversations:
         chat, is_text = self._chat, isinstance(call.messages, str)
         if chat.segments or chat.waiting:
             chat = chat.fork([{"role": "user", "content": ""}])
-        chat.messages, chat.tools, chat.templated = [], (), not is_text  # the call says all of its history
+        chat.messages, chat.tools, chat.templated = [], (), not is_text  # calls contain their whole history
         return _Conversation(chat, _tools(call), "" if is_text else [], [])
 
 
@@ -96,8 +96,8 @@ def _messages(messages: Sequence[Json] | str) -> list[Json]:
 
 
 def _so_far(messages: Sequence[Json] | str, answer: Answer | None = None, reply: Reply | None = None) -> Any:
-    """Equal for what means the same. answer: what was said last. reply: all that was drawn of it: a text whose stop
-    string was drawn is continued where that follows in the text, or it would be there twice."""
+    """A history for comparison, equal if the meaning is. answer: the last one. reply: everything drawn for it: a text
+    whose stop string was drawn continues where that is in the text, or it would be there twice."""
     if isinstance(messages, str):
         return messages + (reply.text if reply is not None else "")
     said = answer is not None and (answer.text or answer.calls)
@@ -105,14 +105,14 @@ def _so_far(messages: Sequence[Json] | str, answer: Answer | None = None, reply:
 
 
 def _key(message: Json) -> str:
-    """Without ids, which clients may change, and the white space around a reply, which some strip."""
+    """A message without ids, which clients may change, and without the white space around a reply, which some strip."""
     text = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], text, calls], sort_keys=True)
 
 
 def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
-    """format: of the tool calls in it; None if there are none."""
+    """The answer from a reply. format: of its tool calls; None if there are none."""
     text, stopped_by = reply.text, None
     if ends := [(text.find(stop), stop) for stop in call.stop if stop in text]:
         at, stopped_by = min(ends)
@@ -138,7 +138,7 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
 
 
 def _calls(call: Call, written: str, format: str) -> tuple[AnsweredCall, ...]:
-    """None where one of them cannot be read: the reply is a text then."""
+    """The tool calls; empty if one is unreadable, in which case the reply is text."""
     found = find_tool_calls(written, format)
     if any(each.problem for each in found):
         return ()
@@ -153,7 +153,7 @@ def _calls(call: Call, written: str, format: str) -> tuple[AnsweredCall, ...]:
             arguments = {name: typed_argument(str(text), schemas.get(name, {})) for name, text in arguments.items()}
         try:
             json.dumps([each.name, arguments], allow_nan=False, ensure_ascii=False).encode()
-        except ValueError:  # 1e999, or half of a surrogate pair: no JSON of a response
+        except ValueError:  # 1e999, or half of a surrogate pair: not possible in a JSON response
             return ()
         made.append(AnsweredCall(id, each.name, arguments))
     return tuple(made)

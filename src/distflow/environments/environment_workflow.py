@@ -1,4 +1,4 @@
-"""The workflow `environment`: the model plays an environment with the `reset` and `step` of gymnasium or OpenEnv."""
+"""The workflow `environment`: the model plays an environment with gymnasium's or OpenEnv's `reset` and `step`."""
 
 import hashlib
 import weakref
@@ -13,15 +13,14 @@ from distflow.environments.workflows import Row
 
 
 class EnvironmentWorkflow:
-    """Tells the model each observation and takes its reply as the action, until the environment ends the episode or
-    `max_turns` actions are taken. The score is the sum of the rewards, each of which is
-    its turn's."""
+    """Sends the model each observation and takes its reply as the action, until the environment ends the episode or
+    after `max_turns` actions. The score is the sum of the rewards, each of which belongs to its turn."""
 
     def __init__(
         self, *, env: str, env_kwargs: Mapping[str, Any] | None = None, max_turns: int = 16, timeout_s: float = 30.0
     ) -> None:
-        """env: module:Class, file.py:function, gymnasium's id, or the address of a server of OpenEnv. timeout_s: of
-        each `reset` and `step`. Raises UserError."""
+        """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server. timeout_s: of each
+        `reset` and `step`. Raises UserError."""
         is_openenv = env.startswith(("http://", "https://"))
         target = f"{openenv_adapter.__name__}:OpenEnv" if is_openenv else f"{gymnasium_adapter.__name__}:TextEnv"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
@@ -35,11 +34,11 @@ class EnvironmentWorkflow:
         }
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has a server of its own."""
+        """In another process it has its own server."""
         return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row) -> float:
-        """Raises CallFailed if the environment fails, which is an error of the episode."""
+        """Play an episode. Raises CallFailed, an error of the episode, if the environment fails."""
         seed = seed_of(row)
         told = {**row.extra_info, "ground_truth": row.ground_truth}
         process = await self._server.fork(seed)
@@ -47,7 +46,7 @@ class EnvironmentWorkflow:
             with chat.clock_stopped():
                 first = str(await process.call("reset", self._timeout_s, seed=seed, options=told))
             reply, total = await _begin(chat, row, first), 0.0
-            while reply.finish_reason == "stop":  # a reply that is cut off is no action
+            while reply.finish_reason == "stop":  # a truncated reply is not an action
                 with chat.clock_stopped():
                     step = await process.call("step", self._timeout_s, text=reply.text)
                 observation, reward, has_ended = cast(tuple[str, float, bool], step)
@@ -67,7 +66,7 @@ class EnvironmentWorkflow:
 
 
 async def _begin(chat: Chat, row: Row, observation: str) -> Reply:
-    """Ask for the first action: the observation continues the prompt, in its last message where that is the user's."""
+    """Ask for the first action: the observation continues the prompt, within its last message if that is the user's."""
     if not chat.templated:
         return await chat.ask(f"{row.prompt}{observation}")
     *before, last = row.prompt.messages
@@ -77,7 +76,7 @@ async def _begin(chat: Chat, row: Row, observation: str) -> Reply:
 
 
 def seed_of(row: Row) -> int:
-    """The seed in the row's column `seed`, else one made of the row: all episodes of a group play the same."""
+    """The seed in the row's column `seed`, else one derived from the row: the same for all episodes of a group."""
     found = row.extra_info.get("seed")
     if isinstance(found, int):
         return found

@@ -1,7 +1,7 @@
-"""A gymnasium environment in the process of an episode: its observations become text, the model's text an action.
+"""A gymnasium environment in the process of an episode: observations become text, the model's text becomes an action.
 
-It is any class (or function) whose object has gymnasium's `reset` and `step`, or the id of a registered one. The
-package gymnasium is needed for ids alone.
+It is any class (or function) whose object has gymnasium's `reset` and `step`, or the id of a registered one. Only ids
+need the package gymnasium.
 """
 
 import importlib
@@ -22,10 +22,10 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class TextEnv:
-    """Loaded in the server process; the environment itself is made in that of an episode, by `reset`."""
+    """Loaded in the server process; `reset` creates the environment itself in an episode's process."""
 
     def __init__(self, env: str, options: Mapping[str, Any]) -> None:
-        """env: module:Class, file.py:function or gymnasium's id. Raises UserError if it cannot be loaded."""
+        """env: module:Class, file.py:function or a gymnasium id. Raises UserError if it cannot be loaded."""
         self._make: Callable[..., Any] = _registered(env) if ":" not in env else cast(Callable[..., Any], load(env))
         if not callable(self._make):
             raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
@@ -44,8 +44,8 @@ class TextEnv:
         return self._text(returned[0])
 
     def step(self, text: str) -> list[Any]:
-        """The observation, the reward, and whether the episode has ended. A text without an action is answered so, and
-        is no step."""
+        """The observation, the reward, and whether the episode has ended. A text without an action gets a message and
+        is not a step."""
         space: Any = getattr(self._env, "action_space", None)
         action: object = text
         if hasattr(space, "n"):
@@ -63,7 +63,7 @@ class TextEnv:
             self._env.close()
 
     def _text(self, observation: object) -> str:
-        """A text as it is, else what the environment renders as text, else the observation's values as JSON."""
+        """A textual observation, else the environment's text rendering, else the observation's values as JSON."""
         if not isinstance(observation, str) and getattr(self._env, "render_mode", None) == "ansi":
             observation = self._env.render()
         if not isinstance(observation, str):
@@ -72,19 +72,19 @@ class TextEnv:
 
 
 def shown(observation: str) -> str:
-    """As the model is told it: without control characters, and not longer than 20,000 characters."""
+    """The observation as shown to the model: without control characters, at most 20,000 characters."""
     return bounded(without_control(observation), MAX_CHARACTERS).text
 
 
 def finite_reward(reward: Any) -> float:
-    """Raises ValueError for NaN and infinity."""
+    """The reward as a float. Raises ValueError for NaN and infinity."""
     if not math.isfinite(number := float(reward)):
         raise ValueError(f"step returned the reward {reward!r}")
     return number
 
 
 def _plain(value: Any) -> object:
-    """Of numpy's arrays and numbers. Raises TypeError for anything else, which is not text."""
+    """numpy's arrays and numbers as plain values. Raises TypeError for anything else."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
@@ -93,7 +93,7 @@ def _plain(value: Any) -> object:
 
 
 def _registered(name: str) -> Callable[..., Any]:
-    """Raises UserError."""
+    """The maker of a registered environment. Raises UserError."""
     try:
         gymnasium = importlib.import_module("gymnasium")
         gymnasium.spec(name)

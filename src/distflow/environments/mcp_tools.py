@@ -1,5 +1,5 @@
-"""Tools of MCP servers, by the official client: a server is a command, started for each episode that calls it, or a
-URL, to which each such episode connects."""
+"""Tools of MCP servers, through the official client: a server is a command, started for each episode that calls it, or
+a URL, to which each such episode connects."""
 
 import asyncio
 import shlex
@@ -12,11 +12,11 @@ from distflow.errors import UserError
 from distflow.import_target import users_code
 
 _EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-"""Becomes a command that is killed with the thread that started it: the client starts it in a session of its own."""
+"""Executes a command that is killed with the thread that started it, since the client starts it in its own session."""
 
 
 class McpTool:
-    """A tool of a server; those of one server share a connection, which their process keeps while it lives."""
+    """A tool of a server; the tools of one server share a connection, which their process keeps while it lives."""
 
     _connections: dict[str, "tuple[asyncio.Future[Any], asyncio.Task[None]]"] = {}
 
@@ -26,7 +26,7 @@ class McpTool:
         self._server, self._tool = server, tool
 
     async def __call__(self, **arguments: Any) -> str:
-        """Raises RuntimeError for an error of the tool's, and what the client raises."""
+        """Call the tool. Raises RuntimeError for the tool's errors, and what the client raises."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -37,7 +37,7 @@ class McpTool:
         await asyncio.wait((connected, holding), return_when=asyncio.FIRST_COMPLETED)
         if holding.done():
             del self._connections[self._server]  # the next call starts the server again
-            holding.result()  # raises why it has not connected
+            holding.result()  # raises the connection error
         try:
             result = await connected.result().call_tool(self._tool, arguments)
         except MCPError as error:
@@ -51,14 +51,14 @@ class McpTool:
 
 
 async def _hold(server: str, connected: "asyncio.Future[Any]") -> None:
-    """The task to which a connection belongs, as it outlives the call that has started it."""
+    """The task that owns a connection, which outlives the call that started it."""
     async with _client(server) as client:
         connected.set_result(client)
         await asyncio.Event().wait()
 
 
 def mcp_schemas(server: str) -> list[dict[str, Any]]:
-    """The tools of a server, as chat templates take them. Raises UserError."""
+    """The schemas of a server's tools, in the form of chat templates. Raises UserError."""
 
     async def ask() -> list[Any]:
         async with _client(server) as client:

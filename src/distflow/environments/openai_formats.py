@@ -1,4 +1,4 @@
-"""The wire formats of OpenAI: chat completions, completions and responses. Pure functions."""
+"""OpenAI's wire formats: chat completions, completions and responses. Pure functions."""
 
 import json
 from collections.abc import Sequence
@@ -166,7 +166,7 @@ def read_responses(body: Json) -> Call:
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages: list[Json] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    said: list[Json] = []  # items of the turn of the policy that is being read
+    said: list[Json] = []  # items of the current turn of the policy
     for item in items:
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
             said.append(item)

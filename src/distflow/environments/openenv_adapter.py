@@ -1,5 +1,5 @@
-"""An environment of OpenEnv behind the address of its server, with the client of the package openenv-core: its
-observations become text, the model's text an action, whose fields the server tells."""
+"""An OpenEnv environment at the address of its server, through the client of the package openenv-core: observations
+become text, and the model's text becomes an action, whose fields the server describes."""
 
 import importlib
 import json
@@ -17,9 +17,9 @@ _INVALID = "VALIDATION_ERROR"
 
 
 class OpenEnv:
-    """Made in the server process; a session begins in that of an episode, by `reset`, and ends with it.
+    """Created in the server process; a session begins in an episode's process with `reset`, and ends with it.
 
-    An action with one text that is required takes the whole reply there. Of any other the model writes the fields as a
+    If an action has a single required string, the whole reply goes there. Otherwise the model writes the fields as a
     JSON object.
     """
 
@@ -41,14 +41,14 @@ class OpenEnv:
         self._form = ", ".join(f"{name} ({field.get('type', 'any')})" for name, field in fields.items())
 
     def reset(self, seed: int, options: dict[str, Any] | None) -> str:
-        """The first observation. options: columns of the row; the server takes those that its `reset` has a parameter
-        for. Raises what the client raises."""
+        """The first observation. options: columns of the row, of which the server takes those that are parameters of
+        its `reset`. Raises what the client raises."""
         self._session = self._client(self._url).sync()
         return self._read(self._session.reset(**{**(options or {}), **self._options, "seed": seed}))[0]
 
     def step(self, text: str) -> list[Any]:
-        """The observation, the reward, and whether the episode has ended. A text that is no action is answered so, and
-        is no step."""
+        """The observation, the reward, and whether the episode has ended. A text that is not an action gets a message
+        and is not a step."""
         action = {self._text_field: text} if self._text_field else _object_in(text)
         try:
             if action is not None:
@@ -71,7 +71,7 @@ class OpenEnv:
         return [shown(text), reward, bool(result.done)]
 
     def _schema(self) -> dict[str, Any]:
-        """Of an action. Raises UserError."""
+        """The schema of an action. Raises UserError."""
         try:
             with urlopen(f"{self._url}/schema", timeout=_TIMEOUT_S) as response:
                 schema: dict[str, Any] = json.load(response)["action"]
@@ -83,7 +83,7 @@ class OpenEnv:
 
 
 def _object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text has, whatever is around it."""
+    """The JSON object within a text, whatever surrounds it."""
     try:
         found = json.loads(text[text.index("{") : text.rindex("}") + 1])
     except (ValueError, RecursionError):

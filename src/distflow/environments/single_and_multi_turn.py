@@ -1,4 +1,4 @@
-"""Built-in workflows that are scored by the run's reward functions: one turn, and several with feedback."""
+"""Built-in workflows scored by the run's reward functions: a single turn, and several turns with feedback."""
 
 from distflow.environments.chat import Chat
 from distflow.environments.workflows import Rewarded, RewardFn, Row, workflow
@@ -8,7 +8,7 @@ RIGHT = 1.0 - 1e-6
 
 @workflow
 async def single_turn(chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
-    """One prompt, one response, as without a workflow."""
+    """One prompt and one response, as without a workflow."""
     return await reward_fn(await chat.ask(row.prompt))
 
 

@@ -1,7 +1,7 @@
-"""Finds the tool calls in what a model wrote, in the format that its chat template teaches: a table of five.
+"""Finds the tool calls in a model's reply, in the format of its chat template: a table of five.
 
-A call that cannot be read is a call as well, with the reason, so that the model is told. What it wrote while thinking
-(up to `</think>`) calls nothing.
+An unreadable call is also returned, with the reason, so that the model can be informed. Text written while thinking (up
+to `</think>`) contains no calls.
 """
 
 import ast
@@ -19,8 +19,8 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. name: "" where none can be read. problem: why it cannot be run, "" if it can.
-    typed: False where the arguments are text whose types the format does not say."""
+    """A call as the model wrote it. name: "" if unreadable. problem: why it cannot be run, "" if it can. typed: False
+    if the arguments are text whose types the format does not give."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ def find_tool_calls(text: str, format: str) -> list[ToolCall]:
 
 
 def format_of(template: str) -> str:
-    """The format that a chat template teaches. Raises UserError if it shows none of them."""
+    """The format of a chat template. Raises UserError if it contains none of them."""
     for name, mark in _MARKS:
         if mark in template:
             return name
@@ -48,10 +48,10 @@ def format_of(template: str) -> str:
 
 
 def text_before_calls(text: str, format: str) -> str:
-    """What a reply with calls says besides; the rest of it is left out."""
+    """The text of a reply before its calls; the rest is omitted."""
     begins = max(text.find(_THOUGHT_END), 0)
     marks = _BEGINS.get(format)
-    if marks is None:  # but for the thinking the whole reply is calls
+    if marks is None:  # apart from the thinking, the whole reply is calls
         return text[: text.find(_THOUGHT_END) + len(_THOUGHT_END)] if _THOUGHT_END in text else ""
     return text[: min(at for mark in marks if (at := text.find(mark, begins)) >= 0)].rstrip()
 
@@ -66,7 +66,7 @@ _MARKS = (
     ("llama3", '"parameters": '),
     ("llama3", "ipython"),
 )
-"""What only templates of that format have; the first that fits counts."""
+"""Marks that only templates of that format have; the first match counts."""
 
 
 def _hermes(text: str) -> Iterator[ToolCall]:
@@ -74,7 +74,7 @@ def _hermes(text: str) -> Iterator[ToolCall]:
     begin, end = "<tool_call>", "</tool_call>"
     while begin in text:
         text = text.partition(begin)[2].strip()
-        value, rest, problem = _first_json(text)  # which may hold the end's text in a string
+        value, rest, problem = _first_json(text)  # the JSON may contain the end mark in a string
         if not problem and rest.startswith(end):
             yield _call(value)
             text = rest
@@ -101,7 +101,7 @@ def _xml(text: str) -> Iterator[ToolCall]:
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
-    """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several divided by `;`: Llama 3."""
+    """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`: Llama 3."""
     marked = "<|python_tag|>" in text
     text = text.rpartition("<|python_tag|>")[2].strip()
     if marked or (text.startswith("{") and '"name"' in text):
@@ -161,7 +161,7 @@ FORMATS: Mapping[str, Callable[[str], Iterator[ToolCall]]] = {
 
 
 def _calls(body: str) -> Iterator[ToolCall]:
-    """Of one JSON text, which is a call or a list of them."""
+    """The calls of a JSON text, which is one call or a list."""
     value, rest, problem = _first_json(body.strip())
     if not problem and rest:
         problem = f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
@@ -177,7 +177,7 @@ def _call(value: Any, problem: str = "") -> ToolCall:
     if not isinstance(value, dict) or not isinstance(name, str) or not name:
         return ToolCall("", problem='a tool call must be {"name": ..., "arguments": {...}}')
     found = value.get("arguments", value.get("parameters", {}))
-    if isinstance(found, str):  # as in the API of OpenAI
+    if isinstance(found, str):  # as in OpenAI's API
         found, rest, problem = _first_json(found.strip())
     if not problem and found is not None and not isinstance(found, dict):
         problem = "the arguments of a tool call must be a JSON object"
@@ -185,7 +185,7 @@ def _call(value: Any, problem: str = "") -> ToolCall:
 
 
 def _first_json(text: str) -> tuple[Any, str, str]:
-    """The JSON value that the text begins with, what follows it, and why there is none."""
+    """The JSON value at the start of the text, the text after it, and why there is none."""
     try:
         value, end = _DECODER.raw_decode(text)
         return value, text[end:].strip(), ""

@@ -1,4 +1,4 @@
-"""The workflows `tools` and `harbor`: the model calls tools until it answers."""
+"""The workflows `tools` and `harbor`: the model calls tools until it gives an answer."""
 
 import asyncio
 import json
@@ -39,8 +39,8 @@ _SHOWN = 500
 
 
 class ToolWorkflow:
-    """Asks, runs the calls in the reply and tells what they returned, until a reply has no call. The last reply is
-    scored by the run's reward functions."""
+    """Asks, runs the calls in the reply and returns their results to the model, until a reply has no calls. The run's
+    reward functions score the last reply."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class ToolWorkflow:
         max_characters: int = 4000,
         format: str | None = None,
     ) -> None:
-        """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for what the chat
-        template shows. mcp: commands and URLs of MCP servers, whose tools these are as well. Raises UserError."""
+        """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for the chat template's.
+        mcp: commands and URLs of MCP servers, whose tools are added. Raises UserError."""
         if not all(isinstance(names, list | tuple) for names in (tools, mcp)) or not (*tools, *mcp):
             raise UserError("workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]")
         if wrong := [server for server in mcp if not isinstance(server, str) or not server.strip()]:
@@ -66,7 +66,7 @@ class ToolWorkflow:
         self._options |= {"tools": tools, "max_turns": max_turns, "mcp": mcp}
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process it has a server of its own."""
+        """In another process it has its own server."""
         return partial(type(self), **self._options), ()
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
@@ -83,13 +83,13 @@ class ToolWorkflow:
 
 
 class HarborWorkflow:
-    """A task of a folder in Harbor's format: the model runs commands in the task's folder until it answers; then the
-    task's tests run there, and what they write is the score."""
+    """A task in a folder in Harbor's format: the model runs commands in the task's folder until it gives an answer;
+    then the task's tests run there and write the score."""
 
     def __init__(
         self, *, max_turns: int = 32, timeout_s: float = 60.0, max_characters: int = 4000, format: str | None = None
     ) -> None:
-        """timeout_s: of each command. max_characters: of its output. format: as of `ToolWorkflow`. Raises UserError."""
+        """timeout_s: of each command. max_characters: of its output. format: as in `ToolWorkflow`. Raises UserError."""
         _check_format(format)
         self._max_turns, self._timeout_s, self._max_characters = max_turns, timeout_s, max_characters
         self._format = format
@@ -100,8 +100,8 @@ class HarborWorkflow:
             shell.close()
 
     async def __call__(self, chat: Chat, row: Row) -> Mapping[str, float]:
-        """Raises UserError for a row of other data, RuntimeError or OSError where the task or its tests fail, which is
-        an error of the episode."""
+        """Run an episode. Raises UserError for a row of other data; RuntimeError or OSError, errors of the episode, if
+        the task or its tests fail."""
         found = row.extra_info.get(HARBOR)
         if not isinstance(found, Mapping):
             raise UserError(f"the row has no column '{HARBOR}': the data of this workflow must be a folder of tasks")
@@ -151,16 +151,16 @@ class HarborWorkflow:
 async def _answer_calls(
     chat: Chat, reply: Reply, format: str, max_turns: int, run: Callable[[ToolCall], Awaitable[str]]
 ) -> None:
-    """Run the calls in each reply and tell what they returned, until a reply has none."""
+    """Run the calls in each reply and return their results to the model, until a reply has none."""
     while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format):
-        if reply.finish_reason != "stop":  # it is cut off
+        if reply.finish_reason != "stop":  # the reply is truncated
             break
         if chat.turns >= max_turns:
             chat.finish_reason = "max_turns"
             break
         with chat.clock_stopped():
             texts = [await run(call) for call in calls]
-        ids = [f"{number:09d}" for number in range(len(calls))]  # which templates of Mistral ask for
+        ids = [f"{number:09d}" for number in range(len(calls))]  # Mistral's templates require this form
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": id, "content": text}
             for call, id, text in zip(calls, ids, texts, strict=True)
@@ -180,7 +180,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 async def _verify(task: Task, shell: Shell) -> Mapping[str, float]:
-    """What the task's tests write. Raises RuntimeError where they write no reward."""
+    """The rewards that the task's tests write. Raises RuntimeError if they write none."""
     with shell.folder() as verifier:
         mounts = (("--ro-bind", task.folder / "tests", "/tests"), ("--bind", verifier, "/logs/verifier"))
         command = ("/bin/bash", "/tests/test.sh")
@@ -194,7 +194,8 @@ async def _verify(task: Task, shell: Shell) -> Mapping[str, float]:
 
 
 def _written(file: Path) -> str | None:
-    """None unless it is a plain file: what runs with the tests may have made a link of it, or a pipe."""
+    """The content; None unless it is a plain file, since code that runs with the tests may have made it a link or
+    pipe."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -205,7 +206,7 @@ def _written(file: Path) -> str | None:
 
 
 def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
-    """By name; the score is that called reward, or their sum where none is. Raises RuntimeError."""
+    """Rewards by name; the score is the one called reward, or else the sum. Raises RuntimeError."""
     try:
         found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
         rewards = {str(key): float(value) for key, value in found.items()}

@@ -1,8 +1,8 @@
-"""Tools of an episode: what the model is told of them, and the calls that it makes, each of which becomes a text.
+"""Tools of an episode: their schemas for the model, and its calls, each of which becomes a text.
 
 A tool is a plain or async function, or a class whose instances are called; the signature and the docstring are its
-schema. Calls run in a process of the episode's own (`user_process.py`), so what a module keeps lasts for the episode;
-Python code of the model runs in the sandbox.
+schema. Calls run in a separate process per episode (`user_process.py`), so module state lasts for the episode; the
+model's Python code runs in the sandbox.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _SHOWN = 500
 
 
 class Tools:
-    """The tools of a run, in the run's process. schemas: as chat templates take them."""
+    """The tools of a run, in the run's process. schemas: in the form of chat templates."""
 
     def __init__(
         self, entries: Sequence[Entry], timeout_s: float, max_characters: int, mcp: Sequence[str] = ()
@@ -72,8 +72,8 @@ class Tools:
 
 
 class EpisodeTools:
-    """A context manager: leaving it ends what the calls have started. calls, errors: how many, by tool. ms: how long
-    they took."""
+    """A context manager; leaving it ends everything that calls have started. calls, errors: numbers by tool. ms: their
+    time."""
 
     def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
         self._tools, self._identity = tools, identity
@@ -118,7 +118,7 @@ class EpisodeTools:
             return ToolAnswer(f"error: the arguments of {call.name} are nested too deeply", True)
 
     def _misfit(self, call: ToolCall) -> str:
-        """Why the call fits no tool; empty if it does."""
+        """Why the call fits no tool; empty if it fits."""
         known = self._tools.parameters.get(call.name)
         if known is None:
             return f"there is no tool {call.name!r}{hint(call.name, self._tools.parameters)}"
@@ -133,7 +133,7 @@ class EpisodeTools:
         return ToolAnswer(text, failed)
 
     async def _run_python(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
-        """On a thread, which the sandbox's own deadline ends."""
+        """Run Python code on a thread, which the sandbox's own deadline ends."""
         if not isinstance(arguments.get("code"), str):
             raise CallFailed("TypeError: code must be a text")
         try:
@@ -163,7 +163,7 @@ class EpisodeTools:
                 self._close_session()
 
     def _close_session(self) -> None:
-        """Of an episode that has ended. While a thread still uses the session, nothing: that thread then calls this."""
+        """Close the session of an ended episode, unless a thread still uses it: that thread calls this later."""
         if self._session_used.acquire(blocking=False):
             if self._session is not None:
                 self._session.close()
@@ -171,7 +171,7 @@ class EpisodeTools:
 
 
 def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
-    """Target and options. Raises UserError."""
+    """Target and options of an entry. Raises UserError."""
     whole = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(whole, Mapping) or not isinstance(whole.get("name"), str) or set(whole) - {"name", "options"}:
         raise UserError(
@@ -181,7 +181,7 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
     name, options = str(whole["name"]), dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
         return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name]}", options
-    if ":" not in name:  # what the config names as code (`code_of_workflow`)
+    if ":" not in name:  # code that the config names (`code_of_workflow`)
         raise UserError(
             f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is \"file.py:function\""
         )
@@ -212,8 +212,8 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def typed_argument(text: str, declared: Mapping[str, Any]) -> Any:
-    """An argument of a format without types, as its schema declares it: a text stays, others are JSON where they can
-    be."""
+    """An untyped argument, converted as its schema declares: strings are unchanged, others parsed as JSON if
+    possible."""
     with suppress(ValueError, RecursionError):
         return text if declared.get("type") == "string" else cast(Any, json.loads(text))
     return text

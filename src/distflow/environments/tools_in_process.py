@@ -1,4 +1,4 @@
-"""The tools in the processes of episodes, where each call becomes a bounded text."""
+"""The tools in the processes of episodes, where each call results in bounded text."""
 
 import asyncio
 import inspect
@@ -13,22 +13,22 @@ from distflow.import_target import load, users_code
 
 _CONTROL = re.compile(
     "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?"  # escape sequences of terminals
-    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"  # control characters but tabs and line ends; halves of pairs
+    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"  # control characters except tabs and line ends; unpaired surrogates
 )
 
 
 class ToolAnswer(NamedTuple):
-    """What the model is told. failed: the tool did not do what it is for, or its answer had to be changed."""
+    """The answer for the model. failed: the tool failed, or its answer had to be changed."""
 
     text: str
     failed: bool
 
 
 class Toolbox:
-    """The tools, made in the server process and called in those of episodes."""
+    """The tools, created in the server process and called in those of episodes."""
 
     def __init__(self, targets: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
-        """targets: target and options of each, by its name. Raises UserError for a tool that cannot be made."""
+        """targets: target and options of each, by name. Raises UserError for a tool that cannot be created."""
         self._functions: dict[str, Callable[..., object]] = {}
         for name, (target, options) in targets.items():
             found = cast(Callable[..., Any], load(target))
@@ -36,7 +36,7 @@ class Toolbox:
                 self._functions[name] = found(**options) if isinstance(found, type) else partial(found, **options)
 
     def call(self, name: str, arguments: dict[str, Any], max_characters: int) -> list[Any]:
-        """A `ToolAnswer`. Raises what the tool raises."""
+        """Call a tool; returns the fields of a `ToolAnswer`. Raises what the tool raises."""
         function = self._functions[name]
         returned = function(**arguments)
         if inspect.isawaitable(returned):
@@ -51,12 +51,12 @@ class Toolbox:
 
     @cached_property
     def _loop(self) -> asyncio.Runner:
-        """One for all calls, since connections that an async function keeps open belong to it."""
+        """One event loop for all calls, since connections that an async function keeps open belong to it."""
         return asyncio.Runner()
 
 
 def bounded(text: str, max_characters: int) -> ToolAnswer:
-    """The text, cut and without a terminal's control characters; a last line says so, and it has failed if so."""
+    """The text, cut and without terminal control characters; if changed, a last line says so and `failed` is set."""
     kept = text[:max_characters]
     plain, remarks = without_control(kept), ["control characters are left out"]
     if len(plain) == len(kept.replace("\r\n", "\n")):

@@ -1,5 +1,5 @@
-"""The tokens between two turns: those that the chat template writes after a reply, found by rendering the template with
-a stand-in for the reply. What was drawn is never decoded and encoded again."""
+"""The tokens between two turns, which the chat template writes after a reply: found by rendering the template with a
+stand-in for the reply. Drawn tokens are never decoded and re-encoded."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ class TemplateError(UserError):
 
 
 class TurnTokens:
-    """Encodes what a chat is told, by a tokenizer and its template. stop_ids: tokens that end a reply. kwargs: further
+    """Encodes the input of a chat with a tokenizer and its template. stop_ids: tokens that end a reply. kwargs: further
     arguments of the template."""
 
     def __init__(
@@ -37,12 +37,12 @@ class TurnTokens:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def written(self, token_ids: Sequence[int]) -> str:
-        """A reply with its special tokens, but without the one that ended it."""
+        """The text of a reply with its special tokens, except the one that ended it."""
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self._stop_ids else token_ids
         return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
 
     def tool_template(self, tools: Sequence[Message]) -> str:
-        """The chat template's text for these tools. Raises TemplateError if it would leave them out."""
+        """The chat template's text for these tools. Raises TemplateError if it would omit them."""
         self._check_template()
         template = str(self._tokenizer.get_chat_template(None, list(tools)))
         if "tools" not in template:
@@ -54,12 +54,12 @@ class TurnTokens:
         return tuple(self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
-        """The first prompt. Raises TemplateError."""
+        """The tokens of the first prompt. Raises TemplateError."""
         return self._ids(self._render(messages, tools))
 
     def between(self, messages: Sequence[Message], last_drawn: int, tools: Sequence[Message] = ()) -> tuple[int, ...]:
-        """From the end of a reply to the prompt of the next: the end of the turn unless the reply drew one, the new
-        messages, the generation prompt. Raises TemplateError."""
+        """The tokens from the end of a reply to the prompt of the next: the end of the turn unless it was drawn, the
+        new messages, the generation prompt. Raises TemplateError."""
         key = json.dumps([messages, tools], default=str)
         if key not in self._between:
             self._between[key] = self._rendered_between(messages, tools)
@@ -69,7 +69,7 @@ class TurnTokens:
     def _rendered_between(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
     ) -> tuple[tuple[int, ...], int]:
-        """The ids after a reply, and how many of them the end of the reply's turn has, up to its first stop token."""
+        """The ids after a reply, and how many of them belong to the end of its turn, up to its first stop token."""
         asked = [_user(_ASKED), {"role": "assistant", "content": _STAND_IN}]
         ids = self._after_reply(self._render([*asked, *messages], tools))
         closed = self._after_reply(self._render(asked, tools, prompts=False))

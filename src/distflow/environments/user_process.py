@@ -1,8 +1,8 @@
-"""User code of an episode, in a process of its own: tools, and environments.
+"""User code of an episode (tools and environments) in a separate process.
 
-A server process imports the user's modules once and forks a process for each episode, which takes milliseconds. What
-such a process does (it hangs, dies, fills its memory, starts others) ends with the episode: the server kills it and all
-that it started once our end of its socket is closed, or the run has ended, however that was.
+A server process imports the user's modules once and forks a process for each episode, which takes milliseconds.
+Whatever such a process does (hang, die, fill its memory, start others) ends with the episode: the server kills it and
+everything that it started once our end of its socket is closed, or the run has ended in any way.
 
 Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the server,
 `{"died": ...}`.
@@ -44,17 +44,17 @@ class CallFailed(Exception):
 
 
 class ProcessEnded(CallFailed):
-    """The process died, or was killed since it did not answer in time: nothing more can be called in it."""
+    """The process died, or was killed because it did not answer in time; it cannot be called any more."""
 
 
 class ProcessServer:
-    """Forks processes that each have the object `target(**options)`, which is made once, in the server."""
+    """Forks processes that each have the object `target(**options)`, which is created once, in the server."""
 
     def __init__(self, target: str, options: Mapping[str, Any]) -> None:
-        """options: plain values. Raises UserError if the object cannot be made."""
+        """options: plain values. Raises UserError if the object cannot be created."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with theirs, TemporaryFile() as given:  # unlike an argument, it may be long, and no other user reads it
+        with theirs, TemporaryFile() as given:  # unlike an argument, it may be long, and no other user can read it
             given.write(json.dumps([target, dict(options)]).encode())
             given.seek(0)
             self._popen = subprocess.Popen(
@@ -64,7 +64,7 @@ class ProcessServer:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C reaches the run only
+                start_new_session=True,  # Ctrl-C reaches only the run
             )
         self.pid = self._popen.pid
         self._control.settimeout(START_TIMEOUT_S)
@@ -77,7 +77,7 @@ class ProcessServer:
             raise UserError(answer.get("error") or "its modules ended the process that imported them")
 
     async def fork(self, *identity: object) -> "UserProcess":
-        """identity: seeds the random generators of the process. Raises RuntimeError if the server is gone."""
+        """identity: seeds the process's random generators. Raises RuntimeError if the server is gone."""
         seed = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -89,11 +89,11 @@ class ProcessServer:
         return UserProcess(*await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES))
 
     def close(self) -> None:
-        """End all its processes. Idempotent."""
+        """End all of its processes. Idempotent."""
         self._control.close()
         try:
             self._popen.wait(5)
-        except subprocess.TimeoutExpired:  # it still imports the user's modules
+        except subprocess.TimeoutExpired:  # the server is still importing user modules
             self._popen.kill()
             self._popen.wait()
 
@@ -105,9 +105,9 @@ class UserProcess:
         self._reader, self._writer = reader, writer
 
     async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
-        """What the object's method returns. Raises CallFailed; ProcessEnded."""
+        """The result of the object's method. Raises CallFailed or ProcessEnded."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
-        reading = asyncio.ensure_future(self._answer())  # it notices an answer that comes while our task has to wait
+        reading = asyncio.ensure_future(self._answer())  # notices an answer that arrives while our task has to wait
         try:
             await asyncio.wait((reading,), timeout=timeout_s)
             answer = reading.result() if reading.done() else {"died": f"no answer within {timeout_s:g} s"}
@@ -124,14 +124,14 @@ class UserProcess:
         return answer["value"]
 
     def close(self) -> None:
-        """End it and all that it started. Idempotent."""
+        """End the process and everything that it started. Idempotent."""
         if not self._writer.is_closing():
             with suppress(OSError):  # the other end is closed
-                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # whoever else has inherited it
+                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # whoever else inherited it
             self._writer.transport.abort()
 
     async def _answer(self) -> dict[str, Any]:
-        """Raises ValueError, OSError."""
+        """The next answer. Raises ValueError, OSError."""
         line = b"\n"
         while line == b"\n":
             line = await self._reader.readline()
@@ -144,7 +144,7 @@ class UserProcess:
 def main() -> None:
     """The server: make the object, then fork a process for each request, until the run ends."""
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(signal.SIGKILL)  # while it imports; afterwards `_serve` watches, as the starting thread may end earlier
+    _die_with(signal.SIGKILL)  # during imports; later `_serve` watches, since the starting thread may end earlier
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     target, options = json.load(sys.stdin)
@@ -163,9 +163,9 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, parent: int, hosted: object) -> None:
-    """Fork, and end processes whose other end is closed or which have ended. Returns when the run has ended."""
-    running: dict[int, tuple[socket.socket, int]] = {}  # by process id: its end of the socket, and a pidfd
-    own = _children()  # which the user's modules have started: all episodes use them
+    """Fork processes, and end those whose other end is closed or which have ended. Returns when the run has ended."""
+    running: dict[int, tuple[socket.socket, int]] = {}  # by pid: its end of the socket, and a pidfd
+    own = _children()  # processes started by the user's modules, which all episodes use
     while True:
         poll = select.poll()
         for watched in (control.fileno(), parent, *(handle for _, handle in running.values())):
@@ -185,7 +185,7 @@ def _serve(control: socket.socket, parent: int, hosted: object) -> None:
         if descriptors:
             channel = socket.socket(fileno=descriptors[0])
             if (pid := os.fork()) == 0:
-                for other, handle in running.values():  # or nobody would see that they are closed
+                for other, handle in running.values():  # else nobody would see that they are closed
                     other.close()
                     os.close(handle)
                 control.close()
@@ -194,8 +194,8 @@ def _serve(control: socket.socket, parent: int, hosted: object) -> None:
 
 
 def _end(pid: int, channel: socket.socket, handle: int) -> None:
-    """Kill the process and those that it started, and tell why it ended whoever still listens."""
-    for kill in (os.killpg, os.kill):  # it may not have its own group yet
+    """Kill the process and those that it started, and report why it ended to whoever still listens."""
+    for kill in (os.killpg, os.kill):  # it may not have its process group yet
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
     os.close(handle)
@@ -211,7 +211,7 @@ def _children() -> set[int]:
 
 
 def _end_orphans(kept: Collection[int]) -> None:
-    """Kill what an episode has started in sessions of its own: it has become ours when the episode's process died."""
+    """Kill processes that an episode started in other sessions: they became ours when the episode's process died."""
     while left := _children().difference(kept):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -229,7 +229,7 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
         for line in calls:
             method, arguments = json.loads(line)
             answer = _answer(getattr(hosted, method), arguments)
-            if os.getpid() != own:  # the user's code has forked and returned twice
+            if os.getpid() != own:  # the user's code forked and returned twice
                 os._exit(0)
             channel.sendall(answer + b"\n")
     os._exit(0)
@@ -253,7 +253,7 @@ def _die_with(number: int) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Processes below this one whose parents end become its children."""
+    """Make descendants of this process its children when their parents end."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,5 +1,5 @@
-"""One episode of an environment of the package `verifiers` (0.4), in the process of an agent: the package runs its
-turns, tools and rewards, and its model is the run's endpoint."""
+"""One episode of an environment of the package `verifiers` (0.4), in an agent's process: the package runs its turns,
+tools and rewards, and its model is the run's endpoint."""
 
 import json
 import os
@@ -26,14 +26,14 @@ __all__ = ["ChatHarness", "play"]
 _HARNESS = "distflow_chat"
 _KEY_VARIABLE = "DISTFLOW_EPISODE_KEY"
 _SEAT = {"runtime": {"type": "subprocess"}, "harness": {"id": _HARNESS}}
-"""What plays the agent's seat where the config says nothing."""
+"""The default of an agent's seat."""
 _CERTIFICATES = httpx.create_ssl_context()
-"""Read once, before episodes' processes are forked: a client that reads them takes longer than a short turn."""
+"""Read once, before episodes' processes are forked: reading them in a client takes longer than a short turn."""
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """A conversation with the tools of the task in this process; the package's own `null` starts an interpreter, which
-    `uv` provides, for each turn of the user's."""
+    """A conversation with the task's tools in this process; the package's own `null` starts an interpreter, provided by
+    `uv`, for each of the user's turns."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -78,7 +78,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 async def _result(function: Any, names: Mapping[str, Any], connections: Any) -> object:
-    """Of a tool call; what is wrong with the call is told to the model."""
+    """The result of a tool call; problems of the call are reported to the model."""
     if function.name not in names:
         return f"error: there is no tool '{function.name}'; there are {', '.join(names)}"
     try:
@@ -91,7 +91,7 @@ async def _result(function: Any, names: Mapping[str, Any], connections: Any) -> 
 
 
 async def play(row: Mapping[str, Any], base_url: str, api_key: str, model: str, env: Mapping[str, Any]) -> object:
-    """The rewards of the episode of the row's task, by name, and their weighted sum as `score`.
+    """The rewards of an episode of the row's task, by name, and their weighted sum as `score`.
 
     env: config of the environment, beside its taskset. Raises UserError for a row of other data and an environment that
     cannot be played, RuntimeError with the error that ended the episode.
@@ -115,8 +115,8 @@ async def play(row: Mapping[str, Any], base_url: str, api_key: str, model: str, 
 
 
 def _environment(name: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Raises UserError for one of several agents, and for options that it does not have."""
-    sys.modules.setdefault(_HARNESS, sys.modules[__name__])  # the package finds harnesses by the name of a module
+    """The environment. Raises UserError if it has several agents, and for unknown options."""
+    sys.modules.setdefault(_HARNESS, sys.modules[__name__])  # the package finds harnesses by module name
     try:
         seats = list(agent_config_fields(env_config_type(name, str(options.get("id", "")))()))
         own = {seat: {**_SEAT, **options.get(seat, {})} for seat in seats}

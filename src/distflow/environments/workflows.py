@@ -1,4 +1,4 @@
-"""What a workflow is, and loading the one that a config names."""
+"""Defines workflows, and loads the one that a config names."""
 
 import functools
 import inspect
@@ -24,8 +24,8 @@ F = TypeVar("F", bound=Callable[..., Awaitable[object]])
 
 @dataclass(frozen=True)
 class Row:
-    """What a workflow gets of a row of the data. prompt: for `chat.ask`. ground_truth: the column of the answer.
-    extra_info: all other columns. columns: all, by their names in the data."""
+    """A data row, as passed to a workflow. prompt: for `chat.ask`. ground_truth: the column of the answer. extra_info:
+    all other columns. columns: all, by their names in the data."""
 
     prompt: Prompt
     ground_truth: object = None
@@ -39,13 +39,13 @@ class Row:
 
 
 class Rewarded(Protocol):
-    """What the run's reward functions give for a reply. accuracy: 1 is correct, whatever the score."""
+    """The result of the run's reward functions for a reply. accuracy: 1 is correct, whatever the score."""
 
     @property
     def accuracy(self) -> float: ...
 
     def discounted(self, factor: float) -> "Rewarded":
-        """With this factor on the score."""
+        """The result with this factor on the score."""
         ...
 
 
@@ -62,8 +62,8 @@ def workflow(function: F) -> F:
 
 @dataclass(frozen=True)
 class Workflow:
-    """One that is ready to run. scores: whether it calls the run's reward functions. has_agents: whether it takes the
-    chats of several agents."""
+    """A workflow that is ready to run. scores: whether it calls the run's reward functions. has_agents: whether it
+    takes the chats of several agents."""
 
     name: str
     run: Run
@@ -74,11 +74,11 @@ class Workflow:
         return self.run(chats, row, **({REWARD: reward_fn} if self.scores else {}))
 
     def chats(self, chat: Chat, agents: Mapping[str, Agent]) -> Chat | Agents:
-        """What it is called with. chat: the first conversation of its episode."""
+        """The workflow's first argument. chat: the first conversation of its episode."""
         return begin_agents(chat, agents) if agents else chat
 
     def check_agents(self, declared: Mapping[str, object]) -> "Workflow":
-        """Raises UserError if the config declares agents, and this takes one chat, or the other way round."""
+        """Raises UserError if the config declares agents but this takes one chat, or vice versa."""
         if declared and not self.has_agents:
             raise UserError(
                 f"{AGENTS_KEY}: the workflow '{self.name}' has one chat: write async def {self.name}(agents, row), "
@@ -90,7 +90,7 @@ class Workflow:
 
 
 def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
-    """The workflow that a config names, with its options: built in, a function, or a class that is made with them.
+    """The workflow that a config names, with its options: built in, a function, or a class instantiated with them.
     Raises UserError."""
     target = WORKFLOWS[name].target if name in WORKFLOWS else name
     if ":" not in target:
@@ -106,7 +106,7 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
 
 
 def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workflow:
-    """The workflow of a function, of a class, which is made with the options, or of an object of AReaL's form. Raises
+    """The workflow of a function, of a class, instantiated with the options, or of an object in AReaL's form. Raises
     UserError."""
     is_class, is_made = isinstance(found, type), _is_areals(found) and not isinstance(found, type)
     if not is_class and not is_made and (fault := _fault(found)):
@@ -126,7 +126,7 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
 
 
 def _fault(function: object) -> str:
-    """Why it is no workflow; empty if it is one."""
+    """Why it is not a workflow; empty if it is one."""
     if not callable(function):
         return (
             f"is {function!r:.60}, which cannot be called: name an async function f(chat, row), or an object with an "
@@ -146,7 +146,7 @@ def _is_areals(found: object) -> bool:
 
 
 def _check_options(name: str, function: Any, options: Mapping[str, object], skipped: int) -> None:
-    """Raises UserError for `workflow_kwargs` that do not fit. skipped: parameters that are none."""
+    """Raises UserError for `workflow_kwargs` that do not fit. skipped: number of parameters that are not options."""
     is_made = _is_areals(function) and not isinstance(function, type)
     parameters = [] if is_made else list(inspect.signature(function).parameters.values())[skipped:]
     ours = () if _is_areals(function) else (REWARD,)

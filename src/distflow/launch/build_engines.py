@@ -32,7 +32,7 @@ from distflow.training.policies import Policies, PolicyModels, PolicyTrainer, mo
 from distflow.training.torch_engine import RewardModelScorer, ScorerOptions, TorchScorer
 
 Options = dict[str, object]
-"""Keyword arguments of a constructor that is found by name, plain values."""
+"""Plain keyword arguments of a constructor that is looked up by name."""
 
 
 class Trainer(NamedTuple):
@@ -64,18 +64,18 @@ def build_reward_router(get: Get, device: torch.device, make: Callable[..., Rewa
 def build_policy(
     get: Get, device: torch.device, source: Source, adapt: Adapt | None, spread: Spread | None
 ) -> nn.Module:
-    """Sharded where it is trained, whole where it only generates."""
+    """The policy's model: sharded where it is trained, whole where it only generates."""
     return load_adapted(source, adapt, device, _sharding(get, spread) if get.planned("actor") else None)
 
 
 def build_policies(get: Get, device: torch.device, sources: Mapping[str, Source]) -> nn.Module:
-    """Of the trained policies of agents, all with the first one's vocabulary."""
+    """The models of agents' trained policies, all with the first one's vocabulary."""
     models = {name: _load_policy(get, device, name, source) for name, source in sources.items()}
     return PolicyModels(models)
 
 
 def _load_policy(get: Get, device: torch.device, name: str, source: Source) -> nn.Module:
-    """Raises UserError where its tokens are not those of the run's tokenizer: agents hand each other tokens."""
+    """Raises UserError if its tokens are not those of the run's tokenizer, since agents exchange tokens."""
     key = "actor_rollout_ref.model.path" if name == FIRST_POLICY else f"dag.policies.{name}.model.path"
     with blaming(key):
         model = load_model(**source, device=device)
@@ -90,7 +90,7 @@ def _load_policy(get: Get, device: torch.device, name: str, source: Source) -> n
 
 
 def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
-    """None where every rank has the whole model."""
+    """The sharding; None if every rank has the whole model."""
     if spread is None:
         return None
     mesh: DeviceMesh | None = get("mesh")
@@ -168,7 +168,7 @@ def build_reward_model(
 
 
 class JudgeParts(NamedTuple):
-    """engine: "module:Class" of a rollout engine, and options of its constructor."""
+    """A judge's engine, "module:Class" of a rollout engine, and options of its constructor."""
 
     engine: str
     dtype: torch.dtype
@@ -180,13 +180,13 @@ class JudgeParts(NamedTuple):
 
 
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
-    """Whole on each rank, with a tokenizer of its own."""
+    """A judge, whole on each rank, with its own tokenizer."""
     with blaming(key):
         model = load_model(**source, device=device)
         _cast(model, parts.dtype)
         tokenizer = load_tokenizer(source["path"])
         make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
-        make()  # a family that the engine cannot run is found here
+        make()  # rejects a family that the engine cannot run
         replies = parts.replies.of_model(source["path"], source.get("revision"))
     params = SamplingParams(parts.answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
     return Judge(model, tokenizer, make, parts.template, params, context_length(**source), replies, parts.choices)
@@ -201,7 +201,7 @@ def _make_engine(
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for weight in model.requires_grad_(False).parameters():
-        weight.data = weight.data.to(dtype)  # not buffers: rotary frequencies in bfloat16 turn wrong at long distances
+        weight.data = weight.data.to(dtype)  # not buffers: rotary frequencies in bfloat16 are wrong at long distances
 
 
 def build_rollout(
@@ -213,8 +213,8 @@ def build_rollout(
     shares: bool,
     options: Options,
 ) -> RolloutEngine:
-    """The engine computes on the trainer's own storage where the trainer is on this worker and storage may be shared,
-    else on a copy without an adapter: its weights arrive merged.
+    """The engine computes on the trainer's own storage if the trainer is on this worker and storage may be shared, else
+    on a copy without an adapter, whose weights arrive merged.
 
     source: of the whole model without an adapter; None if the policy is that model. shares: both compute in the
     stored dtype (float32), and nothing is decoded while weights change.
@@ -253,8 +253,8 @@ def build_policy_rollouts(
 
 
 class OwnServers(NamedTuple):
-    """number: that a worker starts. meeting: beginning of the names of folders over which workers of one server find
-    each other."""
+    """number: how many a worker starts. meeting: prefix of the folders through which a server's workers find each
+    other."""
 
     number: int
     meeting: Path
@@ -269,7 +269,7 @@ def build_rollout_of_server(
     options: Options,
     servers: OwnServers,
 ) -> RolloutEngine:
-    """The weights are in the servers; here they have names and shapes. servers: where none are given by address."""
+    """The weights are in the servers; here they only have names and shapes. servers: if none are given by address."""
     with blaming("actor_rollout_ref.model.path"):
         model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
     _cast(model, dtype)

@@ -1,4 +1,4 @@
-"""Builds a worker from its parts: the one place that knows the implementation of each."""
+"""Builds a worker from its parts: the only place that knows all implementations."""
 
 from collections import Counter
 from functools import partial
@@ -26,7 +26,7 @@ from distflow.runtime.worker_ports_and_inputs import WorkerInputs
 
 
 def build_worker(inputs: WorkerInputs) -> Worker:
-    """The worker of a rank of the plan, not entered yet."""
+    """The worker of a rank in the plan, not yet entered."""
     spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
     plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]

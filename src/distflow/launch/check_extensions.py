@@ -1,5 +1,5 @@
 """Checks the parts that a run chooses by name, before a model is built: each must be where its table says, and have
-what its kind needs. A message says what is missing, in which file, and what to write there.
+what its kind requires. Messages say what is missing, in which file, and what to write there.
 
 `config/extension_kinds.py` finds files that no table names.
 """
@@ -31,7 +31,7 @@ from distflow.training.torch_engine import ScorerOptions
 
 @dataclass(frozen=True)
 class Part:
-    """A part that is chosen. key: what chooses it. target: "module:attribute". entry: of its table; None for a user's
+    """A chosen part. key: that chooses it. target: "module:attribute". entry: of its table; None for a user's
     function."""
 
     key: str
@@ -41,7 +41,7 @@ class Part:
 
     @property
     def file(self) -> str:
-        """As messages name it: below the package if it is there."""
+        """The file for messages, relative to the package if it is there."""
         module = split_name(self.target)[0]
         return module if module.endswith(".py") else f"{module.removeprefix('distflow.').replace('.', '/')}.py"
 
@@ -55,8 +55,8 @@ Says = Callable[[Part], Iterable[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps: what a run does
-    without. is_imported: whether its module may be imported here, before `faults`."""
+    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps: optional features that
+    it lacks. is_imported: whether its module may be imported here, before `faults`."""
 
     name: str
     faults: Says = lambda part: ()
@@ -74,13 +74,13 @@ class Kind:
 
 
 def check_extensions(config: Config) -> None:
-    """Raises UserError for chosen parts that are registered in part, or cannot be called."""
+    """Raises UserError for chosen parts that are only partly registered, or cannot be called."""
     if faults := [fault for kind, part in chosen_parts(config) for fault in faults_of(kind, part)]:
         raise UserError("\n".join(faults))
 
 
 def find_gaps(config: Config) -> list[str]:
-    """What the chosen parts of the package lack that a run can do without."""
+    """Optional features that the chosen built-in parts lack."""
     return [
         f"{kind.name} '{part.name}': {gap}"
         for kind, part in chosen_parts(config)
@@ -90,19 +90,19 @@ def find_gaps(config: Config) -> list[str]:
 
 
 def faults_of(kind: Kind, part: Part) -> list[str]:
-    """Why the part cannot work, each as a whole message."""
+    """The reasons why the part cannot work, each as a whole message."""
     registered = f" ({kind.table} in builtin_names.toml)" if part.entry is not None else ""
     try:
         if kind.is_imported:
             load(part.target)
         faults = list(kind.faults(part))
-    except ValueError as error:  # also what a registry says of a function that it cannot call
+    except ValueError as error:  # including a registry's error for a function that it cannot call
         faults = [f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)]
     return [f"{part.key}: {kind.name} '{part.name}'{registered}: {fault}" for fault in faults]
 
 
 def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
-    """All that a config chooses, but for names that a module of the user's registers: it was imported."""
+    """All parts that a config chooses, except names that an imported user module registers."""
     custom = config.custom_reward_function
     for kind, key, name in _choices(config):
         entry = kind.entries.get(name)
@@ -114,7 +114,7 @@ def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
 
 
 def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
-    """The kind, key and name of each."""
+    """The kind, key and name of each choice."""
     settings = config.actor_rollout_ref
     yield PIPELINE, "dag.pipeline", pipeline_name(config)
     yield TRAIN_ENGINE, "actor_rollout_ref.actor.strategy", settings.actor.strategy
@@ -128,7 +128,7 @@ def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
 
 
 def explain_missing_column(error: MissingColumn, config: Config) -> UserError | None:
-    """The error for a column that no node can write, since an estimator or a loss has a parameter that is none."""
+    """The error for a column that no node can write, as an estimator or a loss has a parameter that is not a column."""
     registries: dict[str, Mapping[str, AdvEstimator | PolicyLoss]]
     registries = {ESTIMATOR.name: ADV_ESTIMATORS, LOSS.name: POLICY_LOSSES}
     for kind, key, name in _choices(config):
@@ -164,11 +164,11 @@ def _has_formula(module: ModuleType, signature: str) -> Says:
 
 
 def _scores(part: Part) -> Iterator[str]:
-    """Read from the text of its file: reward functions are not imported into this process."""
+    """Faults of a reward function, read from the file's text: it is not imported into this process."""
     module = split_name(part.target)[0]
     source = SourceFile.of(module)
     if source is None:
-        return  # its import will say why it cannot be read
+        return  # importing it will report why it cannot be read
     if not source.defines(part.attribute.partition(".")[0]):
         yield f"{part.file} has no '{part.attribute}'{hint(part.attribute, source.names)}"
     elif (signature := source.signature(part.attribute)) and (fault := find_fault(signature)):
@@ -189,7 +189,7 @@ def _scores(part: Part) -> Iterator[str]:
 
 
 def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple[str, ...] = ()) -> Says:
-    """positional, keywords: what its constructor is called with; a rollout engine also takes keys of its group."""
+    """positional, keywords: the arguments of its constructor; a rollout engine also takes keys of its group."""
 
     def faults(part: Part) -> Iterator[str]:
         made = load(part.target)
@@ -209,7 +209,7 @@ def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple
 
 
 def _tracks(part: Part) -> Iterator[str]:
-    """Read from the text of its file: its package may not be installed, which a run says with what to install."""
+    """Faults of a tracker, read from its file's text: its package may be missing, which a run reports."""
     source = SourceFile.of(split_name(part.target)[0])
     if source is None or not source.defines(part.attribute):
         yield f"{part.file} has no class {part.attribute}: add it, or correct the entry"
@@ -219,14 +219,14 @@ def _tracks(part: Part) -> Iterator[str]:
 
 
 def _lacking(part: Part, protocol: type, file: str, has: Callable[[str], bool]) -> Iterator[str]:
-    """One message with all methods of the protocol that a class does not have. file: of the protocol."""
+    """One message with all protocol methods that a class lacks. file: of the protocol."""
     if missing := [name for name in _methods(protocol) if not has(name)]:
         lines = "".join(f"\n  {_declared(getattr(protocol, name))}" for name in missing)
         yield f"{part.file}: {part.attribute} lacks methods that {file} describes. Add{lines}"
 
 
 def _methods(protocol: type) -> list[str]:
-    """Of a protocol and of those that it extends; its properties may be attributes of the instance."""
+    """Methods of a protocol and of those that it extends; properties may be attributes of the instance."""
     named = {name: member for base in reversed(protocol.__mro__) for name, member in vars(base).items()}
     own = {name for base in protocol.__mro__ if getattr(base, "_is_protocol", False) for name in vars(base)}
     return [
@@ -237,7 +237,7 @@ def _methods(protocol: type) -> list[str]:
 
 
 def _declared(method: Callable[..., object]) -> str:
-    """The line that begins the method, with the names of types alone."""
+    """The first line of the method, with only the names of types."""
     signature = re.sub(r"(?:[A-Za-z_]+[.])+([A-Za-z_]+)", r"\1", str(inspect.signature(method)))
     return f"{'async ' * inspect.iscoroutinefunction(method)}def {method.__name__}{signature}"
 

@@ -1,4 +1,4 @@
-"""Which models and tokenizer a config names, how large they are, and loading them."""
+"""The models and tokenizer that a config names: their sizes, and loading them."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from distflow.planning.plan import Layout
 
 
 class Source(SourceOptions):
-    """Arguments of `load_model`: which model, which weights of it."""
+    """Arguments of `load_model`: the model, and which of its weights."""
 
     path: str
 
@@ -36,13 +36,13 @@ Adapt = Callable[[PreTrainedModel], nn.Module]
 
 
 def load_policy(config: Config, device: torch.device) -> nn.Module:
-    """The model that is trained, whole, with its adapter where one is asked for. Raises UserError naming the key."""
+    """The trained model, whole, with its adapter if there is one. Raises UserError with the key."""
     return load_adapted(policy_source(config), policy_adapter(config), device)
 
 
 def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
     """Copy weights into the model's parameters of the same names. Returns "", or the name of a weight that the model
-    does not have in that shape: then nothing is copied."""
+    lacks in that shape, in which case nothing is copied."""
     own = dict(model.named_parameters())
     for name, weight in weights.items():
         if name not in own or own[name].shape != weight.shape:
@@ -54,26 +54,26 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
 
 
 def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """The path of each model of the package, its config, and whether it has weights."""
+    """The path of each built-in model, its config, and whether it has weights."""
     for file in sorted(BUILTIN_FOLDER.glob("*/config.json")):
         has_weights = any(path for pattern in WEIGHT_PATTERNS for path in file.parent.glob(pattern))
         yield f"{BUILTIN_PREFIX}{file.parent.name}", json.loads(file.read_text()), has_weights
 
 
 def policy_context(config: Config) -> int | None:
-    """Tokens that a prompt and its response may have together, where the model says so. Raises UserError as
-    `load_policy` does."""
+    """The most tokens of a prompt with its response, if the model has a limit. Raises UserError as `load_policy`
+    does."""
     source = policy_source(config)
     with blaming("actor_rollout_ref.model.path"):
         return context_length(**source)
 
 
 def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
-    """Parameters of the model of each role: as `dag.model_sizes` says, else counted from its config.
+    """Parameters of the model of each role: from `dag.model_sizes`, else counted from its config.
 
     Raises UserError naming the key.
     """
-    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which has the actor's weights
+    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # rollout has the actor's weights
     with blaming("dag.model_sizes"):
         if unknown := [role for role in said if role not in models]:
             raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
@@ -86,7 +86,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
 
 def _count_parameters(source: Source) -> int:
-    """Of the language model, which takes no memory here. Raises UserError for a config of none."""
+    """The parameters of the language model, which takes no memory here. Raises UserError if it is not one."""
     config = ModelSource(**source).config().get_text_config()
     try:
         with torch.device("meta"):
@@ -108,7 +108,7 @@ def _source_of(config: Config, role: str) -> tuple[str, Source]:
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
-    """Raises UserError, naming the key, where the layers of a model cannot be divided as a layout has it."""
+    """Raises UserError, with the key, if a model's layers cannot be divided as in a layout."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
         if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # a judge is whole on each rank
@@ -120,7 +120,7 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 
 
 def policy_source(config: Config) -> Source:
-    """Of the model that is trained: a reward model's, where the pipeline trains one."""
+    """The source of the trained model: a reward model's, if the pipeline trains one."""
     return {**_source(config, config.actor_rollout_ref.model.path), "scores": reads_pairs(config)}
 
 
@@ -133,7 +133,7 @@ def critic_source(config: Config) -> Source:
 
 
 def scoring_source(config: Config, name: str) -> tuple[str, Source]:
-    """Of a reward model or a judge, with the key that names it."""
+    """The source of a reward model or a judge, with the key that names it."""
     key = "reward_model.model.path" if name == REWARD_MODEL else f"reward_model.models.{name}.path"
     model = scoring_models(config.reward_model)[name]
     own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
@@ -141,7 +141,7 @@ def scoring_source(config: Config, name: str) -> tuple[str, Source]:
 
 
 def check_engines(config: Config, engines: Collection[str]) -> None:
-    """Raises UserError for an engine that a node of the pipeline asks for and the config has not."""
+    """Raises UserError for an engine that a node of the pipeline requires and the config lacks."""
     models = scoring_models(config.reward_model)
     for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
         key = "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
@@ -178,7 +178,7 @@ def policy_adapter(config: Config) -> Adapt | None:
 def load_adapted(
     source: Source, adapt: Adapt | None, device: torch.device, sharding: Sharding | None = None
 ) -> nn.Module:
-    """The policy's model. An adapter is put on the whole model, which is sharded afterwards."""
+    """The policy's model. An adapter is added to the whole model, which is sharded afterwards."""
     with blaming("actor_rollout_ref.model.path"):
         model = load_model(**source, sharding=None if adapt else sharding, device=device)
     if adapt is None:
@@ -190,7 +190,7 @@ def load_adapted(
 
 
 def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
-    """Of the policy's tokenizer. It raises UserError naming the key where there is none."""
+    """A loader of the policy's tokenizer, which raises UserError with the key if there is none."""
     settings, source = config.actor_rollout_ref.model, policy_source(config)
     own = settings.tokenizer_path is None
     return partial(
@@ -212,7 +212,7 @@ def _load_tokenizer(
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Name the key in errors of what it names."""
+    """Adds the key to errors inside."""
     try:
         yield
     except UserError as err:

@@ -52,11 +52,11 @@ from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS, DataPlan,
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
-    """How the run uses its data. total_training_steps may end before or after total_epochs. With domains, an epoch is
-    as many groups as there are rows in all.
+    """How the run uses its data. total_training_steps may end before or after total_epochs. With domains, an epoch has
+    as many groups as there are rows in total.
 
-    rows: how many there are by domain, in their order, "" of one source. Raises UserError if the function of the
-    curriculum does not exist.
+    rows: their number by domain, in order, "" for one source. Raises UserError if the curriculum's function does not
+    exist.
     """
     data, trainer = config.data, config.trainer
     steps, epochs, num_rows = trainer.total_training_steps, trainer.total_epochs, sum(rows.values())
@@ -89,7 +89,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     outside = {name: band for name, band in bands.items() if band}
     return replace(
         plan,
-        max_staleness=min(config.async_.max_staleness, plan.total_steps),  # no sample can be older
+        max_staleness=min(config.async_.max_staleness, plan.total_steps),  # no sample can be staler
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
         oversampling=Fraction(str(filters.oversampling)),
@@ -98,7 +98,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
 
 
 def _check_in_steps(config: Config, rows: Mapping[str, int]) -> None:
-    """Raises UserError for a setting that counts epochs, where the number of rows is not known."""
+    """Raises UserError for a setting in epochs if the number of rows is unknown."""
     data, trainer = config.data, config.trainer
     wrong = [f"{name}_epochs" for name in ("save_freq", "test_freq") if getattr(trainer, f"{name}_epochs") is not None]
     found = {f"trainer.{name}": f"set trainer.{name.removesuffix('_epochs')}, in steps" for name in wrong}
@@ -111,7 +111,7 @@ def _check_in_steps(config: Config, rows: Mapping[str, int]) -> None:
 
 
 def _validates(config: Config) -> Frequency:
-    """Off is always accepted; a frequency has a meaning only where there is validation data."""
+    """When to validate. Off is always accepted; a frequency only makes sense with validation data."""
     trainer = config.trainer
     if not validates(config):
         return Frequency(trainer.test_freq if peek(trainer).test_freq <= 0 else 0)
@@ -119,7 +119,7 @@ def _validates(config: Config) -> Frequency:
 
 
 def num_rows_of(config: Config, prompts: "PromptSet | LazyRows") -> dict[str, int]:
-    """The number of rows by domain, in the order of the rows; "" where there is one source."""
+    """The number of rows by domain, in row order; "" for one source."""
     if not config.data.domains:
         return {"": len(prompts)}
     if isinstance(prompts, LazyRows):
@@ -132,9 +132,9 @@ Rows = tuple[list[RawRow], BadRows]
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of rows, and how they become prompts. key: of the config, which names the files. domain: "" where rows
-    name their own. rewards: by domain; rows that these cannot score are left out, or are an error, as `broken_tests`
-    says. None keeps them. streaming: reads no more of a data set than it takes."""
+    """A source of rows, and how they become prompts. key: of the config, which names the files. domain: "" if rows name
+    their own. rewards: by domain; rows that these cannot score are left out, or are an error, according to
+    `broken_tests`. None keeps them. streaming: read only the needed part of a data set."""
 
     key: str
     files: tuple[str, ...]
@@ -148,7 +148,7 @@ class DataSource:
     streaming: bool = False
 
     def read(self, run_dir: Path) -> Rows:
-        """Raises UserError for data that cannot be read, and where most rows are broken."""
+        """The rows. Raises UserError for unreadable data, or if most rows are broken."""
         rows, bad = load_rows(
             self.files,
             self.columns,
@@ -161,7 +161,7 @@ class DataSource:
         return self._without_broken_tests(rows, bad), bad
 
     def _without_broken_tests(self, rows: list[RawRow], bad: BadRows, are_all: bool = True) -> list[RawRow]:
-        """are_all: the rows are those of the source, of which most must be good."""
+        """are_all: the rows are all of the source, of which most must be good."""
         good, rewards = list[RawRow](), self.rewards or {}
         for row in rows:
             parts = rewards.get(row.domain) or rewards.get("default", ())
@@ -182,12 +182,13 @@ class DataSource:
         return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
 
     def first(self) -> "DataSource":
-        """The same with a few rows, which are looked at before a run with `data.lazy`."""
+        """The source with only a few rows, which are checked before a run with `data.lazy`."""
         has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
         return replace(self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT)
 
     def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-        """The usable ones of some rows. Raises UnusableRow if none is, and UserError as `read` and `encode` do."""
+        """The usable ones among some rows. Raises UnusableRow if there are none, or UserError like `read` and
+        `encode`."""
         bad = BadRows(self.bad_rows)
         rows = list(read_rows(iter(records), self.columns, bad, None))
         bad.check()
@@ -204,13 +205,13 @@ LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 
 
 class LazyRows(PromptRows):
-    """The rows of some sources, each read and encoded when it is asked for. first: the first rows of each source, read
-    before the run. load_tokenizer: called by each process that reads rows."""
+    """The rows of some sources, each read and encoded on demand. first: the first rows of each source, read before the
+    run. load_tokenizer: called by each process that reads rows."""
 
     def __init__(
         self, sources: Sequence[DataSource], first: PromptSet, folder: Path, load_tokenizer: LoadTokenizer
     ) -> None:
-        """folder: for the index of the files. Raises UserError for files that cannot be read a row at a time."""
+        """folder: for the index of the files. Raises UserError for files that cannot be read row by row."""
         self.first, self._load_tokenizer = first, load_tokenizer
         self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile | RowStream, int]](), dict[str, int]()
         self._held = dict[int, PromptRow]()
@@ -246,12 +247,12 @@ class LazyRows(PromptRows):
         return self._load_tokenizer()
 
     def fingerprint(self) -> str:
-        """A hash of the files' content; of a source that is read forward only, of its first rows."""
+        """A hash of the files' content; for a source that is only read forward, of its first rows."""
         files = [(found.fingerprint, num_rows) for _, found, num_rows in self._files]
         return hashlib.sha256(repr(files).encode()).hexdigest()
 
     def prepare(self, indices: Sequence[int]) -> None:
-        """Start a chat template once for all of them. An error is that of the row when its turn comes."""
+        """Render chat templates for all of them at once. An error is raised when its row is read."""
         wanted = sorted(set(indices) - self._held.keys())
         for number, own in groupby(wanted, lambda index: bisect_right(self._ends, index)):
             with suppress(UserError):
@@ -263,7 +264,7 @@ class LazyRows(PromptRows):
         return self._held.get(index) or self._read(bisect_right(self._ends, index), [index])[index]
 
     def _read(self, number: int, indices: Sequence[int]) -> dict[int, PromptRow]:
-        """The usable ones of these rows of the file."""
+        """The usable ones among these rows of a file."""
         (source, file, _), first = self._files[number], self._ends[number - 1] if number else 0
         records = [file.record(index - first) for index in indices]
         index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
@@ -278,7 +279,7 @@ Read = list[tuple[DataSource, Rows]]
 
 def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
     """The rows of each source. Bad rows of a file that several sources share by tags are counted once; validation
-    sources without a row are left out. Raises as `DataSource.read` does, and where no row has a domain's tag."""
+    sources without rows are left out. Raises as `DataSource.read` does, and if no row has a domain's tag."""
     found, known = Read(), set[str]()
     for source in sources:
         rows, bad = source.read(run_dir)
@@ -299,8 +300,7 @@ def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
 
 
 def train_sources(config: Config, scored: bool) -> list[DataSource]:
-    """One, or one for each domain that is drawn from. scored: whether there are reward functions, which need the rows'
-    answers."""
+    """One source, or one per domain in use. scored: whether there are reward functions, which need rows' answers."""
     domains = config.data.domains
     names = [name for name, domain in domains.items() if domain.weight] if domains else [""]
     found = [_source(config, "train", name, scored) for name in names]
@@ -310,11 +310,11 @@ def train_sources(config: Config, scored: bool) -> list[DataSource]:
 
 
 def validation_sources(config: Config, scored: bool) -> list[DataSource]:
-    """One for each key that names files."""
+    """One source for each key that names files."""
     domains = config.data.domains
     own = [name for name in domains if domains[name].val_files or chooses_by_tags(config, name, "val_files")]
     if config.data.val_files or own:
-        _ = config.data.allow_overlap  # else a key that does nothing
+        _ = config.data.allow_overlap  # otherwise this key has no effect
     return [_source(config, "val", name, scored) for name in own or ([""] if config.data.val_files else [])]
 
 
@@ -324,7 +324,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
     is_sft, reads_all = not is_rl(config) and not is_rm, bool(scoring_models(config.reward_model))
     parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
     rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]
-    # One of a user may be written for TRL or verifiers, whose completions are messages where the prompt is a chat.
+    # A user's function may be written for TRL or verifiers, whose completions are messages if the prompt is a chat.
     has_own = any(is_own(part.name) for part in parts)
     own = partial(own_setting, config, domain, data)
     files = data.domains[domain] if domain else data
@@ -370,7 +370,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
 
 
 def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
-    """The domain's setting of that name, or that of the group `common` where the domain has none."""
+    """The domain's setting of that name, or that of the group `common` if the domain has none."""
     value = getattr(config.data.domains.get(domain), name, None)
     return getattr(common, name) if value is None else value
 
@@ -380,7 +380,7 @@ def encode_row(
 ) -> PromptRow:
     """A row from Python as a prompt, with the columns of the data set. number: for messages, from 1.
 
-    Raises UserError for an unusable one, or one of a domain without a reward function.
+    Raises UserError for an unusable row, or one of a domain without a reward function.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")

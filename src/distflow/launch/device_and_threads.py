@@ -1,5 +1,5 @@
-"""The hardware that a run computes on: its device, its cores for training and generation, the memory and threads of
-its process, and the same in words."""
+"""The hardware that a run computes on: its device, its cores for training and generation, memory and threads of its
+process, and their description."""
 
 import ctypes
 import math
@@ -27,9 +27,8 @@ from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config, by its allocation, with the device of the workers, where they are several or on machines of a
-    cluster: `auto` is torch's accelerator (cuda over Ray) where each worker can have one. Raises UserError for a device
-    that they cannot have."""
+    """The config, following its allocation, with the workers' device if they are several or in a cluster: `auto` is
+    torch's accelerator (cuda over Ray) if each worker can have one. Raises UserError for an unavailable device."""
     loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer
     is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
@@ -54,8 +53,8 @@ def follow_machines(loaded: Loaded) -> Loaded:
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device that `trainer.device` means on this machine, or on those of the workers (`follow_machines`); a Slurm
-    job gets GPUs unless it says cpu. Raises UserError where this machine has none and is to compute."""
+    """The device of `trainer.device` on this machine, or on those of the workers (`follow_machines`); a Slurm job gets
+    GPUs unless it is cpu. Raises UserError if this machine must compute but lacks it."""
     wanted = config.trainer.device
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")
@@ -71,19 +70,19 @@ def choose_device(config: Config) -> torch.device:
 
 
 def accelerator() -> str | None:
-    """The type of device that torch computes on here beside the CPU, such as cuda; None if there is none."""
+    """The type of torch's accelerator here, e.g. cuda; None if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def choose_dtype(config: Config) -> str:
-    """The dtype that `model.dtype` means on the run's device: most CPUs are slow in bfloat16."""
+    """The dtype of `model.dtype` on the run's device: most CPUs are slow in bfloat16."""
     wanted = config.actor_rollout_ref.model.dtype
     return wanted if wanted != "auto" else "float32" if choose_device(config).type == "cpu" else "bfloat16"
 
 
 def follow_device(loaded: Loaded) -> Loaded:
-    """The config with the dtype of `choose_dtype` in place of `auto`."""
+    """The config with `auto` replaced by the dtype of `choose_dtype`."""
     dtype, device = choose_dtype(loaded.config), choose_device(loaded.config).type
     if dtype == loaded.config.actor_rollout_ref.model.dtype:
         return loaded
@@ -92,7 +91,7 @@ def follow_device(loaded: Loaded) -> Loaded:
 
 
 def refuse_offload_here(config: Config, device: torch.device) -> None:
-    """Raises UserError for a key that offloads to the host's memory where the device is the host."""
+    """Raises UserError for a key that offloads to host memory if the device is the host."""
     if device.type == "cpu" and (keys := offload_keys(config)):
         raise UserError(
             f"{', '.join(keys)}: on a CPU all data is in host memory already (trainer.device="
@@ -117,8 +116,7 @@ _WORKERS_A_CORE = 4
 
 
 def check_cores(plan: Plan, more_advice: str = "") -> None:
-    """Raises UserError for more workers that compute on the CPU than this machine could run without being hopelessly
-    slow."""
+    """Raises UserError for more workers on the CPU than this machine could run without being hopelessly slow."""
     num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
     if num_workers > _WORKERS_A_CORE * cores:
         raise UserError(
@@ -150,8 +148,8 @@ _MAX_THREADS = 1024
 
 
 def make_process_ready(config: Config) -> None:
-    """Set up its heap, and its threads before any of them starts: results are bit-equal for one number of threads only.
-    Raises UserError for an absurd number."""
+    """Set up the process's heap, and its number of threads before any starts, since results are bit-equal only for the
+    same number. Raises UserError for an absurd one."""
     keep_freed_memory()
     avoid_cudnn_attention()
     trainer, rollout = threads_of(config)
@@ -166,23 +164,23 @@ def make_process_ready(config: Config) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process, but for blocks of 32 MiB and more. By default glibc returns the end of its
-    heap to the system whenever that is free, and gets it again in the next micro-batch, with a page fault for every 4
-    KiB: 2 to 6 % of a step on a CPU. The peak is the same."""
+    """Keep freed memory in this process, except for blocks of 32 MiB and more. By default glibc returns the free end of
+    its heap to the system, and gets it again in the next micro-batch, with a page fault for every 4 KiB: 2 to 6 % of a
+    step on a CPU. The peak is the same."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, -1)  # never
+        mallopt(_TRIM_THRESHOLD, -1)  # never trim
         mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
 
 
 def avoid_cudnn_attention() -> None:
-    """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread, which takes
-    50 ms; in reinforcement learning a shape hardly comes twice."""
+    """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread, which takes 50 ms; in
+    reinforcement learning shapes rarely repeat."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def describe_hardware() -> list[str]:
-    """Cores, threads, native code and accelerators of this machine, a line each."""
+    """Cores, threads, native code and accelerators of this machine, one line each."""
     trainer, rollout = share_threads(usable_cores(), None, None)
     turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -200,7 +198,7 @@ def describe_hardware() -> list[str]:
 
 
 def find_thread_faults() -> list[str]:
-    """A message where the environment asks for more threads than this process has cores, or for no number."""
+    """A message if the environment asks for more threads than this process has cores, or is not a number."""
     wanted, cores = os.environ.get("OMP_NUM_THREADS", ""), own_cores()
     if wanted and not re.fullmatch(r"[\d, ]+", wanted):
         return [f"OMP_NUM_THREADS={wanted!r} is not a number of threads and has no effect: unset it"]
@@ -213,13 +211,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; `OMP_NUM_THREADS` bounds them, as it bounds each library below."""
-    bound = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is for nested regions
+    """Cores that this process may use, limited by `OMP_NUM_THREADS` as in the libraries below."""
+    bound = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list applies to nested regions
     return min(own_cores(), int(bound)) if bound.isdigit() and int(bound) > 0 else own_cores()
 
 
 def own_cores() -> int:
-    """Cores that the system gives this process: those that it may run on, or a container's smaller quota."""
+    """Cores that the system gives this process: its affinity, or a container's smaller quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
 
@@ -228,7 +226,7 @@ def _quotas(root: Path, own: Path) -> Iterator[int]:
     """Quotas of the control groups above this process, in whole cores. own: the file that names its group."""
     try:
         lines = own.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         number, _, path = line.split(":", 2)
@@ -252,7 +250,7 @@ def _quota(*files: Path) -> Iterator[int]:
 
 
 def share_threads(cores: int, trainer: int | None, rollout: int | None) -> tuple[int, int]:
-    """Threads of (training, generation). None gets the other cores, at least 1; if both are None, each half."""
+    """Threads of (training, generation). None gets the remaining cores, at least 1; if both are None, half each."""
     if trainer is None and rollout is None:
         rollout = max(1, cores // 2)
     if trainer is None:

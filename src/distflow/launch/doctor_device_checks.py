@@ -1,5 +1,5 @@
-"""`distflow doctor --device`: what a first run on an accelerator would trip over. Each check compares what the device
-does with the CPU, or what a config needs with what the device has, and says in one line what it found and what to do.
+"""`distflow doctor --device`: finds problems of a first run on an accelerator. Each check compares the device with the
+CPU, or a config's needs with the device's resources, and reports in one line what it found and what to do.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer
 
 OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"
-"""Outcomes; with one that failed a run would be wrong or impossible."""
+"""Outcomes; after a failed check a run would be wrong or impossible."""
 EXACT: Final = 1e-4
-"""Of float32 against the CPU. Sums in another order differ by 1e-6; products that are rounded to TF32 by 1e-3."""
+"""Limit for float32 against the CPU. Sums in another order differ by 1e-6; products rounded to TF32 by 1e-3."""
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _LENGTHS: Final = ((5, 9), (1, 14), (12, 1), (8, 30), (3, 64), (40, 33))
 _MOMENT_BYTES: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
-"""Of the optimizer, for a trained number."""
+"""The optimizer's bytes per trained parameter."""
 
 Result = tuple[str, str]
 """The outcome, and its figures or what to do."""
@@ -57,7 +57,7 @@ Result = tuple[str, str]
 
 @dataclass(frozen=True)
 class Subject:
-    """The device, the config that is to run on it, and a folder with tiny models: `policy` is compared on both sides.
+    """The device, the config to run on it, and a folder with tiny models, of which `policy` is compared on both sides.
     tokenizer: of these."""
 
     config: Config
@@ -71,7 +71,7 @@ class Subject:
 
     @cached_property
     def batch(self) -> Batch:
-        """Of random tokens."""
+        """A batch of random tokens."""
         draws = torch.Generator().manual_seed(0)
         prompts, responses = torch.tensor(_LENGTHS).unbind(1)
         batch, vocabulary = Batch(prompts, responses), self.models["cpu"].config.vocab_size
@@ -80,7 +80,7 @@ class Subject:
         return batch
 
     def log_probs(self, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As the trainer computes them."""
+        """The trainer's log-probs."""
         scorer = TorchScorer(self.models[device], compute_dtype=dtype)
         return scorer.forward(self.batch, ("log_probs",)).flat("log_probs").double()
 
@@ -91,7 +91,7 @@ class Subject:
 
 
 class Check(NamedTuple):
-    """advice: what to do where it fails."""
+    """advice: what to do if it fails."""
 
     run: Callable[[Subject], Result]
     advice: str
@@ -106,7 +106,7 @@ def try_check(name: str, check: Check, subject: Subject) -> Finding:
 
 
 def find_device(wanted: str) -> Finding:
-    """The device that `trainer.device` means; "left out" where the CPU is meant, and nothing else is here."""
+    """The device of `trainer.device`; "left out" if it is the CPU and there is no other."""
     found, driver = accelerator(), _nvidia_driver()
     if found is None and driver:
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -127,7 +127,7 @@ def find_device(wanted: str) -> Finding:
 
 
 def _nvidia_driver() -> str:
-    """Its version; "" where there is none."""
+    """The driver's version; "" if there is none."""
     number = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text() if _DRIVER.is_file() else "")
     return number[1] if number else ""
 
@@ -139,7 +139,7 @@ def _build(subject: Subject) -> Result:
     major, minor = torch.cuda.get_device_capability()
     kernels, wanted = " ".join(torch.cuda.get_arch_list()), 10 * major + minor
     has = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", kernels)]
-    # Kernels run on the minor versions after theirs; code of a "compute" version is translated for every later device.
+    # Kernels run on later minor versions; code of a "compute" version is translated for every later device.
     fits = any(number <= wanted and (kind == "compute" or number // 10 == major) for kind, number in has)
     text += f" for CUDA {torch.version.cuda}, the device is sm_{wanted}"
     return (OK, text) if fits else (FAILED, f"{text}, and torch has kernels for {kernels}")
@@ -176,11 +176,11 @@ def _kernels(subject: Subject) -> Result:
 
 
 def _copies(subject: Subject) -> Result:
-    """As `device_transfer.send`, and back."""
+    """Tests copies to the device, as in `device_transfer.send`, and back."""
     host = torch.randint(256, (2**26,), dtype=torch.uint8).pin_memory()
     there, back = torch.empty_like(host, device=subject.device), torch.empty_like(host, pin_memory=True)
     rates = []
-    for target, source in 2 * ((there, host), (back, there)):  # the first of each sets up
+    for target, source in 2 * ((there, host), (back, there)):  # the first of each initialises
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
         torch.accelerator.synchronize()
@@ -201,8 +201,8 @@ def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
 
 
 def _attention(subject: Subject, kind: SDPBackend) -> Result:
-    """By one of the implementations among which torch chooses by itself. `overrideable` is that of other accelerators
-    than CUDA's."""
+    """Tests one of the attention implementations among which torch chooses. `overrideable` is that of accelerators
+    other than CUDA."""
     found, dtypes = [], (torch.float32, torch.bfloat16)
     for dtype in () if kind is SDPBackend.OVERRIDEABLE and subject.device.type == "cuda" else dtypes:
         try:
@@ -219,7 +219,7 @@ def _attention(subject: Subject, kind: SDPBackend) -> Result:
 
 
 def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float]:
-    """Of log-probs against float32 on the CPU, and its limit: of the largest in float32, of the mean in bfloat16."""
+    """Error of log-probs against float32 on the CPU, and its limit: of the maximum in float32, the mean in bfloat16."""
     found, (exact, rounded) = subject.log_probs(subject.device.type, dtype), subject.expected
     if dtype == torch.float32:
         return _largest(found, exact), EXACT
@@ -227,7 +227,7 @@ def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Generation], int]:
-    """Responses of the embedded engine, and how many graphs it recorded."""
+    """Responses of the embedded engine, and the number of recorded graphs."""
     model, tokenizer = subject.models[device], load_tokenizer(subject.tokenizer)
     engine = EmbeddedEngine(model, tokenizer, version=Version(0, 0), max_num_seqs=4, enforce_eager=enforce_eager)
 
@@ -289,8 +289,8 @@ def _memory(subject: Subject) -> Result:
 
 
 def resident_bytes(config: Config) -> dict[str, float]:
-    """What lies on one device while the models of the config's pipeline are trained, without activations, keys and
-    values. Trained weights and the reference's are float32."""
+    """Memory on one device while the pipeline's models are trained, without activations, keys and values. Trained
+    weights and the reference's are float32."""
     engines, trainer, settings = bind(config).engines, config.trainer, config.actor_rollout_ref
     adapt, policy = policy_adapter(config), _empty(policy_source(config))
     whole = policy.num_parameters()
@@ -316,7 +316,7 @@ def resident_bytes(config: Config) -> dict[str, float]:
 
 
 def kept_bytes(config: Config, free: float) -> float:
-    """What the embedded engine takes of the free memory when it first generates, and keeps while the models train."""
+    """Memory that the embedded engine takes when it first generates, and keeps while the models train."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "embedded" or rollout.free_cache_engine:
         return 0.0
@@ -325,12 +325,12 @@ def kept_bytes(config: Config, free: float) -> float:
 
 
 def _empty(source: Source) -> PreTrainedModel:
-    """A critic has a head of one number in place of the language model's: it is counted as if it had that."""
+    """A model without memory. A critic's head of one number is counted like a language model's."""
     return empty_model(AutoModelForCausalLM, ModelSource(**source).config())
 
 
 def kv_bytes_of_token(config: Config) -> int:
-    """Keys and values of one token in the rollout engine."""
+    """Bytes of one token's keys and values in the rollout engine."""
     model = ModelSource(**policy_source(config)).config().get_text_config()
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -338,7 +338,7 @@ def kv_bytes_of_token(config: Config) -> int:
 
 
 def _largest(found: Tensor, exact: Tensor) -> float:
-    """Relative where the exact number is beyond 1; infinite for NaN."""
+    """The largest error, relative if the exact number is beyond 1; infinite for NaN."""
     error = ((found - exact).abs() / exact.abs().clamp(min=1)).max()
     return float(error.nan_to_num(nan=torch.inf))
 
@@ -372,4 +372,4 @@ CHECKS: Final[dict[str, Check]] = {
         _memory, "set actor_rollout_ref.model.lora_rank, actor.strategy=fsdp over more devices, or a smaller model"
     ),
 }
-"""By name, in the order in which they are tried, but for those of whole runs."""
+"""The checks by name, in order, except those of whole runs."""

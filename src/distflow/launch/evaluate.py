@@ -25,7 +25,7 @@ from distflow.scheduling.group_states import Version
 
 @dataclass(frozen=True)
 class Evaluation:
-    """rows: a response each, as of a run's validation. num_prompts: behind each metric that is a share of prompts."""
+    """rows: one per response, as in a run's validation. num_prompts: behind each metric that is a share of prompts."""
 
     metrics: dict[str, float]
     rows: SampleRows
@@ -33,14 +33,14 @@ class Evaluation:
 
 
 def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
-    """`data.val_files` under the model as it is. Raises UserError if no file is named.
+    """Evaluate the current model on `data.val_files`. Raises UserError if there are none.
 
     say: called with the reason why a prompt has no score.
     """
     if not spec.validation:
         raise UserError("there is no evaluation data: set data.val_files")
     rank, pipeline = spec.plan.ranks[0], spec.pipeline()
-    own_device(rank.device)  # of a worker, where the config is that of a cluster
+    own_device(rank.device)  # a worker's device, if the config is for a cluster
     resources = build_resources(spec.factories, rank, say=say)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"

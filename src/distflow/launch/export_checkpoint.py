@@ -1,6 +1,6 @@
-"""Policies of checkpoints: exported as a Hugging Face folder (`distflow.json` names the source), adapters merged or
-alone, by command or beside each checkpoint, and copied into the run that starts from one, so that it can resume without
-the other run."""
+"""Exports policies of checkpoints as Hugging Face folders (`distflow.json` names the source), with adapters merged or
+alone, by command or beside each checkpoint, and copies them into a run that starts from one, so that it can resume
+without the other run."""
 
 import hashlib
 import json
@@ -44,12 +44,12 @@ def export_checkpoint(
     source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None, adapter: bool = False
 ) -> Path:
     """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged, or with
-    `adapter` written alone. If its agents have several policies, each gets a folder of its name in the target. Where
-    the target holds the same already, nothing is done.
+    `adapter` written alone. If its agents have several policies, each gets a folder with its name in the target. If the
+    target already has the same content, nothing is done.
 
-    trust_code: Python code that came with the model may run, where the run's config let it; `say` is called with that
-    code, and with the step. Raises UserError if there is no whole checkpoint, the target is taken, or such code is
-    not trusted.
+    trust_code: Python code that came with the model may run if the run's config allowed it; `say` is called with that
+    code, and with the step. Raises UserError if there is no complete checkpoint, the target is not empty, or the code
+    is not trusted.
     """
     checkpoint = policy_checkpoint(source)
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
@@ -85,7 +85,7 @@ def export_checkpoint(
 
 
 def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) -> nn.Module:
-    model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
+    model = load_policy(config, torch.device("cpu"))  # the training machine may have had another device
     if unknown := copy_weights(trained, model):
         raise UserError(
             f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or has another shape"
@@ -96,8 +96,8 @@ def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) 
 def write_hf_models(run_dir: Path, warn: Say) -> None:
     """Export the policy of each checkpoint to `huggingface/NAME`, and remove those of earlier ones.
 
-    Processes of their own export, so that neither memory nor random generators of the run change. warn: is called with
-    what could not be written; the checkpoint is whole.
+    Separate processes export, so that neither memory nor random generators of the run change. warn: called with what
+    could not be written; the checkpoint remains complete.
     """
     folder, checkpoints = run_dir / HUGGINGFACE, by_age(run_dir / CHECKPOINTS)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -111,7 +111,7 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
             continue
         command = ["-m", "distflow", "export", str(path), "--to", str(folder / path.name), "--trust-code"]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(  # of a session of its own, which Ctrl-C does not end
+        done = subprocess.run(  # in its own session, which Ctrl-C does not end
             [sys.executable, *command], capture_output=True, text=True, env=env, start_new_session=True
         )
         if done.returncode:
@@ -120,16 +120,16 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
 
 
 def identity(checkpoint: Path) -> str:
-    """Identifies a checkpoint: its manifest has the checksums of all its parts."""
+    """A checkpoint's identity, from its manifest with the checksums of all parts."""
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
 def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
-    """The config with a model's folder, `models/...` of the run's own, in place of each run or checkpoint that it names
-    as a model.
+    """The config, where each run or checkpoint named as a model is replaced by a model folder of this run,
+    `models/...`.
 
     A resumed run uses the copy that it began from. `say` is called with a description. Raises UserError as
-    `export_checkpoint`.
+    `export_checkpoint` does.
     """
     config, settings = loaded.config, loaded.config.actor_rollout_ref
     model = replace(
@@ -162,8 +162,8 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
 
 
 def write_config_of(run: Path, file: Path) -> Path:
-    """The config of a run or checkpoint as YAML, with its policy as the model: keys on how to load the model that the
-    run began from are reset. Raises UserError if there is none."""
+    """Write the config of a run or checkpoint as YAML, with its policy as the model: keys for loading the run's initial
+    model are reset. Raises UserError if there is none."""
     if (run / "config.json").is_file():
         raise UserError(f"{run} is a model: choose a preset: distflow eval PRESET actor_rollout_ref.model.path={run}")
     checkpoint = policy_checkpoint(run)
@@ -202,11 +202,10 @@ def export_model(
     note: tuple[str, Mapping[str, object]] | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears whole.
+    """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears atomically.
 
-    note: a JSON file beside them. adapter: write the model's adapter alone, which names the folder or hub id of the
-    model below it. Returns the folder.
-    Raises UserError if the folder holds something already, or cannot be written.
+    note: a JSON file beside them. adapter: write only the model's adapter, which names the folder or hub id of its base
+    model. Returns the folder. Raises UserError if the folder is not empty or not writable.
     """
     target = empty_folder(folder).resolve()
     try:
@@ -222,7 +221,7 @@ def export_model(
             if note is not None:
                 (aside / note[0]).write_text(json.dumps(note[1], indent=2) + "\n", "utf-8")
             aside.chmod(stat.S_IMODE(target.stat().st_mode))
-            aside.rename(target)  # over the empty folder; refused where somebody filled it meanwhile
+            aside.rename(target)  # replaces the empty folder; fails if somebody filled it meanwhile
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Reads a config and the files that it names, fits the config to them, and rejects keys that nothing reads."""
+"""Reads a config and its files, fits the config to them, and rejects keys that nothing reads."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ _REASONS = {
     **{f"actor_rollout_ref.rollout.val_kwargs.{name}": _GREEDY for name in ("temperature", "top_k", "top_p")},
     "custom_reward_function.path": "custom_reward_function.path=null drops it where a file sets it",
 }
-# Of loss terms that a pipeline may leave out: 0 is the same as leaving it out.
+# Coefficients of loss terms that a pipeline may omit: 0 is the same as omitting it.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
 
@@ -53,12 +53,12 @@ class InertKeys(UserError):
 
 
 def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
-    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the user's mistake
-    where another pipeline was chosen: they are returned, with their origins.
+    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the user's mistake if
+    another pipeline was chosen: they are returned, with their origins.
 
-    A user's function that gets a group of the config, or the context, may read keys when it runs: of that group (of its
-    role's), and of groups that users registered. For keys of other groups it should name options.
-    The presets that spell out verl's defaults may have more keys than a pipeline reads.
+    A user's function that receives a group of the config, or the context, may read keys at run time: of that group (or
+    its role's), and of groups that users registered. For keys of other groups it should name options. Presets that
+    spell out verl's defaults may have more keys than a pipeline reads.
     """
     theirs = [node for node in pipeline.nodes if not is_ours(node.fn)]
     handed = [node for node in theirs if {"ctx", "config"} & set(node.contract.reserved)]
@@ -85,8 +85,8 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for people. lazy:
-    training rows are read when their groups start."""
+    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for messages.
+    lazy: training rows are read when their groups start."""
 
     pipeline: BoundPipeline
     unused: list[str]
@@ -97,8 +97,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Data:
-    """The files' prompts as tokens. validation: by the domain that has the files, "" where none has. broken: training
-    rows that were left out because no response to them could be scored, and why."""
+    """The files' prompts as tokens. validation: by the domain of the files, "" if none. broken: training rows that were
+    left out because no response to them could be scored, with the reason."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet | LazyRows
@@ -118,7 +118,7 @@ class Data:
         return f"{len(self.train):,} prompts"
 
     def overlap(self) -> str:
-        """A warning if validation prompts are trained on; else empty."""
+        """A warning if validation prompts are also trained on; else empty."""
         held_out = [row for prompts in self.validation.values() for row in prompts]
         wanted = {(row.prompt_text, row.response_ids) for row in held_out}
         every = ((row.prompt_text, row.response_ids, row.origin) for row in self.looked_at if wanted)
@@ -133,9 +133,9 @@ class Data:
 
 
 def read_config(loaded: Loaded) -> Reading:
-    """Bind the pipeline, and read every key that the run uses. Raises UserError for one that is set and not read.
+    """Bind the pipeline, and read every key that the run uses. Raises UserError for keys that are set but not read.
 
-    The rest of a spec is built here a first time, to see what it reads before any file is opened.
+    The rest of a spec is built here a first time, to see which keys it reads before any file is opened.
     """
     config, reads = watch(follow_allocation(loaded).config)
     make_process_ready(config)
@@ -155,11 +155,11 @@ def read_config(loaded: Loaded) -> Reading:
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
     """Follow the allocation, check the parts that the config chooses by name, set `model.dtype` for the device, and
-    `dag.generates` to false for a user's pipeline that generates nothing. Raises UserError for a part that cannot work,
-    ConfigError where other keys contradict the pipeline."""
+    `dag.generates` to false for a custom pipeline that generates nothing. Raises UserError for a part that cannot work,
+    ConfigError if other keys contradict the pipeline."""
     loaded = follow_device(follow_allocation(loaded))
     config = loaded.config
-    make_process_ready(config)  # before a user's module can start threads
+    make_process_ready(config)  # before user modules can start threads
     import_user_modules(config)
     check_extensions(config)
     if pipeline_name(config) != CUSTOM or config.dag.generates is not None or generates(_bind(config)):
@@ -176,7 +176,7 @@ def _bind(config: Config) -> BoundPipeline:
 
 
 def fit_to_files(loaded: Loaded) -> Loaded:
-    """The config that a run would have, fitted to its model and data. Starts no run. Raises as `make_spec` does."""
+    """The config that a run would have, fitted to its model and data; starts no run. Raises as `make_spec` does."""
     loaded = follow_pipeline(loaded)
     return fitted_to_files(loaded, read_config(loaded))[0]
 
@@ -199,6 +199,6 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
 
 
 def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:
-    """The config within these limits, read again where it changed. Raises ConfigError where something does not fit."""
+    """The config within these limits, reread if it changed. Raises ConfigError if something does not fit."""
     fitted = fit_to(loaded, limits)
     return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))

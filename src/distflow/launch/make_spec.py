@@ -1,4 +1,4 @@
-"""From a config to the spec of a run. All that can be wrong with a run is checked here, the cheap things first."""
+"""Makes the spec of a run from its config. Everything that can be wrong with a run is checked, cheap things first."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
-    """say: called with a line for each thing that is loaded, the user's code first. Raises UserError or
+    """say: called with a line for everything that is loaded, beginning with user code. Raises UserError or
     PipelineError."""
     if policies := with_own_policies(loaded.config):
         names = ", ".join(policies)
@@ -38,7 +38,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     loaded = follow_pipeline(follow_machines(loaded))
     reading = read_config(loaded)
     try_algorithms(loaded.config, reading.pipeline)
-    # First, as rows from Python code are stored in the folder, which another run may use.
+    # First, since rows from Python code are stored in the folder, which another run may be using.
     with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
         loaded = with_models_of_runs(loaded, say)
         if loaded.config.trainer.resume_mode == "never":
@@ -55,7 +55,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
 
 def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
-    validation = []  # one set, or one for each domain that has some, under its name
+    validation = []  # one set, or one for each domain with validation data, under its name
     for domain, prompts in data.validation.items():
         rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
         params = validation_params(config, sampling_params(config, domain))

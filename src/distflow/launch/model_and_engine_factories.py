@@ -1,5 +1,5 @@
-"""From the config to factories of engines and services. The config is read here, once; a factory holds plain values and
-module-level functions, so that it can be sent to the worker that builds the part."""
+"""Makes factories of engines and services from the config. The config is read once, here; a factory holds plain values
+and module-level functions, so that it can be sent to the worker that builds the part."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -42,7 +42,7 @@ def make_factories(
     config: Config, engines: Collection[str], services: Collection[str], steps: int
 ) -> dict[str, Factory]:
     """Factories of these and of their parts. steps: training steps of the whole run. Raises UserError for an engine
-    whose model is not named."""
+    without a configured model."""
     factories: dict[str, Factory] = {
         "policy": partial(
             build_engines.build_policy,
@@ -92,7 +92,7 @@ def make_factories(
 def _policy_factories(
     config: Config, trained: Collection[str], engines: Collection[str], steps: int
 ) -> dict[str, Factory]:
-    """Of the policies of agents, in place of those of one policy."""
+    """Factories of the agents' policies, in place of those of one policy."""
     owner, every = policies_of_agents(config), [*dict.fromkeys((*trained, *policies_of_agents(config).values()))]
     sources = {name: configured_models.policy_source(config_of_policy(config, name)) for name in every}
     own = {name: sources.pop(name) for name in trained}
@@ -110,7 +110,7 @@ def _policy_factories(
 
 
 def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Factory]:
-    """Of reward models and judges."""
+    """Factories of reward models and judges."""
     configured_models.check_engines(config, engines)
     factories, models = dict[str, Factory](), scoring_models(config.reward_model)
     for name, model in ((name, models[name]) for name in models if name in engines):
@@ -140,29 +140,28 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def engine_dtype(config: Config) -> torch.dtype:
-    """The dtype of the rollout engine's weights: the one that it computes in, unless it casts them as the trainer
-    does."""
+    """The dtype of the rollout engine's weights: its computing dtype, unless it casts them as the trainer does."""
     return torch.float32 if _engine_casts(config) else compute_dtype(config)
 
 
 def _rounds_as_trainer(config: Config) -> bool:
-    """Whether the rollout engine multiplies in a lower precision than that of the rest, as a trainer by autocast.
-    A sharded trainer computes all in the lower one."""
+    """Whether the rollout engine multiplies in a lower precision than the rest, like a trainer with autocast. A sharded
+    trainer computes everything in the lower one."""
     is_low = compute_dtype(config) is not torch.float32 and not is_sharded(config)
     return is_low and config.actor_rollout_ref.rollout.name == "embedded"
 
 
 def _engine_casts(config: Config) -> bool:
-    """Whether the rollout engine has float32 weights, and so rounds nowhere else than such a trainer. Native code casts
-    them at no cost; torch would cast all weights in every decode step."""
+    """Whether the rollout engine has float32 weights, so that it rounds exactly where such a trainer does. Native code
+    casts them at no cost; torch would cast all weights in every decode step."""
     rollout = config.actor_rollout_ref.rollout
     by_native = not (rollout.enforce_eager or rollout.batch_invariant)
     return by_native and _rounds_as_trainer(config) and choose_device(config).type == "cpu" and native.is_there()
 
 
 def shares_weights(config: Config) -> bool:
-    """Whether the rollout engine may compute on the trainer's own storage: whole weights, both in the stored dtype, and
-    nothing is generated while the trainer updates it."""
+    """Whether the rollout engine may compute on the trainer's storage: weights are whole, both use the stored dtype,
+    and nothing is generated while the trainer updates them."""
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         return False
     if compute_dtype(config) is not torch.float32 or is_sharded(config):
@@ -204,7 +203,7 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
 
 
 def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> build_engines.Spread | None:
-    """None where every rank has the model whole."""
+    """The sharding; None if every rank has the whole model."""
     if not is_sharded(config):
         return None
     settings = config.actor_rollout_ref
@@ -250,8 +249,8 @@ def _rollout_factory(config: Config) -> Factory:
 
 
 def _engine_options(config: Config) -> tuple[str, build_engines.Options]:
-    """The engine's class, which says by its keyword-only parameters which keys of `rollout` it takes. Those that matter
-    where generation and training run at once are read there only."""
+    """The engine's class, whose keyword-only parameters are the keys of `rollout` that it takes, and their values. Keys
+    that only matter if generation and training run at once are only read then."""
     settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
     parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
     taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}

@@ -1,6 +1,5 @@
-"""The model of a config without a run: in a chat, with prompts that become tokens as those of the data do (`distflow
-chat`), behind the endpoint (`distflow serve`), or its rollout engine tried on all that a run expects (`distflow rollout
-check`)."""
+"""The model of a config without a run: in a chat, with prompts tokenised like the data's (`distflow chat`), behind the
+endpoint (`distflow serve`), or its rollout engine tested for all that a run expects (`distflow rollout check`)."""
 
 import asyncio
 import sys
@@ -43,7 +42,7 @@ EXACT = 1e-4
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """max_tokens: of a response; None is MAX_TOKENS, or half of a shorter context. temperature: 0 is greedy, None the
+    """max_tokens: of a response; None for MAX_TOKENS, or half of a shorter context. temperature: 0 is greedy, None the
     config's. plain: no chat template."""
 
     max_tokens: int | None
@@ -66,7 +65,7 @@ class Chat:
         return self.options.prompt_format == "chat"
 
     def respond(self, prompt: str | Messages) -> str:
-        """Print the response as it is generated, and return it. Raises UserError for a prompt that the template refuses
+        """Print the response as it is generated, and return it. Raises UserError for a prompt that the template rejects
         or that leaves no room for a response."""
         row = RawRow("this line", prompt, None, "default", None, {})
         (encoded,) = encode_rows([row], self.tokenizer, self.options, BadRows())
@@ -88,7 +87,8 @@ class Chat:
 
 
 def load_config_of(path: str, overrides: list[str], folder: Path, note: Callable[[str], None]) -> Config:
-    """Of a run, with its policy as the model, or the preset `grpo` with a model. Arguments as for `load_chat`."""
+    """The config of a run, with its policy as the model, or preset `grpo` with a model. Arguments as for
+    `load_chat`."""
     file = folder / "config.yaml"
     (folder / "run").mkdir()
     if is_of_a_run(path):
@@ -101,10 +101,10 @@ def load_config_of(path: str, overrides: list[str], folder: Path, note: Callable
 
 
 def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Path, note: Callable[[str], None]) -> Chat:
-    """A run's policy by the run's own config, or a model by the preset `grpo`, in float32.
+    """A run's policy with the run's config, or a model with the preset `grpo`, in float32.
 
-    folder: an empty one, for the exported policy. note: is called with the choice of a checkpoint. Raises UserError
-    where there is no such model, or the options do not fit it.
+    folder: an empty one, for the exported policy. note: called with the chosen checkpoint. Raises UserError if there is
+    no such model, or the options do not fit it.
     """
     if (given := options.temperature) is not None and given < 0:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
@@ -130,8 +130,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
 
 
 async def serve(config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]) -> None:
-    """Until it is cancelled. name: of the model, for clients. say: is called with the URL.
-    Raises UserError."""
+    """Serve until cancelled. name: of the model, for clients. say: called with the URL. Raises UserError."""
     get = _resources(config)
     stop_ids, context = tuple(get("stop_token_ids")), policy_context(config) or LONGEST
     async with get("rollout") as engine:
@@ -142,7 +141,7 @@ async def serve(config: Config, name: str, key: str, listening: socket, say: Cal
 
 
 async def check_rollout(config: Config) -> AsyncIterator[Finding]:
-    """The engine as a run builds it, on weights of its own."""
+    """Check the engine as a run builds it, with its own weights."""
     get = _resources(config, shares=False)
     dtype, room = engine_dtype(config), config.data.max_prompt_length + config.data.max_response_length
     limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
@@ -154,7 +153,7 @@ async def check_rollout(config: Config) -> AsyncIterator[Finding]:
 
 
 def _resources(config: Config, **options: bool) -> Get:
-    """A model that is to get an adapter is used without. options: of the engine's factory, where it has them."""
+    """The parts, without a configured adapter. options: of the engine's factory, if it has them."""
     check_extensions(config)
     make_process_ready(config)
     factories = make_factories(config, ("rollout",), (), steps=1)

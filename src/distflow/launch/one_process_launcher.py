@@ -1,4 +1,4 @@
-"""The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
+"""The local launcher: a whole run in this process, resumed if its folder has a checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,7 +45,7 @@ def launch_local(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None]) -> Iterator["Running"]:
-    """The same run, driven by the caller in place of `Worker.training_loop`. Signals are left to the options."""
+    """The run, driven by the caller instead of `Worker.training_loop`. Signals are left to the caller."""
     never = nullcontext(StopRequest(lambda name: None))
     with run_start_and_end.starting(spec, ()) as start:
         with _running(_build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True) as running:
@@ -68,7 +68,7 @@ class Running:
 
 @dataclass(frozen=True)
 class _Built:
-    """A run with its engines and services. differences: the harmless ones from the checkpoint."""
+    """A run with its engines and services. differences: harmless ones from the checkpoint."""
 
     spec: Spec
     start: run_start_and_end.Start
@@ -95,7 +95,7 @@ def _running(
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
 ) -> Iterator[Running]:
-    """Enters the worker, and records the end when it exits. own_loop: no row of the data set is needed yet."""
+    """Enters the worker, and records the end on exit. own_loop: no rows of the data set are needed yet."""
     spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
     start.set_aside(spec, built.say)
     state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
@@ -134,16 +134,16 @@ def local_ports(
     queued: Mapping[int, FinishedGroup[Batch]] | None = None,
     changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
 ) -> Ports:
-    """Ports for workers of this process. changed: as of `SharedSampleQueue`."""
+    """Ports for workers of this process. changed: as in `SharedSampleQueue`."""
     queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
     return Ports(queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
-    """Report the first signal, what follows it, and what the run waits for, if that lasts. name: of the signal."""
+    """Report the first signal, what follows, and what the run waits for if that takes long. name: of the signal."""
     saving = "saving" if spec.data.saves else "not saving (trainer.save_freq is off)"
     waits = reversed(recorder.waits.now())
-    longest = {wait.who: wait for wait in waits if wait.on != "training"}  # which continues by itself
+    longest = {wait.who: wait for wait in waits if wait.on != "training"}  # the training loop continues by itself
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
     message = f"finishing this step, {saving}, then exiting; a second signal exits at once{''.join(lasting)}"
     recorder.note("info", f"{name}: {message}")

@@ -1,4 +1,4 @@
-"""Several runs side by side, before any is started: each is checked, and the scheduler divides the devices over all."""
+"""Plans several concurrent runs before any starts: each is checked, and the scheduler divides the devices among all."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that may start. words: its preset and overrides, with its devices."""
+    """A run that is ready to start. words: its preset and overrides, with its devices."""
 
     name: str
     run_dir: Path
@@ -45,7 +45,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class SeveralOptions:
-    """Who launches several runs. words: options of each command. say, embedded: as of `LaunchOptions`."""
+    """How several runs are launched. words: options of each command. say, embedded: as in `LaunchOptions`."""
 
     words: tuple[str, ...] = ()
     say: Callable[[str], None] = lambda line: None
@@ -60,17 +60,17 @@ class Ended(NamedTuple):
 
 
 def run_several(commands: Mapping[str, Sequence[str]], options: SeveralOptions) -> tuple[list[PlannedRun], Ended]:
-    """Plan the runs of these commands, and run all to their ends. Raises as `plan_runs` does."""
+    """Plan the runs of these commands, and run all to the end. Raises as `plan_runs` does."""
     planned = plan_runs(commands, options.say)
     launch = cast(Callable[[Sequence[PlannedRun], SeveralOptions], Ended], load(SEVERAL_RUNS[planned[0].launcher]))
     return planned, launch(planned, options)
 
 
 def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None]) -> list[PlannedRun]:
-    """The runs with their devices, which are divided as over the parts of one pipeline. commands: a preset and its
-    overrides for each name. say: called with where each is.
+    """The runs with their devices, which are divided as among the parts of one pipeline. commands: a preset and its
+    overrides for each name. say: called with the devices of each.
 
-    Raises UserError that names the config that is wrong, and for fewer devices than parts.
+    Raises UserError that names a wrong config, or for fewer devices than parts.
     """
     runs, parts = dict[str, Loaded](), list[list[Part]]()
     commands = {own: words for name in commands for own, words in _by_policy(name, commands[name]).items()}
@@ -82,7 +82,7 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
         with naming(name):
             runs[name] = follow_pipeline(follow_machines(runs[name]))
             pipeline, config = bind(runs[name].config), runs[name].config
-            most = 1 if config.trainer.launcher == "local" else None  # whose processes all do the same
+            most = 1 if config.trainer.launcher == "local" else None  # its processes all do the same
             parts.append(pipeline_parts(pipeline, model_sizes(config, pipeline.engines), most))
     devices = share_devices(parts, runs[name].config)
     planned = []
@@ -103,10 +103,10 @@ def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
 
 
 def _planned(name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tuple[int, ...], ...]) -> PlannedRun:
-    """Raises UserError where the run cannot be on its devices, or where a key does nothing."""
+    """Raises UserError if the run cannot be on its devices, or a key has no effect."""
     own = tuple(sorted(device for of_part in devices for device in of_part))
     change: tuple[str, Any] = ("trainer.devices", devices)
-    if loaded.config.trainer.launcher == "local":  # each run sees its own devices alone
+    if loaded.config.trainer.launcher == "local":  # each run sees only its own devices
         change = ("trainer.n_gpus_per_node", len(own))
     loaded = with_changes(loaded, [(*change, "several runs share the devices")])
     reading = read_config(loaded)
@@ -118,7 +118,7 @@ def _planned(name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tup
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Errors begin with the run's name."""
+    """Prefix errors with the run's name."""
     try:
         yield
     except UserError as error:
@@ -126,7 +126,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def check_side_by_side(configs: Mapping[str, Config]) -> None:
-    """Raises UserError for runs in one folder, by Slurm, or with other ideas of the devices."""
+    """Raises UserError for runs in the same folder, under Slurm, or with different settings of the devices."""
     folders: dict[Path, str] = {}
     first, of_first = next((name, flatten(config)) for name, config in configs.items())
     for name, config in configs.items():

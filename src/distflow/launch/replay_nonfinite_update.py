@@ -1,4 +1,4 @@
-"""`distflow replay`: runs a saved non-finite update again on the CPU and says where it went wrong."""
+"""`distflow replay`: reruns a saved non-finite update on the CPU and reports where it went wrong."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,16 +36,15 @@ _DAMAGE = (
     *(OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError),
     *(YAMLError, SafetensorError),
 )
-"""What reading a damaged or foreign file of a bundle raises."""
+"""Errors from reading a damaged or foreign file of a bundle."""
 
 
 def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
-    """Lines for people: non-finite columns and weights, the update's metrics, and each sample that is non-finite
-    alone.
+    """Readable lines: non-finite columns and weights, the update's metrics, and each sample that is non-finite alone.
 
-    trust_code: modules that the run imported, and code that came with its model, may run here; a line says which.
-    Raises UserError if the folder is no bundle or damaged, holds weights of another model than its config names, or
-    such code is not trusted.
+    trust_code: modules that the run imported, and code that came with its model, may run here; a line lists them.
+    Raises UserError if the folder is not a bundle or is damaged, has weights of a model other than the config's, or the
+    code is not trusted.
     """
     if not (bundle / FACTS).is_file():
         raise UserError(f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a run")
@@ -64,7 +63,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     only_if_trusted(code, trust_code, notes.append)
     yield from notes
     if code:
-        load_modules(config.trainer.imports)  # they register losses, and groups of the config
+        load_modules(config.trainer.imports)  # they register losses and config groups
         config = config_from_dict(keys, judge=False)
     else:
         config = without_model_code(config)
@@ -142,7 +141,7 @@ def _objective(config: Config, role: str, batch: Batch) -> LossFn:
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a weight that the model does not have: it would be another update."""
+    """Raises UserError for a weight that the model lacks, since that would be another update."""
     if unknown := copy_weights(weights, model):
         raise UserError(
             f"the bundle's weight {unknown} is not a weight of the model: actor_rollout_ref.model.path has another "

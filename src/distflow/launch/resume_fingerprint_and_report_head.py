@@ -37,15 +37,15 @@ from distflow.sandbox.sandbox import probe
 
 
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
-    """The preset that was built on ("" where it was none) and each key that now has another value.
+    """The preset built on ("" if none), and each key that now has another value.
 
-    A change is `{"key", "before", "now", "where"}`, its values as they would be written in YAML, `where` as of
-    `Loaded.origin`. Without a preset the schema's defaults are what was before.
+    A change is `{"key", "before", "now", "where"}`, with values as written in YAML and `where` as in `Loaded.origin`.
+    Without a preset, `before` is the schema's default.
     """
     named = [
         each for each in preset_names() if any(o.startswith(f"presets/{each}.yaml:") for o in loaded.origins.values())
     ]
-    preset = max(named, key=lambda name: len(_chain(name)), default="")  # builds on all others that set a key
+    preset = max(named, key=lambda name: len(_chain(name)), default="")  # it builds on all others
     before, keys = Config(), schema_keys()
     if preset:  # read without Hydra, which would cost every start a tenth of a second
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(preset))), resolve=True)
@@ -106,7 +106,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "cores": os.cpu_count(),
         "device": choose_device(config).type,
         **_users_facts(config),
-        # Where generation and training run at once, generation has threads of its own.
+        # If generation and training run at once, generation has its own threads.
         **({} if rollout_threads is None else {"rollout_threads": rollout_threads}),
         # The native code replaces torch's operations on a CPU.
         **({"native_code": native.name()} if choose_device(config).type == "cpu" else {}),
@@ -126,8 +126,8 @@ def _threads(config: Config) -> str:
 
 def _users_facts(config: Config) -> dict[str, object]:
     """The code of the user's reward functions, curriculum and filter, the isolation of code that a reward function runs
-    here, the reward models by domain, and the frozen policies of agents. All may change on resume, and are then
-    reported. Raises UserError where a model is missing."""
+    here, the reward models by domain, and the frozen policies of agents. All may change on resume, which is then
+    reported. Raises UserError if a model is missing."""
     custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
     functions = reward_functions(config)
     everything = [part for parts in functions.values() for part in parts]
@@ -151,7 +151,7 @@ def _users_facts(config: Config) -> dict[str, object]:
             facts[f"reward_model_{domain}"] = model
     models = scoring_models(config.reward_model)
     facts |= {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
-    for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):  # in no checkpoint
+    for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):  # not in any checkpoint
         frozen = config_of_policy(config, name).actor_rollout_ref.model
         facts[f"policy_{name}"] = identity(str(frozen.path), frozen.revision)
     return facts

@@ -1,4 +1,4 @@
-"""What every launcher does around a run: where it resumes, what it writes to the folder, and its outcome."""
+"""The common work of launchers around a run: where it resumes, what it writes to the folder, and its outcome."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,7 @@ from distflow.scheduling.snapshot import Snapshot
 
 FROM_THE_START = -1
 DRIVER = -1
-"""In place of a rank, among the parts of a run's folder: the process that starts the workers."""
+"""The process that starts the workers, in place of a rank among the parts of a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Start:
         return self.checkpoint.step if self.checkpoint else FROM_THE_START
 
     def join(self, spec: Spec) -> None:
-        """Before another process writes to the folder."""
+        """Call before another process writes to the folder."""
         join(spec.run_dir, self.owner)
 
     def set_aside(self, spec: Spec, say: Callable[[str], None]) -> None:
-        """Move what another run left in the folder out of the way."""
+        """Move another run's files in the folder out of the way."""
         if not self.resumes and (moved := set_aside(spec.run_dir)):
             say(f"the previous run in {spec.run_dir} was moved to {moved}")
 
@@ -71,7 +71,7 @@ class Start:
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
-    another config or other data, an engine that cannot train, and a tracker that is not installed."""
+    another config or other data, an engine that cannot train, or a tracker that is not installed."""
     spec.check_can_train()
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
         yield find_start(spec, spec.options.resume, allow_change, owner)
@@ -103,7 +103,7 @@ def _reach_in_checkpoint(point: str) -> None:
 
 
 def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
-    """The outcome of a run without steps left; None if there are some. Raises UserError if the run is another one."""
+    """The outcome of a run without steps left; None if there are some. Raises UserError if it is another run."""
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
@@ -124,7 +124,7 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
 
 
 def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
-    """The models of the run, and what of them is trained."""
+    """Lines on the run's models, and which parts of them are trained."""
     config, line = spec.config, f"model: {spec.description['model']}, {sizes.policy:,} parameters"
     if rank := config.actor_rollout_ref.model.lora_rank:
         line += f"; LoRA of rank {rank} trains {sizes.trained:,} of them ({sizes.trained / sizes.policy:.2%})"
@@ -144,7 +144,7 @@ def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[st
 def note_end(
     recorder: Recorder, stop: Stop, finished: bool, group_counts: GroupCounts, done: int, planned: int
 ) -> None:
-    """How the run ended. Dropped groups are replaced by later ones, so it may have fewer steps than planned."""
+    """Record how the run ended. Dropped groups are replaced by later ones, so it may have fewer steps than planned."""
     recorder.status = "stopped" if stop.wanted and not finished else "finished"
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
@@ -152,7 +152,7 @@ def note_end(
 
 
 def resume_hint(spec: Spec) -> str:
-    """For the error of a death that ends the run: where the next start resumes."""
+    """For the error of a death that ends the run: text on where the next start resumes."""
     store, where = open_store(spec), "the beginning: there is no checkpoint yet (trainer.save_freq)"
     if store.exists():
         where = store.load().path.name
@@ -169,7 +169,7 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
 
 
 def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
-    """The coordinator and its ledger, as of the checkpoint."""
+    """The coordinator and its ledger, at the checkpoint's state."""
     path, checkpoint = spec.run_dir / LEDGER, start.checkpoint
     if checkpoint is None:
         ledger = Ledger(path)

@@ -1,4 +1,4 @@
-"""The pipeline of a config: selects a built-in one, the user's function, or nodes in YAML, and binds it to the config,
+"""Selects the pipeline of a config (a built-in one, the user's function, or nodes in YAML), and binds it to the config,
 here and on a worker."""
 
 import inspect
@@ -54,7 +54,7 @@ _WRITERS = {
     "turn_index": "episodes have it: set actor_rollout_ref.rollout.workflow",
     "turn_order": "episodes have it: set actor_rollout_ref.rollout.workflow",
 }
-"""The standard node that writes a column, for a pipeline that lacks it."""
+"""The standard node that writes each column, for pipelines that lack it."""
 
 _AS_ONE = (
     ": `distflow train a.yaml b.yaml` runs pipelines with their own models and data side by side; independent parts "
@@ -63,8 +63,7 @@ _AS_ONE = (
 
 
 def select_pipeline(config: Config) -> TaskGraph:
-    """The pipeline of `config`, of one policy. Raises PipelineError or UserError where the user's own cannot be
-    built."""
+    """The pipeline of a config with one policy. Raises PipelineError or UserError if a custom one cannot be built."""
     graph = _whole_graph(config)
     known = policies_of(config)
     for node in graph.nodes.values():
@@ -102,7 +101,7 @@ def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
 
 
 def generates(pipeline: BoundPipeline) -> bool:
-    """Whether it trains on sampled responses, not on those of the rows: it uses the rollout engine or has a reward
+    """Whether it trains on sampled responses rather than the rows' own: it uses the rollout engine or has a reward
     node, and does not load responses."""
     if any(innermost(node.fn) is load_responses for node in pipeline.nodes):
         return False
@@ -111,9 +110,9 @@ def generates(pipeline: BoundPipeline) -> bool:
 
 
 def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> BoundPipeline:
-    """The pipeline without the forward pass for old log-probs, where the built-in update alone reads them.
+    """The pipeline without the forward pass for old log-probs, if only the built-in update reads them.
 
-    A user's function that gets the whole batch may read them.
+    A user's function that receives the whole batch may read them.
     """
     scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)]
     updates = [node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)]
@@ -132,7 +131,7 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
 
 
 def takes_policy_loss(node: BoundNode) -> bool:
-    """Whether its function is what `train_actor` makes: only that one reports the terms of its loss."""
+    """Whether its function comes from `train_actor`, the only one that reports its loss terms."""
     return isinstance(node.fn, partial) and isinstance(node.fn.keywords.get("objective"), PolicyObjective)
 
 
@@ -156,25 +155,25 @@ def _custom(path: str, config: Config) -> TaskGraph:
 
 
 def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -> object:
-    """A pipeline's function may take the config, or nothing."""
+    """Call a pipeline's function, which may take the config or nothing."""
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
 
 
 def bind(config: Config) -> BoundPipeline:
-    """The pipeline of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
+    """The pipeline of a config, bound to it and to the columns of data sets. Raises PipelineError."""
     return bound(select_pipeline(config), config)
 
 
 def rebuild(config: Config) -> BoundPipeline:
-    """The same on a worker, after preparing its process and importing the user's modules."""
+    """The bound pipeline on a worker, after preparing its process and importing the user's modules."""
     make_process_ready(config)
     import_user_modules(config)
     return bind(config)
 
 
 def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
-    """The spec of a worker for a user's own loop: with the rows that it submits, and a node after all others of the
-    rollout loop that asks the `should_accept` of each group."""
+    """The spec of a worker for a user's own loop: with the rows that it submits, and a last node in the rollout loop
+    that calls the `should_accept` of each group."""
 
     def accept(group: Group) -> Drop | None:
         should_accept = submissions.of_group(group.prompt_group.row).should_accept

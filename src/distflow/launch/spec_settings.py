@@ -1,5 +1,5 @@
-"""From the config to fields of the spec: plan, factories and tolerances, sampling of training and validation prompts,
-and the options of the run."""
+"""Derives fields of the spec from the config: plan, factories and tolerances, sampling of training and validation
+prompts, and the options of the run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 
 def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]) -> "partial[Spec]":
-    """The spec without what needs the data. num_rows: by domain, as `data_plan` takes them. Raises UserError naming the
+    """The spec without fields that need the data. num_rows: by domain, as for `data_plan`. Raises UserError with the
     key."""
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data, plan = data_plan(config, num_rows), make_plan(config, pipeline)
@@ -61,7 +61,7 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
 
 
 def make_plan(config: Config, pipeline: BoundPipeline) -> Plan:
-    """Which worker runs which nodes. Raises UserError naming the key."""
+    """Which worker runs which nodes. Raises UserError with the key."""
     device = choose_device(config)
     refuse_offload_here(config, device)
     if is_one_process(config):
@@ -78,7 +78,7 @@ def make_plan(config: Config, pipeline: BoundPipeline) -> Plan:
 
 
 def _check_alike(plan: Plan) -> None:
-    """Raises UserError where processes of the local launcher would not all do the same."""
+    """Raises UserError if processes of the local launcher would not all do the same."""
     first = plan.ranks[0]
     for rank in plan.ranks:
         if (rank.rollout_nodes, rank.training_nodes) != (first.rollout_nodes, first.training_nodes):
@@ -90,7 +90,7 @@ def _check_alike(plan: Plan) -> None:
 
 
 def sampling_params(config: Config, domain: str = "") -> SamplingParams:
-    """For training prompts; the domain's own where it has some."""
+    """Sampling parameters for training prompts, with the domain's own settings."""
     longest = response_limit(config, domain)
     if not is_rl(config):
         return SamplingParams(longest)
@@ -105,7 +105,7 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
 def validation_params(
     config: Config, sampling: SamplingParams
 ) -> tuple[SamplingParams | None, SamplingParams | None, int]:
-    """How `rollout.val_kwargs` generates for validation prompts: greedily, by sampling, how often."""
+    """Parameters for validation prompts from `rollout.val_kwargs`: greedy, sampled, and the number of samples."""
     if not validates(config) or not is_rl(config):
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
@@ -116,7 +116,7 @@ def validation_params(
 
 
 def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool) -> RunOptions:
-    """Keys without meaning in this run are peeked at, not read, so that they are rejected where they are set."""
+    """The run's options. Keys without meaning in this run are peeked at, not read, so that they are rejected if set."""
 
     def used_if(is_used: bool) -> Config:
         return config if is_used else peek(config)
@@ -168,7 +168,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
 
 
 def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) -> WorkerNeeds:
-    """Raises UserError for a role that no workers of the plan have alone."""
+    """Raises UserError for a role that no workers of the plan have exclusively."""
     trainer, reward = config.trainer, config.reward
     of_ranks = [{*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"} for rank in ranks]
     for role in trainer.worker_roles:
@@ -192,8 +192,8 @@ def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) ->
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:
-    """By role. What always stays on the host is not moved. Raises UserError for weights that
-    another engine computes with."""
+    """Offloading by role. What is always on the host is not moved. Raises UserError for weights that another engine
+    uses."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     found = dict[str, Offloads]()
     for role in sorted(pipeline.engines & settings.keys()):
@@ -216,7 +216,7 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
 
 
 def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
-    """On shared weights the engine is compared at the start only, so that the number only means on or off."""
+    """With shared weights the engine is compared only at the start, so the number only means on or off."""
     if "rollout" not in pipeline.engines:
         return 0
     canary_freq = peek(config).trust.canary_freq

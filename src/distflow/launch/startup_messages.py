@@ -28,7 +28,7 @@ _NUM_ROWS_CHECKED = 100  # rows
 _LEAST_DISTINCT = 0.9
 _ACCURACY = "val_correct/"
 _LONG_S = 3600
-_HIGHEST_LR = 0.02  # of what is used with any optimizer here
+_HIGHEST_LR = 0.02  # the highest in use with any optimizer here
 _TOOLS = "actor_rollout_ref.rollout.workflow_kwargs.tools"
 
 
@@ -81,8 +81,8 @@ def _check_accuracy(key: str, metric: str, names: Collection[str]) -> None:
 
 
 def template_lines(model: str) -> Iterator[str]:
-    """What the chat template of a model does in episodes, without and with thinking and tools. Raises UserError for a
-    model without a tokenizer."""
+    """Lines on what a model's chat template does in episodes, without and with thinking and tools. Raises UserError for
+    a model without a tokenizer."""
     settings, thinks = [f"actor_rollout_ref.model.path={model}"], "data.enable_thinking"
     tokenizer = tokenizer_loader(load_config("grpo", settings, complete=False).config)()
     ends = end_token_ids(tokenizer)
@@ -106,7 +106,7 @@ def _is_chat(row: PromptRow) -> bool:
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
-    """Notes on settings that are valid, but probably a mistake, and on parts of the package that lack something."""
+    """Notes on settings that are valid but probably mistakes, and on built-in parts that lack features."""
     config, cores = loaded.config, own_cores()
     yield from (f"note: {lacking}" for lacking in (*find_gaps(config), *find_unregistered()))
     trainer, rollout = threads_of(config)
@@ -118,7 +118,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     staleness = config.async_.max_staleness if is_rl(config) else 0
     algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     corrects = algorithm.rollout_correction.rollout_is or algorithm.recompute_old_log_probs == "false"
-    if staleness and not corrects and loss != "decoupled":  # the loss ignores the policy that sampled the tokens
+    if staleness and not corrects and loss != "decoupled":  # the loss ignores the sampling policy
         yield (
             f"note: responses are up to {count_of(staleness, 'step')} off-policy, and are trained on as if the current "
             "policy had generated them; actor_rollout_ref.actor.policy_loss=decoupled corrects for this"

@@ -28,11 +28,11 @@ from distflow.training.engine import OneRank
 MISTAKES = (NameError, AttributeError, ImportError)
 """What a function raises on any batch."""
 LENGTHS = (3, 5, 4, 2)
-"""Of responses: two to each of two prompts."""
+"""Lengths of responses: two to each of two prompts."""
 
 
 def try_algorithms(config: Config, pipeline: BoundPipeline) -> None:
-    """Raises UserError for a loss or an estimator of the user's that a run could not use."""
+    """Raises UserError for a user's loss or estimator that a run could not use."""
     if not is_rl(config):
         return
     with torch.random.fork_rng(devices=()):
@@ -79,12 +79,12 @@ def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
             cause = error.__cause__
             if isinstance(cause, MISTAKES) or (cause is not None and users_place(cause) is None):
                 raise UserError(f"algorithm.adv_estimator: {error}") from error
-        except UserError:  # of numbers that mean nothing
+        except UserError:  # due to meaningless numbers
             return
 
 
 def made_up(names: Iterable[str]) -> Batch | None:
-    """With these columns; None where one is of a kind that cannot be made up."""
+    """A batch with these columns; None if one cannot be made up."""
     lengths, sizes = torch.tensor(LENGTHS), {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
     for name in sorted(names):

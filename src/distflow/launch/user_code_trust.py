@@ -1,4 +1,4 @@
-"""Python code that a config names: which it is, whether it may run, and whether a worker in another process can import
+"""Python code that a config names: what it is, whether it may run, and whether a worker in another process can import
 it.
 
 Commands that run the user's config report its code; those that read a run's folder, which may be another person's, run
@@ -43,14 +43,14 @@ def named_code(config: Config) -> list[str]:
 
 
 def data_code(config: Config) -> list[str]:
-    """The functions that make rows, and the one that weighs the domains: planning a run's data loads them."""
+    """The functions that make rows, and the one that weights the domains, which planning a run's data loads."""
     files, own = train_files(config) | val_files(config), config.data.curriculum.function
     code = [f"{key}: {file}" for key, named in files.items() for file in named if is_function(file)]
     return [*code, f"data.curriculum.function: {own}"] if own and ":" in own else code
 
 
 def pipeline_code(config: Config) -> list[str]:
-    """Everything that making the pipeline imports or calls: the imported modules, its functions, and those that its
+    """Everything that building the pipeline imports or calls: the imported modules, its functions, and those that its
     nodes load."""
     named = [("dag.pipeline", name) for name in functions_of_pipeline(config) if not name.startswith("distflow.")]
     accepts = config.algorithm.filter_groups.should_accept
@@ -63,14 +63,14 @@ def pipeline_code(config: Config) -> list[str]:
 
 
 def algorithm_code(config: Config) -> list[str]:
-    """The modules that register losses and the like, and the functions that are an estimator or a loss."""
+    """The modules that register losses etc., and the functions that are an estimator or a loss."""
     functions = [(key, name) for key, name in named_algorithms(config) if ":" in name]
     own = [f"{key}: {name}" for key, name in functions if not name.startswith("distflow.")]
     return [f"trainer.imports: {name}" for name in config.trainer.imports] + own
 
 
 def model_code(config: Config) -> list[str]:
-    """The code of models and tokenizers, where `trust_remote_code` lets it run."""
+    """The code of models and tokenizers, if `trust_remote_code` lets it run."""
     model = config.actor_rollout_ref.model
     if not model.trust_remote_code:
         return []
@@ -79,7 +79,7 @@ def model_code(config: Config) -> list[str]:
 
 
 def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) -> None:
-    """Report what is about to run. Raises UserError with the same where nobody asked for it."""
+    """Report the code that is about to run. Raises UserError with it unless trusted."""
     lines = "".join(f"\n  {line}" for line in code)
     if code and not trusted:
         raise UserError(
@@ -101,7 +101,7 @@ _ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_co
 
 
 def check_importable(config: Config) -> None:
-    """Raises UserError naming a module or function that a worker cannot import."""
+    """Raises UserError with a module or function that a worker cannot import."""
     for name in config.trainer.imports:
         if not _can_be_imported(name):
             raise UserError(
@@ -120,7 +120,7 @@ def check_importable(config: Config) -> None:
 
 
 def check_pickles(spec: Spec) -> None:
-    """Raises UserError naming the part of the spec that cannot be sent."""
+    """Raises UserError with the part of the spec that cannot be pickled."""
     for item in fields(spec):
         try:
             pickle.dumps(getattr(spec, item.name))
@@ -129,12 +129,12 @@ def check_pickles(spec: Spec) -> None:
 
 
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
-    """(key that names it, function) for all functions that are found by name."""
+    """(key that names it, function) for all functions that are looked up by name."""
     named = [("dag.pipeline", name) for name in functions_of_pipeline(config)] + named_algorithms(config)
     workflow = config.actor_rollout_ref.rollout.workflow
     named += [(WORKFLOW, workflow)] if workflow and ":" in workflow else []
     for key, name in named:
-        if not is_pickled(name):  # those are sent as they are
+        if not is_pickled(name):  # pickled ones are sent unchanged
             found: Any = load(name) if key in ("dag.pipeline", WORKFLOW) else _registry(key).find(name).fn
             yield key, found
 
@@ -144,9 +144,9 @@ def _registry(key: str) -> Registry[Any]:
 
 
 def entry_to_send(key: str, name: str, config: Config, given: Callable[..., object] | None) -> Any:
-    """The estimator or loss that is pickled for a key: of the function that was passed from Python as `name`, else the
-    one that the calling script or cell registered as `name`; None where workers find it by its name. Raises UserError
-    for a function that cannot be called."""
+    """The estimator or loss to pickle for a key: the function passed from Python as `name`, else the one that the
+    calling script or cell registered as `name`; None if workers find it by name. Raises UserError for a function that
+    cannot be called."""
     if given is None:
         entry = None if ":" in name else _registry(key).own(name)
         is_found = entry is not None and config.trainer.imports and _can_be_imported(innermost(entry.fn).__module__)

@@ -1,6 +1,6 @@
-"""Files that are whole or not there: whatever is killed meanwhile, a reader finds the old one or the new one.
+"""Files that are complete or absent: whatever is killed meanwhile, a reader finds the old file or the new one.
 
-JSON lines that survive a kill: whole lines appended by one writer, and a reader that steps over torn ones.
+JSON lines that survive a kill: one writer appends whole lines, and the reader skips torn ones.
 
 JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and "-Infinity".
 """
@@ -21,7 +21,7 @@ from distflow.observe.sanitized_output import escaped_json
 from distflow.untrusted_files import MAX_JSON_VALUES, count_values, lines_of, open_file, read_file
 
 ASIDE: Final = ".distflow-partial"
-"""How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
+"""The suffix of files that a kill may leave, after `NAME.` and 8 characters."""
 
 _LEFT: Final = re.compile(rf".+\.[a-z0-9_]{{8}}{re.escape(ASIDE)}|\.tmp[A-Za-z0-9]{{6}}")
 
@@ -45,12 +45,12 @@ def empty_folder(path: str | Path, named: str = "") -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside `path`, for its owner alone, that is synced and takes its place on the way out.
+    """An empty file beside `path`, private to its owner, that is synced and replaces `path` on exit.
 
-    Its name is one that nothing had, so that no file of somebody's, and none that a link leads to, is written over.
+    Its name is new, so that no other file, and none behind a link, is overwritten.
 
-    Until then, and if killed, `path` is what it was. An error inside (OSError of a full disk) passes through and leaves
-    nothing beside it.
+    Until then, or if killed, `path` is unchanged. An error inside (OSError of a full disk) passes through and leaves
+    nothing behind.
     """
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=ASIDE, dir=path.parent)
     aside = Path(name)
@@ -58,36 +58,36 @@ def replacing(path: Path) -> Iterator[Path]:
         os.fchmod(descriptor, 0o600)  # whatever the umask
         os.close(descriptor)
         yield aside
-        aside.chmod(0o600)  # who writes by path may have made it anew
+        aside.chmod(0o600)  # code that writes by path may have recreated it
         sync(aside)
         os.replace(aside, path)
     finally:
-        aside.unlink(missing_ok=True)  # after an error; else it has been renamed
+        aside.unlink(missing_ok=True)  # after an error; otherwise it was renamed
     sync(path.parent)
 
 
 def is_aside(name: str) -> bool:
-    """Whether a file was left by a kill inside `replacing`, or inside safetensors, which has files of its own there."""
+    """Whether a kill inside `replacing` left the file, or one inside safetensors, which has its own files there."""
     return _LEFT.fullmatch(name) is not None
 
 
 def remove_asides(folder: Path) -> None:
-    """Remove the files that a kill left anywhere below; for the only writer there. Links are not followed."""
+    """Remove files that a kill left anywhere below; only for the sole writer. Links are not followed."""
     for root, below, names in os.walk(folder):
         if len(Path(root).relative_to(folder).parts) > 20:
-            below.clear()  # the walk calls itself
+            below.clear()  # the walk is recursive
         for name in filter(is_aside, names):
             Path(root, name).unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Afterwards the file is whole and on the disk. Raises OSError; see `replacing`."""
+    """Write a file so that it is complete and on disk afterwards. Raises OSError; see `replacing`."""
     with replacing(path) as aside:
         aside.write_bytes(data)
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's bytes, or a folder's names, are on the disk."""
+    """Returns when a file's bytes, or a folder's names, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,14 +100,14 @@ JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JS
 
 MAX_DEPTH = 100
 MAX_NUMBER = 1e300
-"""Numbers beyond it are infinite to `to_number`: a sum of those below is finite."""
+"""Numbers beyond it are infinite to `to_number`, so that sums of the others are finite."""
 
 _MAX_OBJECT_BYTES = 8 * 2**20
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(value: object) -> JSON:
-    """The value as plain JSON data. Scalars of numpy or torch become numbers, whatever JSON cannot hold its `str`."""
+    """The value as plain JSON data. Scalars of numpy or torch become numbers, anything else its `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -122,7 +122,7 @@ def to_json(value: object) -> JSON:
 
 
 def to_number(value: object) -> float | None:
-    """The number that `to_json` wrote, or None if it is no number."""
+    """The number that `to_json` wrote, or None if it is not a number."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
@@ -144,21 +144,21 @@ def is_deep(value: object) -> bool:
 
 
 def encode(value: object, indent: int | None = None) -> bytes:
-    """JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, and invisible characters become JSON escapes: they are
+    """JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, and invisible characters become JSON escapes, which are
     read back unchanged."""
     text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return escaped_json(text).encode("utf-8", "backslashreplace")
 
 
 class LineFile:
-    """Appends one JSON object a line. Each flush is one `write`, so that a kill tears at most the last line."""
+    """Appends one JSON object per line. Each flush is one `write`, so that a kill tears at most the last line."""
 
     def __init__(self, path: Path):
         self.path = path
         self._pending: list[bytes] = []
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         size = os.fstat(self._fd).st_size
-        # Where an earlier writer was killed inside a line, the next line must start on a line of its own.
+        # If an earlier writer was killed within a line, the next record must start on a new line.
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def append(self, record: Mapping[str, object], flush: bool = True) -> None:
@@ -168,7 +168,7 @@ class LineFile:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all waiting lines to the operating system. Raises OSError naming the file (a full disk)."""
+        """Pass all waiting lines to the operating system. Raises OSError with the file (for a full disk)."""
         if not self._pending:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"".join(self._pending))
@@ -199,10 +199,10 @@ def read_records(
 def iter_records(
     path: Path, max_bytes: int | None = None, folder: Path | None = None
 ) -> Iterator[dict[str, JSON] | None]:
-    """The objects of a JSON-lines file, None for a line that cannot be read; nothing where there is no such file.
+    """The objects of a JSON-lines file, None for an unreadable line; empty if there is no such file.
 
-    max_bytes: only the lines that lie whole in so much of the file's end, of fewer where they would take too much
-    memory. folder: that the file must lie in. Raises UserError if it is no file of it, or may not be read.
+    max_bytes: only whole lines within this much of the file's end, or fewer if they would take too much memory. folder:
+    the one that the file must be in. Raises UserError if it is not in it, or is not readable.
     """
     try:
         with open_file(path, folder) as file:
@@ -215,7 +215,7 @@ def iter_records(
 
 
 def bytes_left_out(path: Path, max_bytes: int) -> int:
-    """How much of the file's beginning `iter_records` leaves out. Raises UserError, as it does."""
+    """How much of the file's beginning `iter_records` omits. Raises UserError as it does."""
     try:
         with open_file(path) as file:
             return _end(file, max_bytes)[1]
@@ -226,7 +226,7 @@ def bytes_left_out(path: Path, max_bytes: int) -> int:
 
 
 def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
-    """The object of a JSON file; empty where the file is missing or holds none. Raises UserError as `iter_records`."""
+    """The object of a JSON file; empty if the file is missing or has none. Raises UserError as `iter_records` does."""
     try:
         return _object(read_file(path, folder, _MAX_OBJECT_BYTES)) or {}
     except FileNotFoundError:
@@ -236,12 +236,12 @@ def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The message of a file that cannot be read."""
+    """The error for a file that cannot be read."""
     return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there")
 
 
 def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
-    """The end, and where it begins."""
+    """The end of the file, and where it begins."""
     start = max(file.seek(0, os.SEEK_END) - max_bytes, 0)
     file.seek(start)
     data = file.read(max_bytes)

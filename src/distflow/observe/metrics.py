@@ -1,4 +1,4 @@
-"""The metrics of a run: what each means, its unit, and how parts of it are combined, by the table of `metrics.toml`."""
+"""The metrics of a run: the meaning and unit of each, and how its parts are combined, from the table `metrics.toml`."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ Nested: TypeAlias = dict[str, "float | Nested"]
 
 
 TIMED_OUT = "no score within"
-"""How the text of a reward error begins that counts as a timeout."""
+"""The prefix of a reward error that counts as a timeout."""
 
 
 class Metric(NamedTuple):
-    """One metric, or a family of metrics with "*" in the name. kind: how values of parts become one."""
+    """One metric, or a family of metrics with "*" in the name. kind: how values of parts are combined."""
 
     name: str
     kind: Kind
@@ -25,7 +25,7 @@ class Metric(NamedTuple):
 
 def read_table(name: str) -> dict[str, Any]:
     """A TOML file of this folder."""
-    import tomllib  # only where a table is asked for
+    import tomllib  # only when a table is read
 
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
@@ -37,7 +37,7 @@ def metric_table() -> tuple[Metric, ...]:
 
 
 class Headline(NamedTuple):
-    """One number of a step's line of text, an entry of `charts.toml`."""
+    """A number in a step's line of text, an entry of `charts.toml`."""
 
     label: str
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Headline(NamedTuple):
     width: int
 
     def text(self, value: float) -> str:
-        """The value, of `width` characters where it is of a usual size, and never longer than 9."""
+        """The value, in `width` characters if it has a usual size, and never longer than 9."""
         shown = format(value, self.form)
         return format(shown if len(shown) <= 9 else format(value, ".2e"), f">{self.width}")
 
@@ -56,18 +56,18 @@ def headline_table() -> tuple[Headline, ...]:
     return tuple(Headline(**{**row, "names": tuple(row["names"])}) for row in read_table("charts.toml")["headlines"])
 
 
-_LEAF = "/"  # the key of a value at a name that is also the start of other names; no part of a name can be "/"
+_LEAF = "/"  # the key of a value whose name is also the prefix of other names; no part of a name can be "/"
 
 
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
-    """The first entry of the table that fits a name."""
+    """The first entry of the table that matches a name."""
     patterns = ((".+".join(map(re.escape, metric.name.split("*"))), metric) for metric in metric_table())
     return next((metric for pattern, metric in patterns if re.fullmatch(pattern, name)), None)
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
-    """The metrics among these that a line of text shows."""
+    """Those of the metrics that a line of text shows."""
     present = {line: next((name for name in line.names if name in values), None) for line in headline_table()}
     return {line: values[name] for line, name in present.items() if name is not None}
 
@@ -134,6 +134,6 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
         return values[-1]
     if kind == "sum":
         return sum(values)
-    # max() and min() of Python lose a NaN or keep it by its position; a NaN anywhere must be seen.
+    # Python's max() and min() lose or keep a NaN depending on its position; a NaN anywhere must show.
     nan = next((value for value in values if value != value), None)
     return nan if nan is not None else (max(values) if kind == "max" else min(values))

@@ -1,6 +1,6 @@
 """Reads a run's folder: while it is written, after a crash, and across resumes.
 
-After a resume from step k, records of earlier restarts about steps after k no longer hold. Readers return the surviving
+After a resume from step k, records of earlier restarts about later steps are invalid. Readers return the surviving
 timeline; events, being history, are all returned and marked."""
 
 import re
@@ -21,7 +21,7 @@ from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 RIGHT = 1.0 - 1e-6
 MAX_BYTES = 64 * 2**20
-"""Of metrics and of events, as a report reads them: the ends of longer files."""
+"""Limit for metrics and for events in a report: only the ends of longer files are read."""
 
 MAX_SAMPLE_BYTES = 16 * 2**20
 _MAX_NAMES, _MAX_NAME = 4096, 200
@@ -45,7 +45,7 @@ class MetricsRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. `rolled_back`: at a step that a later restart rolled back."""
+    """An event. `rolled_back`: it was at a step that a later restart rolled back."""
 
     t: float
     restart: int
@@ -63,12 +63,12 @@ class Timeline:
     kept_until: Mapping[int, int] = field(default_factory=dict)
 
     def survives(self, restart: int, step: int) -> bool:
-        """Whether records of `step` by `restart` still hold after later restarts."""
+        """Whether records of `step` by `restart` are still valid after later restarts."""
         return all(step <= kept for later, kept in self.kept_until.items() if later > restart)
 
 
 def read_config(run_dir: Path) -> dict[str, JSON]:
-    """The resolved configuration of config.yaml; empty when it is missing or no mapping."""
+    """The resolved configuration of config.yaml; empty if it is missing or not a mapping."""
     try:
         values = load_yaml(read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -77,17 +77,17 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
 
 
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
-    """The last spans of each actor, as many as the end of its file holds."""
+    """The last spans of each actor, as many as its file's end holds."""
     paths = sorted((run_dir / "spans").glob("*.jsonl"))[:_MAX_SPAN_FILES]
     spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes, run_dir)[0]))) for path in paths}
     return {actor: found for actor, found in spans.items() if found}
 
 
 def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
-    """The last step that each resume kept: from its start event, else the one before the first training step that it
+    """The last step that each resume kept: from its start event, else the step before the first training step that it
     wrote.
 
-    max_bytes: here and below, only so much of each file's end is read; None for all.
+    max_bytes: here and below, how much of each file's end is read; None for all.
     """
     events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
     starts = [
@@ -97,15 +97,15 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     ]
     kept_until = {restart: step for restart, step in starts if restart and step is not None}
     silent = not starts or any(restart and step is None for restart, step in starts)
-    if silent or num_unreadable:  # a start event may be among the lines that are lost
+    if silent or num_unreadable:  # a start event may be among the lost lines
         for restart, step in _first_steps(run_dir, max_bytes).items():
             kept_until.setdefault(restart, step - 1)
     return Timeline(kept_until)
 
 
 def read_damage(run_dir: Path) -> list[str]:
-    """A sentence for each of the files of metrics and events with unreadable lines, which readers skip, and for what is
-    too much to be read."""
+    """A sentence for each file of metrics or events with unreadable lines, which readers skip, and for files that are
+    too large to read whole."""
     lost, names = {"metrics.jsonl": 0, "events.jsonl": 0}, set[str]()
     for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
         metrics = None if record is None else _metrics_record(record)
@@ -132,13 +132,13 @@ def read_metrics(
     run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES
 ) -> list[MetricsRecord]:
     """The surviving records by step, in the order of writing within one; a restart replaces older records. What several
-    processes of the run wrote of one step is one record, in which the first value of a metric counts.
+    processes of the run wrote for one step is one record, with the first value of each metric.
 
     timeline: here and below, saves reading it again.
     """
     timeline = timeline or read_timeline(run_dir, max_bytes)
     found: dict[tuple[int, str], MetricsRecord] = {}
-    names: dict[str, str] = {}  # one text a name: a record would have its own
+    names: dict[str, str] = {}  # one string per name: each record would have its own
     for raw in iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir):
         record = None if raw is None else _metrics_record(raw)
         if record is None or not timeline.survives(record.restart, record.step):
@@ -149,7 +149,7 @@ def read_metrics(
         key = (record.step, record.kind)
         known = found.get(key)
         if known is None or known.restart < record.restart:
-            found.pop(key, None)  # so that it stands last
+            found.pop(key, None)  # so that it comes last
             found[key] = record
         elif known.restart == record.restart:
             found[key] = replace(known, values={**record.values, **known.values})
@@ -163,14 +163,14 @@ def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int 
 
 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
-    """The steps that have a sample file, rolled back or not, ascending. `read_samples` tells."""
+    """The steps that have a sample file, ascending, even if rolled back; `read_samples` tells which are."""
     pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,18})(?:\.\d+)?"))
     files = samples_dir(run_dir, split).glob("*.jsonl")
     return sorted({int(match[1]) for file in files if (match := pattern.fullmatch(file.name))})
 
 
 def sample_splits(run_dir: Path) -> list[str]:
-    """The splits that have sample files, "train" first if it is there; without what was dropped."""
+    """The splits that have sample files, "train" first if present; without dropped groups."""
     names = [file.name for file in (run_dir / "samples").glob("*.jsonl")]
     found = {match[1] or "train" for name in names if (match := re.fullmatch(r"(?:(.+)-)?\d{6,18}\.jsonl", name))}
     return sorted(found, key=lambda split: (split != "train", split))[:_MAX_SPLITS]
@@ -183,7 +183,7 @@ def read_samples(
     timeline: Timeline | None = None,
     max_bytes: int | None = MAX_SAMPLE_BYTES,
 ) -> list[dict[str, JSON]]:
-    """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
+    """The samples of a step; empty if there are none or the step was rolled back. Non-finite scores are floats."""
     first = samples_dir(run_dir, split) / sample_file_name(step, split)
     parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
     rows = [row for path in (first, *parts) for row in read_records(path, max_bytes, run_dir)[0]]
@@ -192,7 +192,7 @@ def read_samples(
 
 
 def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
-    """The first step that each later restart trained; a validation alone takes nothing back."""
+    """The first step that each later restart trained; a validation alone rolls nothing back."""
     first: dict[int, int] = {}
     for record in filter(None, iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)):
         restart, step = _whole(record.get("restart")), _whole(record.get("step"))
@@ -235,7 +235,7 @@ def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
 
 
 def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
-    """Turn "NaN" back into a number where a number is meant; a response that reads "NaN" stays text."""
+    """Turn "NaN" back into a number in numeric fields; a response that reads "NaN" stays text."""
     for key in _NUMBERS_OF_A_SAMPLE:
         if key in row:
             row[key] = to_number(row[key])
@@ -246,7 +246,7 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _time(record: Mapping[str, JSON]) -> float:
-    """In seconds since the epoch; 0 where it says none that a calendar has."""
+    """The record's time in seconds since the epoch; 0 if it has no valid one."""
     t = to_number(record.get("t")) or 0.0
     return t if 0 <= t <= _LATEST_TIME else 0.0
 
@@ -256,14 +256,14 @@ def _whole(value: object) -> int | None:
 
 
 def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """`extra` of the row by part of the reward: its keys are PART/KEY, and a part may be a path."""
+    """The row's `extra` by part of the reward: its keys are PART/KEY, and a part may be a path."""
     extra, scored = row.get("extra"), row.get("reward_parts")
     parts = sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS] if isinstance(scored, Mapping) else []
     found: dict[str, dict[str, object]] = {}
     for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
         part = next((part for part in parts if str(name).startswith(f"{part}/")), str(name).partition("/")[0])
         key = str(name).removeprefix(part).removeprefix("/")
-        if key != "acc":  # the row's own
+        if key != "acc":  # `acc` is the row's
             found.setdefault(part, {})[key] = value
     return found
 
@@ -284,7 +284,7 @@ def is_right(row: Mapping[str, object]) -> bool | None:
 
 
 def in_short(row: Mapping[str, object]) -> str:
-    """The most important remark, in one line for the terminal; empty if the reward functions reported only a score."""
+    """The most important remark, as one line for the terminal; empty if the reward functions reported only a score."""
     if errors := row.get("errors"):
         text = str(errors[0] if isinstance(errors, list) else errors)
     else:

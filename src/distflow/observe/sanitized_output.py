@@ -1,10 +1,9 @@
-"""Text of models, data, files and users is printed and written through here: it can then move no cursor, hide no line
-and turn none around.
+"""Sanitizes text of models, data, files and users before it is printed or written, so that it cannot move the cursor,
+hide lines or reverse them.
 
-`escape_control` is for lines that people read, `SanitizedStream` for whole streams (the process's standard output and
-error, whoever prints there), `escaped_json` for JSON in files and pages. `TerminalOutput` outlives its terminal.
-`quiet_libraries` hides messages of libraries that a user can do nothing about; errors and warnings of the user's code
-are shown.
+`escape_control` is for lines that people read, `SanitizedStream` for whole streams (standard output and error),
+`escaped_json` for JSON in files and pages. `TerminalOutput` outlives its terminal. `quiet_libraries` hides library
+messages that a user cannot act on; errors and warnings of the user's code are shown.
 """
 
 import errno
@@ -24,8 +23,8 @@ from typing import TextIO
 
 _BAR_EVERY_S = 10.0
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-# Characters that a terminal or an editor obeys although JSON allows them: DEL and C1, soft hyphen, marks of direction,
-# joiners, separators, interlinear marks, tags.
+# Characters that JSON allows but terminals or editors interpret: DEL and C1, soft hyphen, direction marks, joiners,
+# separators, interlinear marks, tags.
 _OBEYED = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
@@ -34,7 +33,7 @@ _OBEYED = re.compile(
 def escape_control(text: str, limit: int | None = None, one_line: bool = False) -> str:
     """The text with control, format and unpaired characters written as escapes (`\\x1b`, `\\u202e`).
 
-    one_line: line ends are shown as ⏎. limit: longer text ends in "…", cut before anything else is done with it.
+    one_line: line ends are shown as ⏎. limit: longer text is cut before anything else, and ends in "…".
     """
     cut = limit is not None and len(text) > limit
     shown = "".join(_escape_character(character, one_line) for character in (text[:limit] if cut else text))
@@ -42,17 +41,17 @@ def escape_control(text: str, limit: int | None = None, one_line: bool = False) 
 
 
 def escaped_json(text: str) -> str:
-    """JSON text whose invisible characters are JSON escapes: it is read back as it was, and is harmless to look at."""
+    """JSON text whose invisible characters are JSON escapes: it is read back unchanged, and harmless to display."""
     if text.isascii() and "\x7f" not in text:
         return text
     return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class TerminalOutput(io.TextIOBase):
-    """Writes to the stream `below`, and outlives its terminal: output to a terminal that is gone is discarded.
+    """Writes to the stream `below`, and outlives its terminal: output to a closed terminal is discarded.
 
-    The kernel fails writes to a closed terminal before SIGHUP arrives, and it is the handler of that signal that stops
-    the run in order.
+    The kernel fails writes to a closed terminal before SIGHUP arrives, and only that signal's handler stops the run in
+    order.
     """
 
     def __init__(self, below: TextIO) -> None:
@@ -82,10 +81,10 @@ class TerminalOutput(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.below, name)  # what only some streams have, such as `reconfigure`
+        return getattr(self.below, name)  # attributes that only some streams have, such as `reconfigure`
 
     def _leave_dead_terminal(self, error: OSError) -> None:
-        """Send all further output to /dev/null, with what is still buffered. Raises any other error."""
+        """Send all further and buffered output to /dev/null. Raises any other error."""
         if error.errno != errno.EIO or not stat.S_ISCHR(os.fstat(self.fileno()).st_mode):
             raise error
         with open(os.devnull, "wb") as nowhere:
@@ -93,16 +92,16 @@ class TerminalOutput(io.TextIOBase):
 
 
 class SanitizedStream(TerminalOutput):
-    """A stream that writes what `escape_control` makes of the text, in the encoding of the one below.
+    """A stream that applies `escape_control` and writes to the one below, in its encoding.
 
-    It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. What is
-    written over and over with a carriage return, as progress bars are, is a line every ten seconds and one at the end.
+    It does not report to be a terminal, so that libraries omit colours and redrawing, even if `below` is one. Lines
+    rewritten with carriage returns, like progress bars, become a line every ten seconds and one at the end.
     """
 
-    _bar, _bar_at = "", 0.0  # what was written last with a carriage return, and when such a line was shown or began
+    _bar, _bar_at = "", 0.0  # text last written with a carriage return, and when such a line was shown or began
 
     def write(self, text: str) -> int:
-        if not text:  # by which a progress bar finds out whether the stream is open
+        if not text:  # progress bars test in this way whether the stream is open
             return 0
         shown = text.lstrip("\r")
         if shown != text and "\n" not in text:
@@ -122,7 +121,7 @@ class SanitizedStream(TerminalOutput):
 
 @contextmanager
 def sanitized_output() -> Iterator[None]:
-    """Standard output and error are `SanitizedStream` inside."""
+    """Inside, standard output and error are `SanitizedStream`s."""
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = SanitizedStream(out), SanitizedStream(err)
     try:
@@ -143,16 +142,16 @@ def _escape_character(character: str, one_line: bool) -> str:
     return character.encode("ascii", "backslashreplace").decode()
 
 
-# Which of their functions a library calls next year is between it and the others.
+# Which of their functions a library calls next year does not concern our users.
 _LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "peft", "torch", "transformers")
 _OUTDATED = (DeprecationWarning, FutureWarning)
 
 _LOGGER = "bitsandbytes.backends.cpu.ops"
-_LOGGED = "Failed to load CPU gemm_4bit_forward from kernels-community"  # an alternative that no run of ours takes
+_LOGGED = "Failed to load CPU gemm_4bit_forward from kernels-community"  # an alternative that our runs do not use
 
 
 def quiet_libraries() -> None:
-    """Leave those lines out from here on. What `-W`, PYTHONWARNINGS or user code asks for comes first."""
+    """Omit those lines from now on. `-W`, PYTHONWARNINGS and user code take precedence."""
     for category in _OUTDATED:
         warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True)
     logging.getLogger(_LOGGER).addFilter(_is_wanted)

@@ -6,6 +6,6 @@ from distflow.pipelines.grpo import policy_gradient
 
 
 def dapo_pipeline(config: Config | None = None) -> TaskGraph:
-    """The nodes of GRPO, with `dynamic_sampling` where `algorithm.filter_groups.enable` is on."""
+    """The nodes of GRPO, with `dynamic_sampling` if `algorithm.filter_groups.enable` is on."""
     pipeline = Pipeline("dapo_training_pipeline", "GRPO with dynamic sampling (arXiv:2503.14476)")
     return policy_gradient(pipeline, config or preset_config("dapo"))

@@ -1,7 +1,7 @@
 """GRPO: a group's own mean is the baseline; no critic.
 
-A pipeline is a function of the config that adds the nodes which the config needs. Columns that nodes read and write
-fix their order. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
+A pipeline is a function of the config that adds the nodes that the config needs. Their order follows from the columns
+that they read and write. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
 """
 
 from distflow.algorithms.registry import POLICY_LOSSES
@@ -23,7 +23,7 @@ def grpo_pipeline(config: Config | None = None) -> TaskGraph:
 
 def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:
     """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of GRPO, and of pipelines
-    that differ from it in settings or in having a critic."""
+    that differ from it only in settings or a critic."""
     roll_out_and_score(pipeline, config)
     prepare_training_data(pipeline, config)
     if has_critic:
@@ -57,14 +57,14 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     """Log-probs, rollout correction and rewards of a step, before its advantages."""
     accepts = config.algorithm.filter_groups.should_accept is not None
     before = ["function_reward", *["dynamic_sampling"] * filters_groups(config), *["group_filter"] * accepts]
-    nodes.score_by_models(pipeline, config, before)  # what filters groups knows the scores of the functions alone
+    nodes.score_by_models(pipeline, config, before)  # group filters know only the functions' scores
     pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="training", only_forward_compute=True)
     # Without a KL term the reference model is not even built.
     kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
     if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
     correction = config.algorithm.rollout_correction
-    if correction.rollout_is and not interpolates_prox(config):  # it is known within the loss only
+    if correction.rollout_is and not interpolates_prox(config):  # it is known only within the loss
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
     elif corrects_drift(config):
         pipeline.add_node("mismatch_weights", nodes.correct_drift, phase="mismatch_weights")

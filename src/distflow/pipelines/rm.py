@@ -1,4 +1,4 @@
-"""A reward model, trained on pairs of responses: a decoder with a scalar head, by Bradley and Terry's model."""
+"""A reward model trained on pairs of responses: a decoder with a scalar head and the Bradley-Terry loss."""
 
 from distflow.config import Config
 from distflow.graph import NodeType, Pipeline, TaskGraph

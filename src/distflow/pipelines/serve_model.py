@@ -1,4 +1,4 @@
-"""A model behind the endpoint without a run: each call is a conversation of its own."""
+"""A model behind the endpoint, without a run: each call is a separate conversation."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingPara
 
 
 class ServedPolicy:
-    """To be made on the loop of the engine. params: of calls that name none. context: in tokens."""
+    """Must be created on the engine's event loop. params: defaults for calls. context: in tokens."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ServedPolicy:
         self._seed, self._numbers = secrets.randbits(62), itertools.count()
 
     def submit(self, call: Call) -> "Future[Answer]":
-        """From any thread."""
+        """Submit a call from any thread."""
         return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)
 
     async def _answer(self, call: Call) -> Answer:

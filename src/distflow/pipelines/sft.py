@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the same loop, with the data set's responses in place of sampled ones."""
+"""Supervised fine-tuning: the same loop, with the data set's responses instead of sampled ones."""
 
 from distflow.config import Config
 from distflow.graph import NodeType, Pipeline, TaskGraph

@@ -109,7 +109,7 @@ def _allocated(pipeline: BoundPipeline, allocation: Allocation, config: Config) 
 
 
 def share_devices(pipelines: Sequence[Sequence[Part]], config: Config) -> list[tuple[tuple[int, ...], ...]]:
-    """The devices of each part of pipelines that run side by side: device d is on machine d // `n_gpus_per_node`.
+    """The devices of each part of pipelines that run concurrently: device d is on machine d // `n_gpus_per_node`.
 
     pipelines: the parts of each, in the order of `pipeline_parts`. Raises UserError for fewer devices than parts.
     """

@@ -1,4 +1,4 @@
-"""The adversary: responses that do no work, and which of them a reward function scores like the row's answer."""
+"""The adversary: trivial responses, and which of them a reward function scores like the row's answer."""
 
 import asyncio
 import builtins
@@ -44,7 +44,7 @@ _RAISED = dict.fromkeys(["StopIteration", "IndexError", "KeyError", "AttributeEr
 
 
 class Bounds(NamedTuple):
-    """Seconds: for all calls of a function, for one, and for the first, which loads it."""
+    """Time limits in seconds: for all calls of a function, for one, and for the first, which loads it."""
 
     all_s: float = math.inf
     call_s: float = math.inf
@@ -55,7 +55,7 @@ BEFORE_A_RUN = Bounds(0.5, 0.25, 3.0)
 
 
 def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """(kind, response), none of which says the row's answer. texts: of the function's own source."""
+    """(kind, response), none of which states the row's answer. texts: of the function's own source."""
     yield "empty response", ""
     if bodies := _bodies(row):
         yield from (("program that computes nothing", f"```python\n{body}\n```") for body in bodies)
@@ -71,7 +71,7 @@ def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, 
 
 
 def _bodies(row: Row) -> list[str]:
-    """Of a row with tests: programs whose functions all return the same value, or raise."""
+    """For a row with tests: programs whose functions all return the same value, or raise."""
     try:
         tests = read_tests(row.ground_truth, row.extra_info)
         plan = split_assertions(tests) if isinstance(tests, AssertTests) else tests
@@ -85,7 +85,7 @@ def _bodies(row: Row) -> list[str]:
 
 
 def _says(text: str, answer: str) -> bool:
-    """Whether it is the answer, or ends with it by chance."""
+    """Whether the text is the answer, or ends with it by chance."""
     numbers, plain = _NUMBER.findall(text), answer.replace(",", "")
     if numbers and _NUMBER.fullmatch(plain):
         return float(numbers[-1]) == float(plain)
@@ -93,13 +93,13 @@ def _says(text: str, answer: str) -> bool:
 
 
 def _tagged(texts: Sequence[str]) -> list[str]:
-    """Forms with the tags that the function's source has."""
+    """Forms with the tags in the function's source."""
     return [f"<{tag}>{{}}</{tag}>" for tag in dict.fromkeys(re.findall(r"<(\w+)>", "\n".join(texts)))]
 
 
 async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds()) -> list[str]:  # noqa: B008  immutable
     """Kinds of responses that are right, or score like the row's answer, on more rows than by chance: a row, a response
-    and the scores of each. pool: has the function as `PROBE`. Raises UserError for one that is not to be tried."""
+    and the scores of each. pool: has the function as `PROBE`. Raises UserError for one that must not be tried."""
     found, num_tried, end = dict[str, dict[str, str]](), 0, math.inf
 
     async def score(row: Row, text: str) -> tuple[float, list[str]]:
@@ -141,7 +141,7 @@ async def notes_of(
     router: "RewardRouter", settings: RewardSettings, rows: Sequence[Row], bounds: Bounds = BEFORE_A_RUN
 ) -> list[tuple[str, str]]:
     """(kind, message) of notes on each reward function of the rows' domains that compares with an answer. It is tried
-    in a process of its own without a network: a user's may keep state, or ask a paid endpoint."""
+    in a separate process without a network: a user's may keep state, or call a paid endpoint."""
 
     async def note(domain: str, name: str) -> tuple[str, str] | None:
         what = f"reward function '{name}' (domain '{domain}')"

@@ -1,7 +1,7 @@
 """Finding the final answer in a text: the last complete box, the text after the last `####`, or an "answer is" phrase.
 
-Adjacent boxes are one answer, a list: a response that boxes two answers has not decided. Each search takes time linear
-in the text, as the policy writes it.
+Adjacent boxes are one answer, a list: a response that boxes two answers has not decided. Each search takes linear time,
+since the policy writes the text.
 """
 
 import json
@@ -34,7 +34,7 @@ def last_box(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The last box, with those right before it that only "and", "or" or punctuation separates from it, as a list.
+    r"""The last box, together with preceding ones that are separated only by "and", "or" or punctuation, as a list.
 
     Equal boxes count once; if one is empty, the answer is ''.
     """
@@ -47,7 +47,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    r"""The text with the content of each complete box in place of the box, and without braces around all of it."""
+    r"""The text with each complete box replaced by its content, and without braces around the whole."""
     while boxes := _boxes(text):
         parts, position = [], 0
         for start, end, content in boxes:

@@ -1,7 +1,7 @@
 """Reward functions with the parameters of TRL (`completions` and columns, as lists) and of verifiers' rubrics, which
 prime-rl has too (`completion`, `answer`, ...): wrapped so that they are called like our own.
 
-Where the prompt is a chat, a completion is a list of the one message that the response is, else a text.
+If the prompt is a chat, a completion is a list with one message, the response; else a text.
 """
 
 import functools
@@ -13,7 +13,7 @@ from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
 from distflow.import_target import innermost, is_async, required_parameters
 
 DOES_NOT_APPLY = "not_applicable"
-"""Key of the result of a TRL function that returned None for a response: it says nothing of it and adds 0."""
+"""Key of the result if a TRL function returned None for a response: it does not apply and adds 0."""
 _TEXTS = "a completion is a string here, like the prompt; with data.prompt_format=chat both are messages"
 _MESSAGES = "a completion is a list of messages here, because the prompt is a chat"
 _SINGLE = ("prompt", "completion")
@@ -27,7 +27,7 @@ def is_foreign(function: Callable[..., object]) -> bool:
 
 
 def find_absent(function: Callable[..., object]) -> str:
-    """Which parameter nothing can be passed for; empty if there is none."""
+    """The parameter for which nothing can be passed; empty if there is none."""
     absent = [name for name in required_parameters(function) if name in _ABSENT]
     if not absent:
         return ""
@@ -38,15 +38,15 @@ def find_absent(function: Callable[..., object]) -> str:
 
 
 def adapted(function: Callable[..., object], options: Mapping[str, object], answer_key: str) -> Callable[..., object]:
-    """A function with our parameters that calls `function`. answer_key: the column of the ground truth, which is passed
-    by this name too."""
+    """A function with our parameters that calls `function`. answer_key: the column of the ground truth, which is also
+    passed by this name."""
     is_group = "completions" in inspect.signature(function).parameters
 
     def ask(arguments: Mapping[str, object]) -> object:
         chosen = {**_chosen(function, arguments), **options}
         try:
             return function(**chosen)
-        except (AttributeError, TypeError) as error:  # most often it expects the other form
+        except (AttributeError, TypeError) as error:  # usually it expects the other form
             of_each: Any = arguments["completions" if is_group else "completion"]
             is_text = isinstance(of_each[0] if is_group else of_each, str)
             error.args = (f"{error} ({_TEXTS if is_text else _MESSAGES})",)
@@ -76,9 +76,9 @@ def adapted(function: Callable[..., object], options: Mapping[str, object], answ
 
 
 def _values(asked: Mapping[str, Any], prompt: str, answer_key: str) -> dict[str, object]:
-    """What one response offers, by the names of parameters: the row's columns, and what is known by other names."""
+    """The possible arguments for one response, by parameter names: the row's columns, and values under other names."""
     columns, truth = dict(asked["extra_info"] or {}), asked["ground_truth"]
-    columns.pop(PROMPT_MESSAGES, None)  # also of a text, for built-in functions
+    columns.pop(PROMPT_MESSAGES, None)  # present even for text prompts, for built-in functions
     chat, text = columns.pop(PROMPT_CHAT, None), asked["solution_str"]
     return {
         **{"answer": truth, "ground_truth": truth, "info": {}, "task": asked["data_source"]},
@@ -90,7 +90,7 @@ def _values(asked: Mapping[str, Any], prompt: str, answer_key: str) -> dict[str,
 
 
 def _chosen(function: Callable[..., object], offered: Mapping[str, object]) -> dict[str, object]:
-    """Those that it takes; a parameter may be the plural of a column. Raises ValueError for one that is not there."""
+    """The arguments that it takes; a parameter may be the plural of a column. Raises ValueError for a missing one."""
     parameters = inspect.signature(function).parameters.values()
     chosen = dict(offered) if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) else {}
     for parameter in parameters:

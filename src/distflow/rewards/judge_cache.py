@@ -1,4 +1,4 @@
-"""Replies of judges, and what they cost, in one SQLite file that all processes and later runs share."""
+"""Judges' replies and their costs, in one SQLite file that all processes and later runs share."""
 
 import sqlite3
 from contextlib import suppress
@@ -17,15 +17,15 @@ _BUSY_S = 30.0
 
 
 class BudgetSpent(ValueError):
-    """The budget of calls or tokens is spent: there is no score."""
+    """The budget of calls or tokens is spent, so there is no score."""
 
 
 class JudgeCache:
-    """Answers by request; calls and tokens of all that use the file."""
+    """Answers by request; calls and tokens of all users of the file."""
 
     def __init__(self, file: str) -> None:
         """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
-        damaged or cannot be written."""
+        damaged or not writable."""
         if file:
             Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         self._file = str(Path(file).expanduser()) if file else ":memory:"
@@ -44,15 +44,15 @@ class JudgeCache:
         return None if row is None else str(row[0])
 
     def put(self, key: str, content: str, about: str = "") -> None:
-        """about: a hash of what the answer is about, which an audit finds it by, whatever its key."""
+        """about: a hash of the answer's subject, by which an audit finds it, whatever its key."""
         self._do("INSERT OR REPLACE INTO answers (key, content, about) VALUES (?, ?, ?)", key, content, about)
 
     def name_older(self, key: str, about: str) -> None:
-        """An answer of a version that kept no hash gets it."""
+        """Add the hash to an answer from a version that stored none."""
         self._do("UPDATE answers SET about = ? WHERE key = ? AND about = ''", about, key)
 
     def spend_call(self, max_calls: int, max_tokens: int) -> None:
-        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent if none is left."""
+        """Count a call that is about to be made; 0 means no limit. Raises BudgetSpent if none is left."""
         changed = self._do(
             "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
             *(max_calls, max_calls, max_tokens, max_tokens),
@@ -68,7 +68,7 @@ class JudgeCache:
         self._do("UPDATE spent SET tokens = tokens + ?", tokens)
 
     def spent(self) -> tuple[int, int]:
-        """Calls and tokens."""
+        """Calls and tokens so far."""
         calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
         return int(calls), int(tokens)
 

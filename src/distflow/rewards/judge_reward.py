@@ -1,4 +1,4 @@
-"""`judge`: a model behind an endpoint that speaks OpenAI's protocol says how good the response is.
+"""`judge`: a model behind an endpoint with OpenAI's protocol scores the response.
 
 It gives a score or a reward error, never a 0 instead of one: a body that is not the requested JSON, a score that is
 not between 0 and 1, an HTTP status, silence and a spent budget are all reward errors. Answers are cached and costs are
@@ -37,7 +37,7 @@ CASES: tuple[Case, ...] = ()
 """No known cases: a judge's scores are its own, and cost money."""
 
 _HTTP_LIBRARIES = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
-"""The client has imported the one that it uses: httpx before its third version, httpx2 since."""
+"""The one that the client imported: httpx before its third version, httpx2 since."""
 _HTTP_ERRORS = (OSError, *(error for library in _HTTP_LIBRARIES for error in (library.HTTPError, library.StreamError)))
 _FORMAT = "response_format"
 MAX_BODY_BYTES = 2**20
@@ -48,14 +48,14 @@ _BYTES_A_TOKEN = 4
 
 
 class Unavailable(Exception):
-    """Another attempt may succeed. wait_s: the wait that the endpoint asked for, or None."""
+    """Another attempt may succeed. wait_s: the wait that the endpoint requested, or None."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
         self.wait_s = wait_s
 
 
-_WITHOUT_SCHEMA: set[tuple[str, str]] = set()  # (URL, model) that refused it and answered without
+_WITHOUT_SCHEMA: set[tuple[str, str]] = set()  # (URL, model) that rejected the schema and answered without it
 _cache_of = functools.cache(JudgeCache)
 
 
@@ -82,9 +82,9 @@ async def compute_score(
     model, base_url: of the endpoint; without a URL OpenAI's. key_variable: environment variable with the API key.
     template: a text, or the path of a file with it, with placeholders {prompt}, {response}, {ground_truth} and names of
     the row's other columns, and {nonce}, for tags that no response can close. structured: with the JSON schema, unless
-    the server refuses it. response_characters: a longer response loses its middle. retries: after a 408, 409, 429 or
+    the server rejects it. response_characters: a longer response loses its middle. retries: after a 408, 409, 429 or
     5xx, a broken connection or a time-out, with growing waits. store: a file that caches replies, and counts costs.
-    max_calls, max_tokens: of all that use the store; 0 is no bound. Raises ValueError if there is no score.
+    max_calls, max_tokens: of all users of the store; 0 means no limit. Raises ValueError if there is no score.
     """
     if not model:
         raise ValueError("the judge has no model: add options to the part, e.g. {name: judge, options: {model: ...}}")
@@ -125,7 +125,7 @@ def _hash(text: str) -> str:
 
 
 def _known(cache: JudgeCache, key: str, about: str) -> dict[str, object] | None:
-    """The cached answer; None if there is none, or if it is damaged: it is requested again."""
+    """The cached answer; None if there is none, or it is damaged and must be requested again."""
     cached = cache.find(key)
     with suppress(ValueError):
         if cached is not None:
@@ -149,7 +149,7 @@ def _request(model: str, content: str, temperature: float, max_tokens: int, stru
 
 
 def _secret(key_variable: str, base_url: str) -> str:
-    """The API key, empty where there is none. Raises ValueError if it cannot be one."""
+    """The API key; empty if there is none. Raises ValueError for an invalid one."""
     secret = os.environ.get(key_variable, "").strip()
     if not secret and not base_url:
         raise ValueError(f"the judge has no key: set the environment variable {key_variable}")
@@ -164,7 +164,7 @@ def _secret(key_variable: str, base_url: str) -> str:
 async def _ask(
     asked: dict[str, object], client: openai.AsyncOpenAI, retries: int, cache: JudgeCache, budget: tuple[int, int]
 ) -> bytes:
-    """As `_answer`; without the schema if the endpoint refuses it."""
+    """As `_answer`; without the schema if the endpoint rejects it."""
     endpoint = (str(client.base_url), str(asked["model"]))
     if endpoint not in _WITHOUT_SCHEMA:
         try:
@@ -187,7 +187,7 @@ async def _answer(
 ) -> bytes:
     """The body of the judge's answer. Each attempt counts as a call.
 
-    Raises openai.OpenAIError if it refuses, ValueError if it does not answer in time.
+    Raises openai.OpenAIError if it rejects the request, ValueError if it does not answer in time.
     """
     wait_s = _FIRST_WAIT_S
     for attempt in range(1, retries + 2):
@@ -208,7 +208,7 @@ async def _answer(
 
 
 async def _body(client: openai.AsyncOpenAI, asked: Mapping[str, object]) -> bytes:
-    """At most `MAX_BODY_BYTES`. Raises Unavailable, openai.OpenAIError, ValueError."""
+    """The body, at most `MAX_BODY_BYTES`. Raises Unavailable, openai.OpenAIError, ValueError."""
     body = bytearray()
     try:
         async with client.chat.completions.with_streaming_response.create(**cast(dict, asked)) as response:
@@ -219,7 +219,7 @@ async def _body(client: openai.AsyncOpenAI, asked: Mapping[str, object]) -> byte
                         raise ValueError(f"the judge's reply is longer than {MAX_BODY_BYTES:,} bytes")
             except _HTTP_ERRORS as error:
                 raise Unavailable(f"its reply is incomplete ({error})") from None
-    except openai.APIConnectionError as error:  # time-outs too
+    except openai.APIConnectionError as error:  # includes time-outs
         raise Unavailable(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from None
     except openai.APIStatusError as error:
         if error.status_code in (408, 409, 429) or error.status_code >= 500:
@@ -262,5 +262,5 @@ def _without(secret: str, text: str) -> str:
 
 @functools.cache
 def _client(base_url: str, secret: str) -> openai.AsyncOpenAI:
-    """One for all calls of this process: they share its connections. Its own retries are off: each is a call."""
+    """One client for all calls of this process, which share its connections. Its retries are off: each is a call."""
     return openai.AsyncOpenAI(api_key=secret or "none", base_url=base_url or None, max_retries=0)

@@ -1,4 +1,4 @@
-"""What a judge is asked about a response, and how its answer is read: the same for one behind an endpoint and for one
+"""The question to a judge about a response, and the parsing of its answer, for judges behind an endpoint and judges
 that the run loads."""
 
 import functools
@@ -14,7 +14,7 @@ from distflow.rewards.reward_results import shortened
 
 _TEMPLATE = Path(__file__).with_name("judge_template.md")
 RESPONSE_CHARACTERS = 32_000
-"""Of a longer response both ends are read."""
+"""Longer responses are cut to both ends."""
 
 _NAMES = ["reason", "score"]
 SCHEMA = {
@@ -23,7 +23,7 @@ SCHEMA = {
     "required": _NAMES,
     "additionalProperties": False,
 }
-_OPENING = re.compile("[<\uff1c\ufe64]")  # what begins a tag, also in other widths
+_OPENING = re.compile("[<\uff1c\ufe64]")  # the start of a tag, also in other widths
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _SHOWN = 200
 
@@ -31,7 +31,7 @@ _SHOWN = 200
 def fill_template(template: str, values: Mapping[str, object], most_characters: int) -> str:
     """Fill in one pass, so that a value is never taken for a placeholder; the response without tags.
 
-    The nonce is the same in every run. A response that holds it would have to hold a hash of itself.
+    The nonce is the same in every run. A response that contains it would have to contain a hash of itself.
     """
     response = str(values["response"])
     sample = [str(values[name]) for name in ("prompt", "ground_truth")]
@@ -45,8 +45,8 @@ def fill_template(template: str, values: Mapping[str, object], most_characters: 
 
 @functools.cache
 def judge_template(template: str) -> str:
-    """The text: of a file, unless a line break or placeholder shows that it is one; "" is the built-in one. Raises
-    UserError for a template that cannot be read, and for one without the response."""
+    """The template's text: from a file, unless it has a line break or placeholder; "" is the built-in one. Raises
+    UserError for an unreadable template, or one without the response."""
     text = template or _TEMPLATE.read_text("utf-8").removesuffix("\n")
     if "\n" not in text and not _PLACEHOLDER.search(text):
         try:
@@ -71,13 +71,13 @@ def read_score(content: object) -> dict[str, object]:
     score, reason = found["score"], found["reason"]
     if not isinstance(reason, str) or isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(f"the judge's reply is not a score with a reason: {beginning(content)}")
-    if not 0 <= score <= 1:  # NaN is neither
+    if not 0 <= score <= 1:  # also false for NaN
         raise ValueError(f"the judge's score is not between 0 and 1: {beginning(content)}")
     return {"score": float(score), "reason": reason}
 
 
 def score_at_end(answer: str) -> dict[str, object]:
-    """The score and reason that a text ends with: a model may think before it, and fence it. Raises ValueError."""
+    """The score and reason at the end of a text: a model may think before, and fence it. Raises ValueError."""
     answer = answer.strip().removesuffix("```").strip()
     for place in (match.start() for match in re.finditer(r"\{", answer)):
         with suppress(ValueError):

@@ -1,6 +1,6 @@
 """`model`: a reward model in Hugging Face format scores the response.
 
-Prompt and response are encoded from their messages with its own tokenizer and chat template, as it may be of another
+Prompt and response are encoded from their messages with its own tokenizer and chat template, since it may be of another
 family than the policy. One process holds it and scores for all domains that use it.
 """
 
@@ -38,7 +38,7 @@ def compute_score(
 
     path, revision: a folder or a hub id, with its commit. dtype: of the computation; the head is float32. device:
     "auto" is the first CUDA device that the process sees, else the CPU. max_length: tokens that it reads, from the end;
-    0 is as many as it can. max_tokens: of a forward, padding counted. Raises UserError if the model cannot be
+    0 for as many as possible. max_tokens: of a forward, including padding. Raises UserError if the model cannot be
     loaded, ValueError for a text without a token."""
     if max_length < 0 or max_tokens < 1:
         raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")

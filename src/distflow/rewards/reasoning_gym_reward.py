@@ -1,7 +1,7 @@
-"""`reasoning_gym`: the score by a data set of the package `reasoning-gym` for its own row.
+"""`reasoning_gym`: the score from a data set of the package `reasoning-gym` for its own row.
 
-Some of that package's functions evaluate the answer, a model's text, as Python, directly or by sympy: here it is read
-as a literal, or as arithmetic with a few names, instead.
+Some of that package's functions evaluate the answer, a model's text, as Python, directly or through sympy: here it is
+read as a literal or as arithmetic with a few names instead.
 """
 
 import ast
@@ -45,8 +45,8 @@ def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = N
     """The data set's score, from 0.0 to 1.0, of the text between the last <answer> and </answer>; only 1.0 is right
     (`acc`). `answer` is that text.
 
-    An answer that the data set cannot read scores 0.0, like none.
-    Raises ValueError for a row of another data set, UserError for one that this version of the package does not know.
+    An unreadable answer scores 0.0, like none. Raises ValueError for a row of another data set, UserError for one
+    unknown to this version of the package.
     """
     made = (extra_info or {}).get(GYM)
     if not isinstance(made, Mapping) or not isinstance(made.get("entry"), str):

@@ -1,8 +1,8 @@
 """Reward functions: loading by name, calling, pickling those passed from Python, and fingerprints.
 
-A pickle holds the name of a function of an importable module, else its code and the objects that it refers to. Like a
-`.py` file it is executable code, and is loaded only if a config names it. The fingerprint of a file is that of its
-content, the fingerprint of a function that of its code and constants.
+A pickle has the name of a function of an importable module, else its code and the objects that it references. Like a
+`.py` file it is executable code, loaded only if a config names it. The fingerprint of a file is that of its content,
+the fingerprint of a function that of its code and constants.
 """
 
 import functools
@@ -39,7 +39,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
 """Parameters for the prompt's text, and for the prompts of all responses, of a batched function."""
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
-"""A function of every pool that must return a reward error, or a number made of its arguments; the auditor calls it."""
+"""A function of every pool that must return a reward error, or a number from its arguments; the auditor calls it."""
 
 _OPTIONS = "?"
 _ANSWER_KEY = "(column of the ground truth)"
@@ -54,8 +54,8 @@ def write_function(
     key: str = "custom_reward_function.path",
     entry: object = None,
 ) -> None:
-    """Write a line with the fingerprint, then the pickle. key: which names a function in a file. entry: holds the
-    function, and is pickled in its place. Raises UserError naming what cannot be pickled, e.g. a lock or an open
+    """Write a line with the fingerprint, then the pickle. key: the one that names a function in a file. entry: contains
+    the function, and is pickled in its place. Raises UserError with what cannot be pickled, e.g. a lock or an open
     connection."""
     data = _pickled(entry or function)
     if isinstance(data, Exception):
@@ -79,12 +79,12 @@ def with_options(target: str, options: Mapping[str, object]) -> str:
 
 
 def without_options(target: str) -> str:
-    """The function alone, as messages name it."""
+    """The function's name without options, for messages."""
     return target.partition(_OPTIONS)[0]
 
 
 def with_answer_key(target: str, options: Mapping[str, object], answer_key: str) -> str:
-    """The same for a user's function, which may take the ground truth by the name of its column."""
+    """The target for a user's function, which may take the ground truth by its column's name."""
     return with_options(target, options if answer_key == "answer" else {**options, _ANSWER_KEY: answer_key})
 
 
@@ -97,7 +97,7 @@ def custom_target(path: str, name: str) -> str:
 
 def load_reward(target: str) -> Callable[..., object]:
     """The function that "module:function" or "/path/file.py:function" names, or that was passed from Python, with
-    the options of a "?" and a JSON object after it. One of TRL or verifiers gets our parameters.
+    options from a "?" and a JSON object after it. Functions of TRL or verifiers get our parameters.
 
     Also loads what a built-in needs. Raises LoadError if there is no such function or its parameters or options do not
     match; UserError if what it needs cannot be loaded.
@@ -145,7 +145,7 @@ def is_batched(function: Callable[..., object]) -> bool:
 
 
 def takes_groups(function: Callable[..., object]) -> bool:
-    """Whether it gets all responses to a prompt at once: it is batched, or async, so that they wait together."""
+    """Whether it gets all responses to a prompt at once: it is batched, or async, to wait for them together."""
     return is_batched(function) or is_async(function)
 
 
@@ -157,8 +157,7 @@ def call_arguments(
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt if it takes it and there is
-    one."""
+    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt if it takes one that exists."""
     accepted = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
     if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
         accepted[PROMPT] = arguments[PROMPT]
@@ -166,7 +165,7 @@ def call(function: Callable[..., object], arguments: Mapping[str, object]) -> ob
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
-    """Call it by keyword with lists of those of `PARAMETERS` whose plural it takes, and with the prompts as `call`."""
+    """Call it by keyword with lists for those of `PARAMETERS` whose plural it takes, and with the prompts as `call`."""
     lists = {name: [arguments[BATCHED[name]] for arguments in asked] for name in _accepted(function, tuple(BATCHED))}
     if PROMPTS in inspect.signature(function).parameters and all(PROMPT in arguments for arguments in asked):
         lists[PROMPTS] = [arguments[PROMPT] for arguments in asked]
@@ -212,14 +211,14 @@ def fingerprint_target(target: str) -> str:
 
 
 def fingerprint_function(function: Callable[..., object]) -> str:
-    """Independent of the cell or line that the code is in; includes helpers of the same module, but not imports."""
+    """Independent of the code's cell or line; includes helpers of the same module, but not imports."""
     return _digest(
         "\n".join(_lines(function, str(innermost(function).__module__), set())).encode("utf-8", "surrogatepass")
     )
 
 
 def texts_in(value: object, module: str, seen: set[int]) -> Iterator[str]:
-    """The texts in the code of a function, and of helpers of its module. seen: ids of what was read already."""
+    """The texts in the code of a function, and of helpers of its module. seen: ids of what was already read."""
     if isinstance(value, str):
         yield value
     elif id(value) not in seen and not (isinstance(value, FunctionType | type) and value.__module__ != module):
@@ -241,7 +240,7 @@ def _pickled(value: object) -> bytes | Exception:
     buffer = io.BytesIO()
     try:
         Pickler(buffer).dump(value)
-    except Exception as error:  # a user's object may raise anything when it is pickled
+    except Exception as error:  # a user's object may raise anything when pickled
         return error
     return buffer.getvalue()
 
@@ -262,7 +261,7 @@ def _culprit(function: Callable[..., object]) -> str:
 
 
 def _fault_of_options(function: Callable[..., object], values: Mapping[str, object]) -> str:
-    """Which option the function does not take: options are parameters with a default, of the default's type."""
+    """The option that the function does not take; options are parameters with a default, of the default's type."""
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -289,8 +288,8 @@ def _digest(data: bytes) -> str:
 
 
 def _lines(value: object, module: str, seen: set[int]) -> Iterator[str]:
-    """Lines that describe a value. module: functions and classes of other modules are described by name only. seen:
-    ids of what may hold itself, and is described already."""
+    """Lines that describe a value. module: functions and classes of other modules are described by name only. seen: ids
+    of already described values, which may contain themselves."""
     yield type(value).__name__
     if isinstance(value, _PLAIN):
         yield repr(value)

@@ -1,6 +1,6 @@
 """Results of reward functions: a score or a reward error (never a score of 0 instead), accuracy, counts, deadlines.
 
-Accuracy, which validation counts and DAPO's filter compares, is the reward function's own statement about the response,
+Accuracy, which validation counts and DAPO's filter compares, is the reward function's own judgement of the response,
 without weights, penalties and format bonuses.
 """
 
@@ -35,7 +35,7 @@ TRAINING, VALIDATION = "training", "validation"
 counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
 """The purpose of the scores of the running task and of tasks that it starts. Both may run at the same time."""
 in_episode: ContextVar[bool] = ContextVar("in_episode", default=False)
-"""Whether a workflow asks for the scores: its episode, not each of them, counts as a sample."""
+"""Whether a workflow requests the scores, so that its episode, not each score, counts as a sample."""
 _due: ContextVar[float] = ContextVar("due", default=math.inf)
 
 
@@ -49,7 +49,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Timeout:
-    """The reward function was killed at its deadline. part: its name, where a reward has several."""
+    """The reward function was killed at its deadline. part: its name, if a reward has several."""
 
     after_s: float
     part: str = field(default="", compare=False)
@@ -143,7 +143,7 @@ def shortened(text: str, most: int = MAX_TEXT) -> str:
 
 @contextmanager
 def due_within(seconds: float) -> Iterator[None]:
-    """Inside, a score is due within so many seconds."""
+    """Inside, a score is due within this many seconds."""
     token = _due.set(time.monotonic() + seconds)
     try:
         yield
@@ -181,7 +181,7 @@ class RewardCounts(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence["RewardCounts"]) -> "RewardCounts":
-        """Sum of several."""
+        """The sum of several counts."""
         counts = Counter[str]()
         for part in parts:
             counts.update(part.counts)
@@ -190,7 +190,7 @@ class RewardCounts(NamedTuple):
 
 
 class CallCounts:
-    """Counts of scored samples, training and validation apart: the asyncio thread adds, the trainer takes them."""
+    """Counts of scored samples, separate for training and validation: the asyncio thread adds, the trainer takes."""
 
     def __init__(self) -> None:
         self._counted: dict[str, RewardCounts] = defaultdict(RewardCounts)

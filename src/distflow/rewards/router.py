@@ -31,7 +31,7 @@ from distflow.rewards.reward_results import (
 
 OVERLONG = "overlong"
 KINDS = ("calls", "errors", "timeouts")
-"""What is counted of all calls, as `reward/KIND`."""
+"""Counts of all calls, as `reward/KIND`."""
 
 TAKEN = {
     "all": "val_correct/all/mean is over all domains",
@@ -49,7 +49,7 @@ class Overlong(NamedTuple):
     factor: float = 1.0
 
     def penalty(self, length: int, limit: int) -> float:
-        """Of a response of that many tokens, from 0 down to −factor, in float32 (arXiv:2503.14476, equation 13).
+        """The penalty for a response's number of tokens, from 0 down to −factor, in float32 (arXiv:2503.14476, eq. 13).
 
         Raises ValueError if the buffer exceeds the limit.
         """
@@ -78,7 +78,7 @@ class RewardOutcome:
         return {name: part.value for name, part in scored.items() if DOES_NOT_APPLY not in part.extra}
 
     def discounted(self, factor: float) -> "RewardOutcome":
-        """With this factor on the score; accuracy and parts are as they were."""
+        """The outcome with this factor on the score; accuracy and parts are unchanged."""
         result = self.reward_result
         if not isinstance(result, Score):
             return self
@@ -112,7 +112,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
-        # Whether an earlier process of the run had scores: then none of the functions is given up for hanging.
+        # Whether an earlier process of the run had scores, so that no function is given up for hanging.
         self.has_scored = False
         parts = [part for each in functions.values() for part in each]
         self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
@@ -148,7 +148,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         return [self._outcome(sample, found) for sample, found in zip(samples, parts, strict=True)]
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Results of one function for samples of the domain; failed calls are retried as its `Patience` allows."""
+        """Results of one function for samples of the domain; failed calls are retried according to its `Patience`."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
         asked = [
             {
@@ -171,7 +171,7 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
                 break
             self._add({"reward/retries": len(failed)})
             await asyncio.sleep(patience.backoff_s * 2**attempt)
-            if name in pool.takes_batches:  # it scores them together
+            if name in pool.takes_batches:  # the function scores them together
                 again = await score(asked)
                 if sum(isinstance(each, Score) for each in again) > len(asked) - len(failed):
                     reward_results = again

@@ -1,5 +1,5 @@
-"""Checks before a run: known responses and the data set's reference solutions get their scores, the tests of rows are
-not broken, and a faulty function gives reward errors.
+"""Checks before a run: known responses and the data set's reference solutions get the right scores, the tests of rows
+are not broken, and a faulty function gives reward errors.
 
 The faulty function, which raises, returns nonsense, exits or hangs, is at the end of this file.
 """
@@ -40,8 +40,7 @@ _SHOWN = 200
 
 
 class Solution(NamedTuple):
-    """A response that is right according to the data set. origin: file and line of its row. column: where it is
-    from."""
+    """A response that is right according to the data set. origin: file and line of its row. column: its source."""
 
     origin: str
     domain: str
@@ -75,7 +74,7 @@ async def run_self_check(router: "RewardRouter") -> None:
 
 @cache
 def self_check_once() -> "Future[None]":
-    """`self_check_faults`, once per process; it starts with the first call."""
+    """`self_check_faults`, once per process, started by the first call."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-self-check")
     try:
         return thread.submit(asyncio.run, self_check_faults())
@@ -112,11 +111,10 @@ async def self_check_faults() -> None:
 
 
 async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
-    """Each row's own answer, put into a box, must score 1: else a wrong data.answer_key would give a reward of 0 to
-    all.
+    """Each row's own answer, in a box, must score 1, or else a wrong data.answer_key would give all a reward of 0.
 
-    rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails if
-    more than half of its domain's fail.
+    rows: (domain, ground truth, extra info) of some rows. Raises UserError with the first failing answer if more than
+    half of its domain's fail.
     """
     scorable = {name for name, entry in REWARDS.items() if entry.scores_own_answer}
     failures: dict[str, list[tuple[object, RewardResult]]] = {}
@@ -146,9 +144,9 @@ def find_solution(
 ) -> tuple[str, str] | None:
     """(column, response): the row's reference solution; None if it has none.
 
-    names: of its reward functions. key: the column, "" for none, None for those that the reward functions know, where
-    only a text of several lines, or an indented one, counts. Of a list it is the first. ground_truth: the column
-    `answer_key`, and `row` the others; prompt: what the solution continues if it is the rest of a program.
+    names: of its reward functions. key: the column, "" for none, None for those known to the reward functions, where
+    only text that has several lines or is indented counts. From a list, the first is taken. ground_truth: the column
+    `answer_key`; `row`: the others; prompt: what the solution continues if it is the rest of a program.
     """
     known = [column for name in names if name in REWARDS for column in REWARDS[name].solutions]
     known = known if key is None else [key] if key else []
@@ -161,8 +159,8 @@ def find_solution(
 
 
 def whole(solution: str, row: Mapping[str, object], prompt: str) -> str:
-    """The solution, after the prompt if it is the rest of that program (HumanEval) and the row has no column `prompt`
-    with the beginning."""
+    """The solution, preceded by the prompt if it is the rest of that program (HumanEval) and the row has no column
+    `prompt` with the beginning."""
     if "prompt" in row or not _is_rest(solution):
         return solution
     try:
@@ -173,8 +171,8 @@ def whole(solution: str, row: Mapping[str, object], prompt: str) -> str:
 
 
 async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], seconds: float) -> list[str]:
-    """Warnings: by domain and column, the solutions that are not scored as right, and why. None is started after these
-    seconds. Raises UserError if most of a domain's fail."""
+    """Warnings: by domain and column, the solutions that are not scored as right, with the reason. None is started
+    after `seconds`. Raises UserError if most of a domain's fail."""
     deadline = time.monotonic() + seconds
     free = {
         domain: asyncio.Semaphore(router.pools.patience(domain).num_workers)
@@ -206,8 +204,8 @@ async def try_solutions(router: "RewardRouter", solutions: Sequence[Solution], s
 
 
 def find_broken(names: Iterable[str], ground_truth: object, extra_info: Mapping[str, object]) -> str:
-    """Why one of these reward functions cannot score any response to the row; empty if all can. Runs no code of the
-    row."""
+    """Why one of these reward functions cannot score any response to the row; empty if all can. Does not run row
+    code."""
     for name in names:
         check = REWARDS[name].row_check if name in REWARDS else ""
         try:
@@ -234,7 +232,7 @@ def why(reward_result: RewardResult) -> str:
 
 def must_accept(name: str) -> bool:
     """Whether the function must score a solution as right: it compares with the ground truth, knows columns of
-    solutions, or is the user's."""
+    solutions, or is a user's."""
     entry = REWARDS.get(name)
     return entry is None or name == CUSTOM_REWARD or entry.needs_answer or bool(entry.solutions)
 
@@ -245,7 +243,7 @@ def _is_rest(solution: str) -> bool:
 
 
 async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semaphore, deadline: float) -> str | None:
-    """Why it is not right; empty if it is, None if no time was left."""
+    """Why a solution is not right; empty if it is, None if no time was left."""
     async with free:
         if time.monotonic() > deadline:
             return None
@@ -280,6 +278,6 @@ def fail(solution_str: str, ground_truth: object = None, extra_info: object = No
 
 
 def echo(solution_str: str, ground_truth: object, extra_info: object) -> float:
-    """A number that any change of the arguments changes."""
+    """A number that changes with any change of the arguments."""
     text = json.dumps([solution_str, ground_truth, extra_info], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") / 2**48

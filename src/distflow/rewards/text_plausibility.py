@@ -1,10 +1,10 @@
 """Is a response a text? A few signs follow most of IFEval's instructions: `* a` is a list, `{}` is JSON.
 
-A text has at least `MIN_WORDS` different words, of `MIN_BYTES` letters together, besides those that its instructions
-force (a keyword, the phrase at its end); one that may have few words has a tenth of them. At most every other word is
-the same, n words have at least √(2n) different ones, and at least a third of its characters are letters or digits. A
-word has two letters and a vowel; in another script than Latin any letters are one, and in one without spaces (Chinese,
-Thai) each two neighbours.
+A text has at least `MIN_WORDS` different words, with `MIN_BYTES` letters in total, besides those that its instructions
+force (a keyword, the phrase at its end); a tenth of that if few words are allowed. At most every other word is the
+same, n words have at least √(2n) different ones, and at least a third of the characters are letters or digits. A word
+has two letters and a vowel; in non-Latin scripts any letters form a word, and in scripts without spaces (Chinese, Thai)
+any two neighbours.
 """
 
 import re
@@ -37,14 +37,14 @@ _AROUND = {
     "detectable_format:number_highlighted_sections": r"(?<=\*)[^\n*]+(?=\*)",
     "detectable_format:title": r"<<([^\n<>]*)>>",
 }
-"""By instruction, what stands between, before or around the parts that it asks for."""
+"""By instruction, what is between, before or around the requested parts."""
 
 _COUNTED = {"length_constraints:number_words": "num_words", "keywords:letter_frequency": "let_frequency"}
 
 
 def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) -> bool:
-    """Whether as many parts as the instruction asks for hold something, each something else, e.g. the items of a list;
-    and half of the words or letters that it asks for are in words."""
+    """Whether as many parts as requested, e.g. list items, are non-empty and distinct, and half of the requested words
+    or letters are in words."""
     if instruction in _COUNTED and "at least" in arguments.values():
         words = list(_words(response))
         counted = "".join(words).count(str(arguments["letter"])) if "letter" in arguments else len(words)
@@ -67,7 +67,7 @@ def has_parts(instruction: str, response: str, arguments: Mapping[str, object]) 
 
 
 def is_text(response: str, arguments: Sequence[Mapping[str, object]]) -> bool:
-    """arguments: of the response's instructions; what they force does not count."""
+    """arguments: of the response's instructions; forced words do not count."""
     if 3 * sum(map(str.isalnum, response)) < len("".join(response.split())):
         return False
     counts = Counter(_words(_unforced(response, arguments)))
@@ -80,7 +80,7 @@ def is_text(response: str, arguments: Sequence[Mapping[str, object]]) -> bool:
 
 
 def _unforced(text: str, arguments: Iterable[Mapping[str, object]]) -> str:
-    """Without what the instructions force, in lower case."""
+    """The text without words that the instructions force, in lower case."""
     for name, value in (item for entry in arguments for item in entry.items()):
         patterns = value if isinstance(value, list) else [re.escape(str(value)) if name in _LITERAL else str(value)]
         for pattern in patterns if name in (*_LITERAL, *_PATTERNS) else ():

@@ -1,4 +1,4 @@
-"""The built-in rewards `exact_match`, `format`, `length` and `repetition`, which read the text of a response only."""
+"""The built-in rewards `exact_match`, `format`, `length` and `repetition`, which read only the text of a response."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _UNITS = {"characters": len, "words": lambda text: len(text.split())}
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
-    """1.0 if the final answer is the ground truth, character by character (white space apart), else 0.0.
+    """1.0 if the final answer is the ground truth, character by character (ignoring white space), else 0.0.
 
     The answer is the last box, else the text after the last `####`, else the whole response. ground_truth: str or a
     number, or a list of accepted ones. Raises ValueError if there is none.
@@ -84,7 +84,7 @@ def length(
 
 def repetition(solution_str: str, n: int = 3, unit: str = "words") -> float:
     """1 - distinct n-grams / n-grams, in lower case: 0.0 if no n-gram occurs twice or the response has none, almost 1.0
-    if it repeats one all the time. (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv
+    if it keeps repeating one. (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv
     2502.03373, appendix C.2; there and in open-r1 times a negative maximum, here the part's weight.)
 
     n: length of an n-gram, in `unit`: "words" (separated by white space) or "characters" (for scripts without it).

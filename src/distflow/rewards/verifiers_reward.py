@@ -1,4 +1,4 @@
-"""`verifiers`: the rewards of a task of the package `verifiers`, for a response as the only turn."""
+"""`verifiers`: the rewards of a task of the package `verifiers` for a single-turn response."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ CASES: tuple[Case, ...] = ()
 
 
 async def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
-    """The weighted sum of the task's rewards, as the package adds them up, and each of them (`rewards`, `metrics`).
+    """The weighted sum of the task's rewards, as the package computes it, and each of them (`rewards`, `metrics`).
 
     Raises ValueError for a row of other data and for a reward that returned None, and what the rewards raise.
     """
@@ -44,7 +44,7 @@ def _task(name: str, settings: str, data: str) -> Any:
 
 
 def _trace(task: Any, response: str) -> Any:
-    """A conversation that the response ended, as the package records it."""
+    """The package's record of a conversation that ended with the response."""
     prompt = task.data.prompt
     messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
     if task.data.system_prompt is not None:

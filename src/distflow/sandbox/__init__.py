@@ -1,4 +1,4 @@
-"""Runs untrusted programs, each in a process of its own that the kernel isolates.
+"""Runs untrusted programs, each in its own process, isolated by the kernel.
 
 `inside` is loaded by the isolated processes; the other modules run in the caller's process.
 """

@@ -1,8 +1,8 @@
 """The fork server's process, and a running program that it forked, seen from the caller's process.
 
-The server gets nothing of its owner's environment, and ends with it. At the level "namespaces" bubblewrap (`bwrap`)
-starts it in namespaces for users, processes, network, mounts and others. The fork server is process 1 in there and
-there is no /proc, since bubblewrap's own process 1 would show its command line. Programs are not process 1, which
+The server inherits nothing of its owner's environment, and ends with its owner. At the level "namespaces" bubblewrap
+(`bwrap`) starts it in namespaces for users, processes, network, mounts and others. The fork server is process 1 there,
+and there is no /proc, since bubblewrap's own process 1 would show its command line. Programs are not process 1, which
 resource limits cannot kill.
 """
 
@@ -41,8 +41,8 @@ from distflow.sandbox.inside.server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
-"""A fixed order of sets makes programs behave the same each time; LD_BIND_NOW resolves functions of libraries once, and
-not in each program. Programs themselves have no environment."""
+"""A fixed order of sets makes programs deterministic; LD_BIND_NOW resolves library functions once, instead of in each
+program. Programs themselves have no environment."""
 # When memory runs short, the kernel kills these processes first.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 
@@ -52,7 +52,7 @@ class ServerGone(Exception):
 
 
 class ForkServer:
-    """One process, and with namespaces bubblewrap's beside it. Used by one thread at a time."""
+    """One process, plus bubblewrap's if there are namespaces. Used by one thread at a time."""
 
     def __init__(self, level: LevelName) -> None:
         """Raises SandboxFault if it does not start."""
@@ -164,7 +164,7 @@ class End(NamedTuple):
 
 
 class OutputStream:
-    """The output of a program to one stream: its first `max_bytes`, and its size."""
+    """A program's output to one stream: its first `max_bytes`, and its size."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         self.descriptor = descriptor
@@ -173,7 +173,7 @@ class OutputStream:
         self._max_bytes = max_bytes
 
     def read(self) -> bool:
-        """Returns False at the end, and if nothing has arrived."""
+        """Read what has arrived. Returns False at the end, and if nothing has arrived."""
         try:
             part = os.read(self.descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -187,7 +187,7 @@ class OutputStream:
 
 
 class Program:
-    """Used by one thread at a time, and closed by its creator: after `close` nothing is left of it."""
+    """A running program, used by one thread at a time, and closed by its creator; `close` leaves nothing of it."""
 
     def __init__(self, server: ForkServer, is_main: bool, code: bytes, stdin: bytes, limits: Limits) -> None:
         """Starts the program. Raises ServerGone, SandboxFault."""
@@ -263,7 +263,7 @@ class Program:
         deadline = time.monotonic() + self._left_s
         while self.end is None:
             self._poll_once(deadline)
-            self._inbox.clear()  # it has no descriptor for results
+            self._inbox.clear()  # the program has no descriptor for results
         return self.end
 
     def cause(self) -> Cause | None:
@@ -325,7 +325,7 @@ class Program:
         return body
 
     def _take_frame(self) -> bytes | None:
-        """The body of a frame that has arrived completely. Kills the program if it is not the frame that is due."""
+        """The body of a completely received frame. Kills the program if it is not the frame that is due."""
         if len(self._inbox) < HEADER.size:
             return None
         token, size = HEADER.unpack_from(self._inbox)

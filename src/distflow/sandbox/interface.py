@@ -57,8 +57,8 @@ DEFAULT_LIMITS = Limits()
 
 
 class Level(NamedTuple):
-    """How well programs are isolated. name: "namespaces", "floor" or "none". missing: why each stronger level is not
-    available."""
+    """How strongly programs are isolated. name: "namespaces", "floor" or "none". missing: why each stronger level is
+    unavailable."""
 
     name: str
     missing: dict[str, str]
@@ -97,13 +97,13 @@ class _Closable(Protocol):
 
 
 class AnySession(_Closable, Protocol):
-    """A process that has executed a program as a module, and answers calls of its functions. Used by one thread at a
+    """A process that has executed a program as a module, and answers calls to its functions. For one thread at a
     time."""
 
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
         """Call the function of that name with plain values (`inside.values`) and return its result.
 
-        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may be of any size, so `repr` of it
+        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may have any size, so its `repr`
         may raise. Raises `Raised` if the function raised, `Broken` if there is no result or it is not plain; after a
         `Broken` of another cause than "value" every further call raises `Broken`. Raises NotPlain for arguments that
         are not plain, and SandboxFault.
@@ -115,7 +115,7 @@ class AnySession(_Closable, Protocol):
 
     @property
     def stderr(self) -> str:
-        """The same of standard error."""
+        """Its standard error, likewise."""
 
 
 class AnySandbox(_Closable, Protocol):
@@ -128,7 +128,7 @@ class AnySandbox(_Closable, Protocol):
 
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
         """Run a program as `__main__` in a new process; limits: None for those of the sandbox. Raises SandboxFault if
-        the machine fails, but nothing for what the program does."""
+        the machine fails, but nothing because of the program."""
 
     def open(self, code: str, limits: Limits | None = None) -> AnySession:
         """Execute a program as a module in a new process; limits: as for `run`. Raises Raised, Broken, SandboxFault."""

@@ -1,5 +1,5 @@
-"""The client of a sandbox on another machine (`distflow sandbox serve`). Errors of the connection are faults of the
-sandbox, not results of a program."""
+"""The client of a sandbox on another machine (`distflow sandbox serve`). Connection errors are faults of the sandbox,
+not results of a program."""
 
 import http.client
 import json
@@ -57,8 +57,8 @@ class RemoteSandbox(interface.AnySandbox):
     def ask(
         self, action: str, request: Mapping[str, object], seconds: float = 0.0, repeatable: bool = False
     ) -> dict[str, Any]:
-        """The server's reply. seconds: that the program may take. repeatable: the request is sent again if the
-        connection fails, since repeating it changes nothing. Raises SandboxFault."""
+        """The server's reply. seconds: how long the program may take. repeatable: the request is sent again if the
+        connection fails, since it is idempotent. Raises SandboxFault."""
         began, waits_s = time.monotonic(), list(_WAITS_S if repeatable else ())
         while True:
             try:
@@ -124,7 +124,7 @@ class RemoteSession(interface.AnySession):
             raise interface.SandboxFault(f"the sandbox at {self._sandbox.url} sent an invalid reply: {error}") from None
 
     def close(self) -> None:
-        """Idempotent. A server that cannot be reached ends the idle session by itself."""
+        """Idempotent. An unreachable server ends the idle session by itself."""
         if not self._closed:
             self._closed = True
             with suppress(interface.SandboxFault):

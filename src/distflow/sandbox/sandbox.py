@@ -1,4 +1,4 @@
-"""The local sandbox: runs untrusted programs, each in a new isolated process of which nothing is left afterwards.
+"""The local sandbox: runs untrusted programs, each in a new isolated process that leaves nothing behind.
 
 The isolation level is found by starting a fork server and running a program that tries to break the isolation.
 """
@@ -49,7 +49,7 @@ class Session(interface.AnySession):
         return _read_result(self._program, lambda: self._program.question(body))
 
     def renew_time(self) -> None:
-        """From now on it may take all of `Limits.wall_s` again."""
+        """Restart the program's allowance of `Limits.wall_s`."""
         self._program.renew_time()
 
     @property
@@ -66,13 +66,13 @@ class Session(interface.AnySession):
 
 class Sandbox(interface.AnySandbox):
     """A fork server and the level at which it runs programs. May be used by several threads, but only in the process
-    that created it, not in a fork of that."""
+    that created it, not in a fork."""
 
     waited_s = 0.0
 
     def __init__(self, limits: interface.Limits = interface.DEFAULT_LIMITS, level: str | None = None) -> None:
         """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError, with what to
-        install, if it has none or not that one."""
+        install, if it has no level or not this one."""
         if level is not None and level not in LEVELS:
             raise UserError(f"no level '{level}' of the sandbox; there are {', '.join(LEVELS)}")
         server, self.level = _find_level([name for name in LEVELS if level in (None, name)])
@@ -115,12 +115,12 @@ class Sandbox(interface.AnySandbox):
             end = program.wait()
         out, err = program.out, program.err
         cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
-        # Without a descriptor for results it has no other cause.
+        # Without a descriptor for results there is no other cause.
         status = cast(interface.Status, program.cause() or "ok")
         return interface.RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
 
     def _start(self, is_main: bool, code: str, stdin: bytes, limits: interface.Limits) -> Program:
-        """Start a program by the server, or by a new one if that was killed."""
+        """Start a program through the server, or a new one if it was killed."""
         encoded = code.encode("utf-8", "surrogatepass")
         server = self._server
         try:
@@ -147,7 +147,7 @@ def probe() -> interface.Level:
 
 
 def _find_level(names: Iterable[LevelName]) -> tuple[ForkServer | None, interface.Level]:
-    """The first of the levels that works, and a fork server for it; None with the level "none"."""
+    """The first level that works, and a fork server for it; None with the level "none"."""
     missing: dict[str, str] = {}
     for name in names:
         try:
@@ -158,7 +158,7 @@ def _find_level(names: Iterable[LevelName]) -> tuple[ForkServer | None, interfac
 
 
 def _start_checked(name: LevelName) -> ForkServer:
-    """Raises SandboxFault, ServerGone."""
+    """Start and check a fork server. Raises SandboxFault, ServerGone."""
     server = ForkServer(name)
     with ExitStack() as on_failure:
         on_failure.callback(server.close)

@@ -1,5 +1,5 @@
 """An HTTP server that runs programs for other machines: JSON requests and replies, with a password unless it listens
-on this machine only."""
+only on this machine."""
 
 import hmac
 import json
@@ -47,8 +47,8 @@ class _OpenSession:
 
 
 class SandboxService:
-    """Answers requests by a sandbox, with at most `at_once` programs running at a time. A session has a name that
-    cannot be guessed, and is ended after `IDLE_S` without a request."""
+    """Answers requests with a sandbox, running at most `at_once` programs at a time. A session has an unguessable name,
+    and is ended after `IDLE_S` without a request."""
 
     def __init__(self, sandbox: Sandbox, at_once: int) -> None:
         self._sandbox, self._at_once = sandbox, at_once
@@ -173,7 +173,7 @@ class Server(ThreadingHTTPServer):
         self.service.end_idle()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client is gone: there is nobody to report to."""
+        """Do nothing: the client is gone, so there is nobody to report to."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._reply(HTTPStatus.OK, self.server.service.answer(self._action(), self._request()))
         except Refused as refused:
-            # An unread rest of the body would be taken for the next request.
+            # Read the rest of the body, which would be taken for the next request.
             self.close_connection = refused.status not in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GONE)
             self._reply(refused.status, {"fault": str(refused)})
         except SandboxFault as fault:
@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are not logged: programs may be private."""
+        """Do not log requests: programs may be private."""
 
 
 def _text(request: Mapping[str, Any], name: str) -> str:

@@ -1,7 +1,7 @@
-"""A shell in folders of its own: commands that may start processes and write files, by bubblewrap, without a network.
+"""A shell in separate folders: commands may start processes and write files, under bubblewrap, without a network.
 
-They see the programs of `/usr` and the Python that runs distflow, read-only; nothing else of this machine. The files of
-an episode last until it is closed; the processes of a command end with it.
+They see the programs in `/usr` and the Python that runs distflow, read-only, and nothing else of this machine. The
+files of an episode last until it is closed; the processes of a command end with it.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from distflow.errors import UserError
 from distflow.sandbox.interface import SandboxFault
 
 MEMORY_MB = 4096
-_FILE_BLOCKS = 2**21  # of 512 bytes: a file has at most 1 GiB
+_FILE_BLOCKS = 2**21  # blocks of 512 bytes: a file has at most 1 GiB
 _SHARED_BYTES = 64 * 2**20
 _READ_BYTES = 64 * 2**10
 _SHELL = (
@@ -29,14 +29,14 @@ _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternat
 
 
 class Ran(NamedTuple):
-    """exit_code: None if the command was ended by its deadline. output: of both streams, cut at some length."""
+    """exit_code: None if the deadline ended the command. output: of both streams, cut."""
 
     exit_code: int | None
     output: str
 
 
 class Shell:
-    """Folders at `workdir` and `/tmp` in which commands run. Closed by its creator, when nothing is left of it."""
+    """Folders at `workdir` and `/tmp` in which commands run. Its creator closes it, which leaves nothing behind."""
 
     def __init__(self, workdir: str, memory_mb: int | None = None) -> None:
         """memory_mb: of each process."""
@@ -75,7 +75,7 @@ class Shell:
                 is_late = not reading.done()
             finally:
                 if not reading.done():
-                    with suppress(ProcessLookupError):  # what it has started dies with bubblewrap
+                    with suppress(ProcessLookupError):  # processes that it started die with bubblewrap
                         process.kill()
                 await reading
                 await process.wait()
@@ -87,12 +87,12 @@ class Shell:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A new one, for a mount, as long as it is open."""
+        """A new folder for a mount, which exists inside the context."""
         with TemporaryDirectory(dir=self._root, ignore_cleanup_errors=True) as made:
             yield Path(made)
 
     def check(self) -> None:
-        """Raises UserError, with what to install, where commands cannot be isolated."""
+        """Raises UserError, with what to install, if commands cannot be isolated."""
         try:
             words = self._words(1, ("/bin/bash", "-c", "true"), {}, ())
             ran = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
@@ -108,7 +108,7 @@ class Shell:
     def _words(
         self, status: int, command: Sequence[str], env: Mapping[str, str], mounts: Sequence[tuple[str, Path, str]]
     ) -> list[str]:
-        """status: the descriptor that tells how the command ended. Raises SandboxFault without bubblewrap."""
+        """status: the descriptor for how the command ended. Raises SandboxFault without bubblewrap."""
         words = ["/bin/sh", "-c", _SHELL, "sh", str(_FILE_BLOCKS), str(self._memory_mb * 1024), *_bubblewrap(status)]
         own = ("--bind", self._temporary, "/tmp"), ("--bind", self.files, self._workdir)
         words += [word for kind, folder, at in (*own, *mounts) for word in (kind, str(folder), at)]
@@ -121,14 +121,14 @@ class Shell:
 
 
 async def _read(stream: asyncio.StreamReader | None, into: bytearray, most: int) -> None:
-    """Until the last process that could write has ended."""
+    """Read until the last process that could write has ended."""
     assert stream is not None
     while part := await stream.read(_READ_BYTES):
         into += part[: most - len(into)]
 
 
 def _bubblewrap(status: int) -> list[str]:
-    """Up to the folders of the episode. Raises SandboxFault. status: the descriptor that tells how a command ended."""
+    """Arguments up to the episode's folders. Raises SandboxFault. status: the descriptor for how a command ended."""
     if (bwrap := shutil.which("bwrap")) is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
     words = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]

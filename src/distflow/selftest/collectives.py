@@ -1,5 +1,5 @@
-"""Collectives of the process group that training uses on a device, tried on as many ranks as there are devices: this
-module runs in a process for each rank."""
+"""Tests the collectives that training uses on a device, on as many ranks as there are devices; this module runs in one
+process per rank."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ _LINES: Final = 20
 
 
 def check_collectives(device: str, folder: Path) -> str:
-    """What was tried, in words. Raises RuntimeError with the message of a rank that failed, or that does not end."""
+    """What was tested, in words. Raises RuntimeError with the message of a rank that failed or does not end."""
     size, store = min(torch.accelerator.device_count(), _MOST_RANKS), folder / "meeting"
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]  # no pipes: NCCL_DEBUG=INFO would fill them
@@ -44,7 +44,7 @@ def check_collectives(device: str, folder: Path) -> str:
 
 
 def _end(log: Path, num_lines: int = _LINES) -> str:
-    """The last lines that a rank wrote, each on a line of its own."""
+    """The last lines that a rank wrote, each on its own line."""
     return "".join(f"\n  {line}" for line in log.read_text("utf-8", "replace").splitlines()[-num_lines:])
 
 

@@ -1,4 +1,4 @@
-"""The pairs of runs that `distflow selftest` compares, and the table that it prints row by row."""
+"""The pairs of runs that `distflow selftest` compares, and the table that it prints, row by row."""
 
 import functools
 import random
@@ -21,8 +21,8 @@ from distflow.selftest.run_numbers import RECORDED, Differences, Figures, Record
 from distflow.selftest.runs import TOKENIZER, Lab, write_models
 
 TOLERANCE = 5e-6
-"""For sums in another order: the reference loop, which may have run on another processor, and several workers. With the
-vector instructions of several kinds of processors at most 1.2e-6 was found."""
+"""For sums in another order: the reference loop, which may have run on another processor, and several workers. Across
+the vector instructions of several kinds of processors, the largest difference found is 1.2e-6."""
 
 _MOST_WORKERS = 2
 _LINE = "{:<7}{:<45}{:>5}{:>9}{:>11}{:>10}{:>9}{:>8}  {}"
@@ -58,7 +58,7 @@ class Row:
 
 
 def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
-    """A row as soon as its pair is compared. folder: where the runs go, PIPELINE/RUN."""
+    """Yields a row as soon as its pair is compared. folder: for the runs, PIPELINE/RUN."""
     with ExitStack() as stack:
         start_ray = functools.cache(lambda: stack.enter_context(own_ray(folder, _MOST_WORKERS)))
         for pipeline, found in recorded.items():
@@ -70,7 +70,7 @@ def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
 
 
 def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
-    """Of one process. sync: a synchronous run."""
+    """Pairs of runs of one process. sync: a synchronous run."""
     step = _some_step(lab)
     killed = functools.partial(lab.killed, step)
     return [
@@ -81,7 +81,7 @@ def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
 
 
 def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pair]:
-    """Over Ray, which `start_ray` starts once."""
+    """Pairs of runs over Ray, which `start_ray` starts once."""
 
     def on_ray(run: Callable[[int], Figures], number: int) -> Figures:
         start_ray()
@@ -98,22 +98,22 @@ def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pai
 
 
 def compare(lab: Lab, pair: Pair) -> Row:
-    """Run both."""
+    """Run both, and compare."""
     row = functools.partial(Row, lab.preset, pair.name, len(lab.prompts), pair.limit)
     try:
         return row(differences(pair.one(), pair.other()))
-    except Exception as err:  # whatever ends its runs is the result of the pair
+    except Exception as err:  # whatever ends a run is the result of the pair
         return row(None, f"{type(err).__name__}: {err}")
 
 
 def leave_out(lab: Lab, pair: Pair) -> Row:
-    """Run neither."""
+    """Skip a pair."""
     why = f"Ray is not installed: it {NEEDED}"
     return Row(lab.preset, pair.name, len(lab.prompts), pair.limit, None, left_out=why)
 
 
 def _some_step(lab: Lab) -> int:
-    """A random step, with steps left after it to be killed in."""
+    """A random step, followed by steps in which the run can be killed."""
     return random.randint(1, len(lab.prompts) - 4)
 
 
@@ -154,7 +154,7 @@ _STEPS: Final = 2
 
 
 def check_all(config: Config, folder: Path) -> Iterator[Finding]:
-    """A finding as soon as it is made; only the first where there is no device to check. folder: an empty one."""
+    """Yields each finding once made; only the first if there is no device to check. folder: an empty one."""
     found = doctor_device_checks.find_device(config.trainer.device)
     yield found
     kind = accelerator()

@@ -1,8 +1,8 @@
 """The numbers of a run that another run must reproduce, the differences between two runs, and `reference.json`: the
 figures of the plain reference loop, and the groups that it trained on.
 
-Sampled responses may differ from processor to processor, so the groups are part of the record; weights are float32,
-their bytes in base64.
+Sampled responses may differ between processors, so the groups are part of the record; weights are float32, their bytes
+in base64.
 """
 
 import base64
@@ -31,9 +31,9 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One training step. answers: token ids of each response. sampled, log_probs: of these tokens, by the engine that
-    sampled them, and by the trainer before the step. scores: of each sample. updates: loss and gradient norm by the
-    run's names, means over the step's updates."""
+    """One training step. answers: token ids of each response. sampled, log_probs: log-probs of these tokens, from the
+    engine that sampled them and from the trainer before the step. scores: of each sample. updates: loss and gradient
+    norm by the run's names, means over the step's updates."""
 
     answers: Sequence[Sequence[int]]
     sampled: Sequence[Sequence[float]]
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a whole run. weights: at its end, by "role.name"."""
+    """The figures of a whole run. weights: at its end, by "role.name"."""
 
     steps: Sequence[Step]
     weights: Mapping[str, Tensor]
@@ -52,7 +52,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest of each kind: |a - b|, of numbers beyond 1 as a share of them."""
+    """The largest difference of each kind: |a - b|, relative for numbers beyond 1."""
 
     loss: float
     grad_norm: float
@@ -60,12 +60,12 @@ class Differences:
     weight: float
 
     def within(self, limit: float) -> bool:
-        """False where one is NaN."""
+        """Whether all differences are within the limit; False if one is NaN."""
         return all(found <= limit for found in (self.loss, self.grad_norm, self.log_prob, self.weight))
 
 
 def figures_of(run_dir: Path) -> Figures:
-    """The figures of a finished run's folder, which has all groups and the last checkpoint."""
+    """The figures of a finished run, whose folder has all groups and the last checkpoint."""
     steps = []
     for record in read_metrics(run_dir):
         if record.kind == "train":
@@ -118,7 +118,7 @@ def _same(what: str, one: object, other: object) -> None:
 
 
 def _numbers(figures: Figures) -> Iterator[Tensor]:
-    """Losses, gradient norms, log-probs and weights, each of the whole run."""
+    """Losses, gradient norms, log-probs and weights of the whole run."""
     for kind in (_LOSS, _NORM):
         names = ((step, name) for step in figures.steps for name in sorted(step.updates) if name.endswith(kind))
         yield torch.tensor([step.updates[name] for step, name in names], dtype=torch.float64)
@@ -134,14 +134,14 @@ def _largest(one: Tensor, other: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of one pipeline. prompts: of each step, in order; a step's responses follow the order of its prompts."""
+    """The record of a pipeline. prompts: of each step, in order; a step's responses follow the order of its prompts."""
 
     prompts: list[list[str]]
     figures: Figures
 
 
 def read_recorded(path: Path) -> dict[str, Recorded]:
-    """By pipeline."""
+    """The records, by pipeline."""
     return {
         name: Recorded(
             found["prompts"],

@@ -1,5 +1,5 @@
-"""The runs that the selftest compares: the same tiny run on each path, in a folder of its own, with its models, its
-reward function, and the built-in pipelines with recorded responses in place of sampled ones."""
+"""The runs that the selftest compares: the same tiny run on each path, in its own folder, with its models, its reward
+function, and the built-in pipelines with recorded responses instead of sampled ones."""
 
 import json
 import os
@@ -53,7 +53,7 @@ _SPREAD = 0.4  # large enough that neighbouring tokens matter: a leak between se
 
 def write_models(folder: Path) -> None:
     """Write `folder`/policy and `folder`/critic as Hugging Face folders without a tokenizer. Their weights have the
-    same bits on every machine: they come from Python's generator, as torch's depends on the processor."""
+    same bits on every machine: they come from Python's generator, since torch's depends on the processor."""
     config = transformers.AutoConfig.from_pretrained(resolve_path(TOKENIZER), **_SIZES)
     policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.num_labels = 1
@@ -91,7 +91,7 @@ async def replay(group: Group, tokenizer: transformers.PreTrainedTokenizerBase) 
     samples = []
     for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
         versions = (group.prompt_group.version,) * len(ids)
-        segment = Segment("policy", tuple(ids), tuple(sampled), tuple(sampled), versions)  # nothing is cut off
+        segment = Segment("policy", tuple(ids), tuple(sampled), tuple(sampled), versions)  # nothing is truncated
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         reason = "length" if len(ids) == group.params.max_tokens else "stop"
         samples.append(group.sample(index, segment, text, reason))
@@ -102,25 +102,25 @@ REWARD = """
 def graded(solution_str):
     return sum(map(ord, solution_str)) % 7 / 6
 """
-"""A score without meaning: it only has to differ between the responses of a group. It has a file of its own, since the
-processes of reward functions would import torch with this one."""
+"""A meaningless score, which only has to differ between the responses of a group. It has its own file, since reward
+processes would import torch with this one."""
 
 _DEADLINE_S = 300.0
-_STEP_S = 0.05  # about what one takes
+_STEP_S = 0.05  # the approximate time of a step
 _KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
 PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]
 
 REPLAYED = ("dag.pipeline=distflow.selftest.runs:replayed", "trust.audit_freq=0")
-"""The audit needs the engine's requests, and there are none; the reference loop checks each step instead."""
+"""The audit needs engine requests, of which there are none; the reference loop checks each step instead."""
 
 _SHARDED, _UNAUDITED = "actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=0"
-"""The audit needs whole weights, which no rank has then."""
+"""The audit needs whole weights, which no rank has here."""
 
 AHEAD = ("async.max_staleness=1", "actor_rollout_ref.rollout.num_threads=1")
 
 
 class Died(Exception):
-    """A run in a process of its own did not end as it should."""
+    """A run in a separate process did not end as expected."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class Lab:
         return self._run(self._spec("sync"))
 
     def on_device(self, device: str) -> Figures:
-        """The same on a device, by its name in `trainer.device`."""
+        """The synchronous run on a device, by its name in `trainer.device`."""
         return self._run(self._spec(f"on-{device}", f"trainer.device={device}"))
 
     def asynchronous(self) -> Figures:
-        """The parts of a run that generates while it trains: the engine has its own thread and its own copy of the
+        """A run with the parts for generating while training: the engine has its own thread and its own copy of the
         weights, to which each version is sent. Only the queue lets nothing run ahead."""
         spec = self._spec("async", *AHEAD)
         return self._run(replace(spec, data=replace(spec.data, max_staleness=0)))
@@ -182,9 +182,9 @@ class Lab:
         return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={checkpoint}"))
 
     def killed(self, after: int) -> Figures:
-        """The same in a process that is killed somewhere in the step after `after`, and resumed by another one."""
+        """A run in a process that is killed during the step after `after`, and resumed by another one."""
         folder, faults = self.folder / "killed", self.folder / "faults.json"
-        # However busy the machine is: it is not done before it is killed.
+        # The run is killed before it is done, however busy the machine is.
         faults.write_text(json.dumps([asdict(Fault("checkpoint.begun", rank=0, call=after + 1, action="sleep"))]))
         latest, wanted = folder / CHECKPOINTS / LATEST, f"step-{after:06d}"
         with self._process({VARIABLE: str(faults)}) as process:
@@ -204,8 +204,8 @@ class Lab:
 
     @contextmanager
     def _process(self, variables: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[bytes]"]:
-        """`distflow train` in a process of its own, which is killed afterwards. It imports what this one does.
-        variables: of its environment."""
+        """`distflow train` in a separate process, which is killed afterwards. It has this one's import path. variables:
+        of its environment."""
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         command = [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")]
         environment = {**os.environ, "PYTHONPATH": paths, **(variables or {})}
@@ -224,7 +224,7 @@ class Lab:
         return make_spec(load_config(self.preset, [*self.keys(name), *more]), say=lambda line: None)
 
     def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
-        """What the run prints goes to a file."""
+        """Run with output to a file."""
         with (self.folder / "runs.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
             outcome = launch(spec)
         if outcome is not None and outcome.signal is not None:

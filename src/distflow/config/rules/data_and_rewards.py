@@ -86,7 +86,7 @@ def prompts(config: Config) -> Iterator[Finding]:
 
 
 def functions(config: Config) -> Iterator[Finding]:
-    """There are reward functions, and their weights are not all 0, unless a reward model scores as well."""
+    """There are reward functions, and their weights are not all 0, unless a reward model scores too."""
     models = scoring_models(config.reward_model)
     key = "reward_model.models" if config.reward_model.models else "reward_model.model.path"
     if models and any(each.adv_estimator == "remax" for _, each in algorithms(config)):

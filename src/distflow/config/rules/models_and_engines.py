@@ -190,7 +190,7 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
 
 
 def sampling_of_server(config: Config) -> Iterator[Finding]:
-    """SGLang reports exact log-probs for temperature and top-k alone."""
+    """SGLang reports exact log-probs only for temperature and top-k."""
     rollout = config.actor_rollout_ref.rollout
     given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
     given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p

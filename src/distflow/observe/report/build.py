@@ -1,4 +1,4 @@
-"""Writes `report.html`: one file with everything inside, which opens offline and runs nothing but our own script."""
+"""Writes `report.html`: a self-contained file, which opens offline and runs only our own script."""
 
 import base64
 import hashlib
@@ -24,10 +24,10 @@ from distflow.observe.writing.run_folder import RunFolderError, is_ours
 from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 
 MAX_BYTES = 1_300_000
-"""Of a usual report: metrics, log and config are in it whatever they take, and samples fill the rest."""
+"""Size of a usual report: metrics, log and config are always included, and samples fill the rest."""
 
 MOST_BYTES = 5_000_000
-"""Of any report: where a folder holds more than a run writes, long texts and lists are cut until it fits."""
+"""Size of any report: if a folder holds more than a run writes, long texts and lists are cut until it fits."""
 
 HEAD = ("model", "data", "batch", "preset", "workers", "machine", "sandbox")
 HIDDEN = ("experiment", "title", "changed", "config")
@@ -42,10 +42,10 @@ SCRIPTS = ("text", "top", "curves", "figures", "step", "timeline", "domains", "r
 
 
 def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
-    """Write `report.html` into the run's folder and return its path; works while the run is going and after a crash.
+    """Write `report.html` into the run's folder and return its path; works during the run and after a crash.
 
-    data: what `report_data` found, where that is known. The report says which files are missing. Raises RunFolderError
-    if there is no such folder, or it is not a run's; UserError for a file that may not be read.
+    data: the result of `report_data`, if known. The report lists missing files. Raises RunFolderError if there is no
+    such folder, or it is not a run's; UserError for an unreadable file.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -61,8 +61,8 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
 
 
 def report_data(run_dir: Path) -> dict[str, Any]:
-    """Everything that the page shows, as JSON data; parts that are missing in the run's folder are empty. The samples
-    have the room that the rest leaves."""
+    """Everything that the page shows, as JSON data; parts missing in the run's folder are empty. Samples fill the space
+    that the rest leaves."""
     timeline = run_reader.read_timeline(run_dir)
     records, events = run_reader.read_metrics(run_dir, timeline), run_reader.read_events(run_dir, timeline)
     run, config = read_object(run_dir / "run.json", run_dir), run_reader.read_config(run_dir)
@@ -122,7 +122,7 @@ def _judgements(
     groups: Sequence[EventGroup],
     steps: Steps,
 ) -> list[Finding]:
-    """The most important first: how it ended, obstacles to learning, whether it learned, other findings, problems."""
+    """The findings, most important first: how it ended, obstacles to learning, whether it learned, others, problems."""
     if not steps:
         return [each for each in (end, Finding("unknown", "No step has been recorded yet.")) if each.text]
     if not max(steps) and accuracy:  # an evaluation, or a run that has only validated so far
@@ -130,7 +130,7 @@ def _judgements(
         return [finding for finding in judged if finding.text]
     hindered = [finding for finding in found if finding.hinders]
     others = [finding for finding in found if not finding.hinders]
-    # Of a reward that never moved `hindered` says more than "no clear change"; only validation problems add to that.
+    # For a reward that never moved, `hindered` says more than "no clear change"; only validation problems add to it.
     outcome = [summary_sentences.describe_learning(accuracy, steps)] if accuracy or not hindered else []
     if end.tone == "bad":  # after a failure, checks that passed or did not run do not matter
         outcome = [finding for finding in outcome if finding.tone != "unknown"]
@@ -141,7 +141,7 @@ def _judgements(
 def _sentences(
     judged: Sequence[Finding], steps: Steps, events: Sequence[Event], damage: Sequence[str]
 ) -> list[dict[str, str]]:
-    """What was judged, then audits, times, and lost lines."""
+    """The findings, then audits, times, and lost lines."""
     ordered = list(judged)
     if steps and max(steps):
         failed = summary_sentences.status(events)["word"] == "failed"
@@ -158,7 +158,7 @@ def _sentences(
 
 
 def _shrink(data: dict[str, Any], max_bytes: int) -> None:
-    """Cut what is largest, again and again, until all fits. Columns are left: their number is bounded."""
+    """Repeatedly cut the largest part until everything fits, except columns, whose number is bounded."""
     sizes = {name: samples.embedded_size(value) for name, value in data.items()}
     limits = dict.fromkeys(sizes, max_bytes)
     while sum(sizes.values()) > max_bytes:
@@ -175,7 +175,7 @@ def _failure(error: Event) -> dict[str, str]:
 
 
 def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
-    """The plain values of run.json, for people."""
+    """The plain values of run.json, as readable text."""
     shown = {key: value for key in keys if isinstance(value := run.get(key), str | int | float) and value != ""}
     return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items()]
 
@@ -205,8 +205,8 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
 
 
 def page(data: Mapping[str, Any]) -> bytes:
-    """The template filled in with what `report_data` found. Only the two scripts and the style with the hashes named in
-    the policy may act."""
+    """The template filled in with the result of `report_data`. Only the two scripts and the style with hashes in the
+    policy may run."""
     static = files("distflow.observe.report") / "static"
 
     def read(name: str) -> str:
@@ -235,7 +235,7 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:
-    """The sentences on top; the whole error follows the first, which says how the run ended."""
+    """The sentences at the top; the full error follows the first, which says how the run ended."""
     found = [
         f'<p class="{sentence["tone"]}">{_text(sentence["text"])}'
         + (f' <span class="advice">{_text(sentence["advice"])}</span>' if sentence["advice"] else "")
@@ -291,7 +291,7 @@ def _accuracy_tiles(accuracy: Accuracy) -> list[tuple[str, str, str]]:
 
 
 def _likely(accuracy: Accuracy, share: float) -> str:
-    """The interval of the accuracy, where it is a share of a known number."""
+    """The confidence interval of the accuracy, if it is a share of a known number."""
     if not accuracy.num_problems or not 0 <= share <= 1:
         return "on validation problems"
     low, high = charts.wilson(share, accuracy.num_problems)

@@ -1,6 +1,6 @@
-"""The charts of the report: each asks one question, and shows the metrics that settle it.
+"""The charts of the report: each asks one question, and shows the metrics that answer it.
 
-Also histograms of the training responses at the start of a run and at its end.
+Also histograms of training responses at the start and at the end of a run.
 """
 
 import json
@@ -30,8 +30,8 @@ _MAX_LINES = 8
 
 
 class ChosenChart(TypedDict):
-    """A chart as the page takes it, with the metrics that it shows. labels: of those whose name does not say enough.
-    colors: by metric, where a line has the same in several charts."""
+    """A chart in the page's form, with the metrics that it shows. labels: for names that are not clear enough. colors:
+    by metric, if a line has the same color in several charts."""
 
     question: str
     kind: Literal["line", "stack"]
@@ -47,8 +47,8 @@ _NUM_FIRST = 2
 def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -> tuple[list[ChosenChart], list[str]]:
     """The charts that have data, and the names that no chart shows.
 
-    A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all). by_domain: charts that
-    were chosen before; they come after those of the accuracy and the reward.
+    A metric is in the first chart that accepts it; a chart has at most 8 lines (a stack has all). by_domain: charts
+    already chosen; they come after those of accuracy and reward.
     """
     in_domain_charts = {name for chart in by_domain for name in chart["names"]}
     remaining = sorted(set(names) - in_domain_charts)
@@ -70,10 +70,10 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
 def set_constants_apart(
     charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
 ) -> tuple[list[ChosenChart], list[str], list[dict[str, object]]]:
-    """The charts with the lines that move, the other metrics that move, and name, value and unit of those that had one
-    value throughout, or were measured once: they need no picture.
+    """The charts with varying lines, the other varying metrics, and name, value and unit of those that were constant or
+    measured once: they need no chart.
 
-    A stack keeps all of its layers as long as one moves.
+    A stack keeps all of its layers as long as one varies.
     """
     still = {name for name, column in columns.items() if _is_constant(column)}
     moving: list[ChosenChart] = []
@@ -91,13 +91,13 @@ def set_constants_apart(
 
 
 def unit_of(name: str) -> str:
-    """As the report shows the metric."""
+    """The unit in which the report shows the metric."""
     metric = find_metric(name)
     return "" if metric is None else "GiB" if metric.unit == "bytes" else metric.unit
 
 
 def _is_constant(column: Sequence[float | str | None]) -> bool:
-    """Equal values, apart from rounding."""
+    """Whether values are equal, apart from rounding."""
     known = _known(column)
     numbers = [value for value in known if isinstance(value, float)]
     if len(numbers) < len(known):
@@ -119,11 +119,11 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
 
 
 def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """Columns for the charts, of at most `MAX_SERIES` metrics: `x`, the steps, and `y` by metric, one point a step.
+    """Columns for the charts, of at most `MAX_SERIES` metrics: `x`, the steps, and `y` by metric, one point per step.
 
-    With more than `max_points` steps (`thinned`), neighbours are put together such that each column keeps its least and
-    greatest value. None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was
-    measured. left_out: names of the other metrics.
+    With more than `max_points` steps (`thinned`), neighbours are merged such that each column keeps its minimum and
+    maximum. None means "not measured at this step"; the strings "NaN", "Infinity", "-Infinity" were measured. left_out:
+    names of the other metrics.
     """
     names = sorted({name for values in steps.values() for name in values})
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
@@ -140,7 +140,7 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
 
 
 def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
-    """The points of a bucket of steps: its least and greatest value in their order; a NaN is never hidden."""
+    """The points of a bucket of steps: its minimum and maximum, in order; a NaN is never hidden."""
     found = [(step, steps[step][name]) for step in bucket if name in steps[step]]
     if len(found) == 1:
         (step, value) = found[0]
@@ -166,7 +166,7 @@ def _point(value: float | None) -> float | str | None:
 
 
 def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
-    """Of the lengths and the rewards in training, and of the staleness if any response is stale, over the first and the
+    """Histograms of lengths and rewards in training, and of staleness if any response is stale, over the first and the
     last tenth of the steps, at most 5 each."""
     ends = _ends(run_dir, timeline)
     lengths = {name: _numbers(rows, "response_length") for name, rows in ends.items()}
@@ -182,10 +182,10 @@ def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Each of a few different values has a bin of its own; more share bins of one width, at most `MAX_BINS`.
+    """A few distinct values have a bin each; more share bins of equal width, at most `MAX_BINS`.
 
-    values: at least one, all finite, by the name of their part, such as early and late responses. Returns the bins in
-    words, and of each part the number of its values and their shares in the bins.
+    values: at least one, all finite, by the name of their part, e.g. early and late responses. Returns the bins'
+    labels, and for each part the number of its values and their shares in the bins.
     """
     different = sorted({value for part in values.values() for value in part})
     if len(different) <= _FEW_VALUES:
@@ -208,7 +208,7 @@ def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> d
 
 
 def _width(span: float, whole: bool) -> float:
-    """1, 2 or 5 times a power of ten, such that the bins suffice; 1 or more for whole numbers."""
+    """The bin width: 1, 2 or 5 times a power of ten, such that the bins suffice; at least 1 for whole numbers."""
     least = span / (MAX_BINS - 1)
     power = 10.0 ** math.floor(math.log10(least))
     width = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
@@ -222,7 +222,7 @@ def _range(start: float, width: float, whole: bool) -> str:
 
 
 def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]:
-    """The responses of the first and of the last steps, by the name of those steps; of all where there are few."""
+    """The responses of the first and of the last steps, by the name of those steps; of all if there are few."""
     steps = sample_steps(run_dir)
     size = min(max(len(steps) // 10, 1), _MAX_STEPS)
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
@@ -235,7 +235,7 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
 
 
 def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
-    """In steps; the step that is counted from 1 trains weights of the version before it."""
+    """The row with its staleness in steps; a step, counted from 1, trains weights of the version before it."""
     versions = row.get("versions")
     known = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
     return {**row, _STALENESS: step - 1 - min(known)} if known else row
@@ -252,7 +252,7 @@ def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
 def wilson(share: float, number: float) -> tuple[float, float]:
     """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158, 1927).
 
-    Unlike the normal one it stays within [0, 1], and has a width at shares of 0 and 1.
+    Unlike the normal interval it stays within [0, 1], and has a width at shares of 0 and 1.
     """
     squared = Z_95 * Z_95 / number
     middle = (share + squared / 2) / (1 + squared)
@@ -265,7 +265,7 @@ def error_bars(
 ) -> dict[str, list[list[float] | None]]:
     """An interval for each value of the columns `val_correct/DOMAIN/...`, None if there is no share.
 
-    trials: the validation problems of each domain, "all" among them. Several responses to a problem are one trial.
+    trials: the number of validation problems by domain and of "all". Several responses to a problem are one trial.
     """
     bars: dict[str, list[list[float] | None]] = {}
     for name, values in columns.items():

@@ -1,7 +1,7 @@
 """The domains of a run: a row for each, and curves labelled by domain and by part of the reward.
 
-`reward/PART/mean` is a part over all domains, `reward/DOMAIN/PART` that part in one: where a domain is called like a
-part only the labels tell them apart.
+`reward/PART/mean` is a part over all domains, `reward/DOMAIN/PART` that part in one: if a domain has the name of a
+part, only the labels tell them apart.
 """
 
 import math
@@ -26,10 +26,10 @@ class _Names(NamedTuple):
 
 
 def domain_table(steps: Steps) -> list[dict[str, Any]]:
-    """A row for each domain, at most `MAX_ROWS`; none where there are not two.
+    """A row for each domain, at most `MAX_ROWS`; empty without at least two.
 
     share: of all groups that were trained on. reward: over the first and the last tenth of the steps; accuracy, best:
-    at the first and the last validation, `best` being pass@k of the largest k. calls: of reward functions in training;
+    at the first and the last validation; `best` is pass@k for the largest k. calls: of reward functions in training;
     errors, timeouts: of these. dropped: groups by reason. None: not measured.
     """
     found: dict[str, list[float]] = {}
@@ -44,7 +44,7 @@ def domain_table(steps: Steps) -> list[dict[str, Any]]:
 
 
 def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
-    """One for each question on which domains differ, of at most `MAX_LINES` lines; none without two domains."""
+    """A chart for each question on which domains differ, of at most `MAX_LINES` lines; none without two domains."""
     names = _find(columns)
     domains = names.domains
 
@@ -79,8 +79,7 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
 
 
 def domain_docs(columns: Iterable[str]) -> dict[str, str]:
-    """Descriptions of the means of rewards, as names such as `reward/code/code` are ambiguous. None without two
-    domains."""
+    """Descriptions of mean rewards, since names such as `reward/code/code` are ambiguous. Empty without two domains."""
     names = _find(columns)
     docs = {f"reward/{part}/mean": f"mean of the part {part} of the reward, over all domains" for part in names.parts}
     for domain, parts in names.of_domain.items():
@@ -90,7 +89,7 @@ def domain_docs(columns: Iterable[str]) -> dict[str, str]:
 
 
 def _find(names: Iterable[str]) -> _Names:
-    """Empty where there are not two domains."""
+    """The names in the metrics; empty without two domains."""
     known = sorted(set(names))
     found = {match[1] for name in known if (match := re.fullmatch(r"(?:domains/(.+)/groups)", name))}
     found |= {match[1] for name in known if (match := re.fullmatch(r"val_correct/(.+)/mean", name))} - {"all"}
@@ -98,7 +97,7 @@ def _find(names: Iterable[str]) -> _Names:
     if len(domains) < 2:
         return _Names([], [], {})
     of_domain: dict[str, list[str]] = {domain: [] for domain in domains}
-    # A part called "mean" is one of all domains too; else DOMAIN/mean is the part that is called like the domain.
+    # A part called "mean" is one of all domains too; else DOMAIN/mean is the part with the name of the domain.
     tails = {_SCORE, *(() if "reward/mean/mean" in known else ("mean",))}
     longest_first = sorted(domains, key=len, reverse=True)
     in_domains = set()
@@ -112,7 +111,7 @@ def _find(names: Iterable[str]) -> _Names:
 
 
 def _parts_of(domain: str, names: _Names, columns: Mapping[str, Column]) -> dict[str, str]:
-    """None if the only part is the whole reward."""
+    """Metrics of the parts in a domain; empty if the only part is the whole reward."""
     whole = f"reward/{domain}/{_SCORE}"
     labels = {f"reward/{domain}/{part}": part for part in names.of_domain[domain]}
     if len(labels) == 1 and [columns[name] for name in labels] == [columns.get(whole)]:
@@ -121,7 +120,7 @@ def _parts_of(domain: str, names: _Names, columns: Mapping[str, Column]) -> dict
 
 
 def _at_k(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
-    """The largest k only, as `pass@8`; pass@1 is the accuracy."""
+    """Only the largest k, e.g. `pass@8`; pass@1 is the accuracy."""
     found = [
         (int(m[1]), name) for name in names if (m := re.fullmatch(rf"val_correct/{re.escape(domain)}/pass@(\d+)", name))
     ]
@@ -161,6 +160,6 @@ def _ends(values: Sequence[float]) -> list[float] | None:
 
 
 def _tenths(values: Sequence[float]) -> list[float] | None:
-    """Means of the first and of the last tenth; one of them where there is one value."""
+    """Means of the first and of the last tenth; only one if there is one value."""
     size = max(len(values) // 10, 1)
     return _ends([sum(part) / len(part) for part in (values[:size], values[-size:])][: len(values)]) if values else None

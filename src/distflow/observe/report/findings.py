@@ -1,6 +1,6 @@
-"""Findings on a run's numbers, in words: the most important ones first, with the key to change.
+"""Findings on a run's numbers, in words: most important first, with the key to change.
 
-Also which side waits for the other when rollout and training overlap.
+Also which side waits for the other if rollout and training overlap.
 """
 
 import math
@@ -18,12 +18,12 @@ MANY_CUT = 0.1
 MANY_EQUAL = 0.5
 MANY_STEPS = 8
 MUCH, LITTLE = 0.3, 0.15
-"""Shares of the time above which idleness is reported, and below which it counts as none."""
+"""Shares of the time above which idleness is reported, and below which it does not count."""
 _MAX_SHOWN, _MAX_FILES = 300, 10
 
 
 def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> list[Finding]:
-    """The findings that apply; none if nothing is remarkable. config: as in config.yaml, empty if unknown."""
+    """The findings that apply; empty if nothing is remarkable. config: as in config.yaml, empty if unknown."""
     found = [
         constant_reward(steps, config) or no_update(steps),
         accuracy_counts_nothing(steps),
@@ -74,7 +74,7 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
 
 
 def no_update(steps: Steps) -> Finding | None:
-    """A run whose optimizer steps changed nothing: of two steps or fewer a schedule may be the reason."""
+    """A run whose optimizer steps changed nothing; with at most two steps a schedule may be the reason."""
     for role in ("actor", "sft", "rm"):
         norms, rates = (known_values(steps, f"{role}/{name}") for name in ("grad_norm", "lr"))
         nothing = f"Nothing was learned in all {_count(len(norms), 'step')}"
@@ -88,7 +88,7 @@ def no_update(steps: Steps) -> Finding | None:
 
 
 class LiveFindings:
-    """What hinders a run while it goes on, in words, each once: over its last steps."""
+    """Findings during a run, over its last steps, each reported once."""
 
     def __init__(self, config: Mapping[str, JSON]) -> None:
         self._config = config
@@ -102,7 +102,7 @@ class LiveFindings:
             return []
         found = {
             f"steps {min(recent)} to {step}": constant_reward(recent, self._config) or no_update(recent),
-            f"after step {step}": truncation(recent, self._config),  # of the last quarter, as it says itself
+            f"after step {step}": truncation(recent, self._config),  # it says itself that it covers the last quarter
         }
         new = {
             when: each
@@ -114,7 +114,7 @@ class LiveFindings:
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:
-    """An accuracy of 0 that says nothing: the rewards tell responses apart, but none is a full 1."""
+    """A meaningless accuracy of 0: the rewards tell responses apart, but none is a full 1."""
     accuracies, highest = known_values(steps, "val_correct/all/mean"), known_values(steps, "reward/max")
     if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < RIGHT:
         return None
@@ -127,7 +127,7 @@ def accuracy_counts_nothing(steps: Steps) -> Finding | None:
 
 
 def equal_groups(steps: Steps) -> Finding | None:
-    """Groups in which no response was better than another. What `constant_reward` says is not said again."""
+    """Groups in which no response was better than another; does not repeat `constant_reward`."""
     shares = known_values(steps, "reward/frac_reward_zero_std")
     late = _mean(_last_quarter(shares)) if shares else 0.0
     highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
@@ -167,7 +167,7 @@ def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding
 
 
 def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    """How often sampled responses are correct beside greedy ones; with nothing sampled there, training's stand in."""
+    """How often sampled responses are correct compared with greedy ones; if none were sampled, training's are used."""
     validated = {step: values for step, values in steps.items() if "val_correct/all/mean" in values}
     if not validated:
         return None
@@ -228,7 +228,7 @@ def _finite(value: float) -> float:
 
 
 def _at(config: Mapping[str, JSON], *names: str) -> JSON:
-    """The value of a dotted key, None if the config has not got it."""
+    """The value of a dotted key; None if the config lacks it."""
     value: JSON | Mapping[str, JSON] = config
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -253,8 +253,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def idle_sides(activity: RunActivity, config: Mapping[str, JSON]) -> list[Finding]:
-    """Over the last quarter of the steps, four at least, in which groups were still begun: at the end of a run none is
-    left to generate. Nothing of a synchronous run, where one side always waits."""
+    """Idle sides over the last quarter of the steps, at least four, in which groups still started, since none are left
+    at the end of a run. Empty for a synchronous run, where one side always waits."""
     staleness = _at(config, "async", "max_staleness")
     last_start = max((s.start for part in activity.spans.values() for s in part if s.kind == "group"), default=0.0)
     times = sorted(t for t in activity.taken_at.values() if t <= last_start)

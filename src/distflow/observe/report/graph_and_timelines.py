@@ -1,7 +1,6 @@
-"""How steps run: the pipeline as a graph, from plan.json, and timelines of the activities and waits of rollout loop and
-training loop, from the run's spans and ledger. Also some steps as a Chrome trace, which ui.perfetto.dev and
-chrome://tracing open: a process for each worker of the run, a track for each lane of its spans, and counters of its
-speeds and tokens."""
+"""How steps run: the pipeline as a graph, from plan.json, and timelines of the activities and waits of rollout and
+training loop, from the run's spans and ledger. Also exports steps as a Chrome trace for ui.perfetto.dev and
+chrome://tracing: a process per worker, a track per lane of its spans, and counters of speeds and tokens."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from distflow.observe.run_reader import MetricsRecord, read_spans
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"
-"""Name of spans of decoding for training."""
+"""The name of spans of decoding for training."""
 
 MAX_NODES = 100
 MAX_SPANS = 300
@@ -32,8 +31,8 @@ _STEP = re.compile(r"step (\d+)")
 
 @dataclass(frozen=True)
 class RunActivity:
-    """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a
-    group's tokens. taken_at: when a step was taken off the sample queue. decodes: whether decoding was recorded."""
+    """spans: by side. trained_at: the step that trained on a group. oldest: the lowest weight version of a group's
+    tokens. taken_at: when a step was taken from the sample queue. decodes: whether decoding was recorded."""
 
     spans: Mapping[str, Sequence[Span]]
     trained_at: Mapping[int, int]
@@ -42,8 +41,8 @@ class RunActivity:
     decodes: bool
 
     def staleness(self, group: Span) -> int | None:
-        """Versions between the oldest weights that drew a token of a group (or those that it began with, where that is
-        not known) and those that its step began with; None if none trained on it, or on another attempt."""
+        """Versions between the oldest weights that drew a token of a group (or, if unknown, those that it began with)
+        and those that its step began with; None if no step trained on it, or on another attempt."""
         if group.group_id is None or group.group_id not in self.trained_at or group.what != "complete":
             return None
         version = self.oldest.get(group.group_id, group.version)
@@ -56,20 +55,20 @@ class RunActivity:
         )
 
     def decoded(self, start: float, end: float) -> float:
-        """The seconds in which an engine decoded for training; of several engines their mean."""
+        """The seconds in which an engine decoded for training; the mean over several engines."""
         decoding = [[s for s in part if s.kind == "decode"] for part in self.spans.values()]
         engines = [[s for s in spans if s.what == TRAINING] for spans in decoding if spans]
         return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
 
     def ran(self, start: float, end: float) -> float:
-        """The seconds in which the run went on, without validations and saves, when both sides are idle."""
+        """The seconds of the run without validations and saves, during which both sides are idle."""
         phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]
         idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
         return _covered(phases, start, end) - _covered(idle, start, end)
 
 
 def read_activity(run_dir: Path) -> RunActivity:
-    """Of as much of the run as the ends of its files hold."""
+    """The activity of as much of the run as its files' ends hold."""
     spans = read_spans(run_dir)
     waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
     taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
@@ -85,7 +84,7 @@ def read_activity(run_dir: Path) -> RunActivity:
 
 
 def _covered(spans: Iterable[Span], start: float, end: float) -> float:
-    """Seconds of a stretch of time that spans cover, those that overlap counted once."""
+    """Seconds of a stretch of time that spans cover, counting overlaps once."""
     total, until = 0.0, start
     for span in sorted(spans, key=lambda span: span.start):
         total += max(min(span.end, end) - max(span.start, until), 0.0)
@@ -94,14 +93,14 @@ def _covered(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 Bar = tuple[float, float, str, int | None, float | None]
-"""Start and end in seconds since the window began, and what it is. For a group the steps by which it was stale when it
-was trained on, and when that was; for decoding the version of the weights; else None."""
+"""Start and end in seconds since the window began, and a description. For a group, its staleness when trained on, and
+when that was; for decoding, the version of the weights; else None."""
 
 
 StepTimeline = dict[str, Any]
-"""first, last: its steps. why: they are shown. lanes: of bars, with the kind of their spans. steps, synced: when each
-step ended, and when weights were synced, with the number of their step. paused: when validations ran. notes: sentences
-on it."""
+"""first, last: its steps. why: the reason to show them. lanes: of bars, with the kind of their spans. steps, synced:
+when each step ended, and when weights were synced, with the step's number. paused: when validations ran. notes:
+sentences on it."""
 
 
 class _Step(NamedTuple):
@@ -112,9 +111,9 @@ class _Step(NamedTuple):
 
 
 def timelines(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
-    """Of the last steps together, of a usual step, the slowest one and the last one; none where nothing was timed.
+    """Timelines of the last steps together, of a typical step, the slowest and the last; empty if nothing was timed.
 
-    records: that survive.
+    records: the surviving ones.
     """
     steps = _timed(activity, records)
     if not steps:
@@ -139,13 +138,13 @@ def _timed(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[_Ste
     return [
         _Step(record.step, record.t - seconds, record.t, record.restart)
         for i, (record, seconds) in enumerate(timed)
-        # Of a step whose spans were lost there is nothing to draw; the first one begins with a start that has none.
+        # There is nothing to draw for a step whose spans were lost; the first one begins with a start that has none.
         if record.t - (seconds / 2 if i else 0.0) >= earliest
     ]
 
 
 def _last(activity: RunActivity, steps: Sequence[_Step]) -> list[_Step]:
-    """As many as their groups can be drawn of, at least two and at most `MAX_STEPS`, since the run was last resumed."""
+    """The last steps since the last resume, as many as have drawable groups, at least two and at most `MAX_STEPS`."""
     part = [step for step in steps if step.restart == steps[-1].restart][-MAX_STEPS:]
     starts = [span.start for spans in activity.spans.values() for span in spans if span.kind == "group"]
     while len(part) > 2 and sum(part[0].start <= start < part[-1].end for start in starts) > MAX_SPANS:
@@ -217,27 +216,27 @@ def by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[
 
 
 def _idle(waits: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """The waits in which none of the actor's groups ran all the time: it only waited to start another one."""
+    """The waits in which no group of the actor ran all the time; otherwise it only waited to start another one."""
     groups = [span for span in spans if span.kind == "group"]
     return [wait for wait in waits if not any(g.start <= wait.start and wait.end <= g.end for g in groups)]
 
 
 def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
-    """Every so many of the groups, such that they can be drawn."""
+    """Every n-th group, so that they can be drawn."""
     every = -(-len(groups) // MAX_SPANS) or 1
     in_order = sorted(groups, key=lambda span: (span.start, -1 if span.group_id is None else span.group_id))
     return in_order[::every], every
 
 
 def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """Those that are long enough to be seen, by their start; of two that begin together the longer one first, so that a
-    span within another is drawn on top of it."""
+    """Spans that are long enough to be visible, by start; on a tie the longer one first, so that a span within another
+    is drawn on top of it."""
     seen = sorted((span for span in spans if span.end - span.start >= least_s), key=lambda span: span.start - span.end)
     return sorted(seen[:MAX_SPANS], key=lambda span: (span.start, -span.end))
 
 
 def _until(activity: RunActivity, span: Span) -> float:
-    """When a group left the sample queue to be trained on; of other spans their end."""
+    """When a group left the sample queue to be trained on; for other spans, their end."""
     is_done = span.kind == "group" and span.what == "complete"
     step = activity.trained_at.get(span.group_id) if is_done and span.group_id is not None else None
     return max(span.end, activity.taken_at.get(step, span.end)) if step is not None else span.end
@@ -251,10 +250,10 @@ def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
 
 
 def pipeline_graph(run_dir: Path, steps: Steps) -> list[dict[str, Any]]:
-    """The nodes of plan.json; empty where it has none, or they are no graph.
+    """The nodes of plan.json; empty if it has none, or they do not form a graph.
 
-    deps: nodes that it directly follows, without those that it follows by way of others. layer: how many nodes lie on
-    the longest way to it. seconds: the mean of its phase a step, None where that was not timed.
+    deps: nodes that it directly follows, without transitive ones. layer: the number of nodes on the longest path to it.
+    seconds: the mean time of its phase per step; None if not timed.
     """
     listed = read_object(run_dir / "plan.json", run_dir).get("nodes")
     found = [node for node in (listed if isinstance(listed, list) else []) if isinstance(node, dict)]
@@ -290,7 +289,7 @@ def _node(node: Mapping[str, JSON], steps: Steps) -> dict[str, Any]:
 
 _NUM_LAST = 5
 _Json = dict[str, Any]
-_Windows = Mapping[int, tuple[float, float]]  # when steps began and ended
+_Windows = Mapping[int, tuple[float, float]]  # by step: when it began and ended
 
 
 def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, int]:
@@ -326,13 +325,13 @@ def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, in
 
 
 def _event(phase: str, name: str, start: float, end: float | None = None, **fields: Any) -> _Json:
-    """Of the trace, in microseconds."""
+    """An event of the trace, in microseconds."""
     length = {} if end is None else {"dur": round((end - start) * 1e6)}
     return {"ph": phase, "name": name, "ts": round(start * 1e6), "pid": 0, "tid": 0, **length, **fields}
 
 
 def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir: Path) -> _Windows:
-    """Of the wanted steps. spans: of the trainer that leads. last: step of the run, None if it did not end well."""
+    """The windows of the wanted steps. spans: of the leading trainer. last: the run's last step; None if it failed."""
     known = dict[int, tuple[float, float]]()
     for step, span in ((span.step or 0, span) for span in spans if span.kind == "phase"):
         if 0 < step <= (last or step):
@@ -350,7 +349,7 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
 
 
 def _titled(actor: str, spans: Sequence[Span]) -> Iterator[tuple[int, str, Span]]:
-    """Each span with its worker and the title of its track: several where spans overlap (but for phases)."""
+    """Each span with its worker and the title of its track: several if spans other than phases overlap."""
     name, _, part = actor.rpartition("-") if re.search(r"-[0-9]{1,6}$", actor) else (actor, "", "0")
     for (kind, lane), own in by_lane(name, spans).items():
         ends: list[tuple[float, int]] = []
@@ -362,7 +361,7 @@ def _titled(actor: str, spans: Sequence[Span]) -> Iterator[tuple[int, str, Span]
 
 
 def _counters(run_dir: Path, metrics: Sequence[reader.MetricsRecord], windows: _Windows) -> Iterator[_Json]:
-    """The speeds of each step from its begin on, and the tokens of all groups that were completed so far."""
+    """The speeds of each step from its start on, and the tokens of all groups completed so far."""
     for step, values in ((each.step, each.values) for each in metrics if each.kind == "train" and each.step in windows):
         for name in (name for name in values if name.startswith("throughput/")):
             yield _event("C", name, windows[step][0], args={name: values[name]})

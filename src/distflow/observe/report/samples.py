@@ -1,4 +1,4 @@
-"""The samples in the report: responses with long texts cut, whole groups thinned to fit; validation compared."""
+"""The samples in the report: responses with long texts cut, thinned by whole groups to fit; validations compared."""
 
 import math
 from collections import Counter
@@ -23,9 +23,9 @@ _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reaso
 
 
 def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
-    """The keys that the report shows, with long texts cut in their middle (the end holds the final answer).
+    """The keys that the report shows, with long texts cut in the middle (the end holds the final answer).
 
-    The score of a reward error is left out, and so is what is empty.
+    The score of a reward error and empty values are omitted.
     """
     shown = {key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
     shown |= {"remarks": cut(run_reader.remarks(row), max_text), "failure": run_reader.failure(row)}
@@ -45,13 +45,13 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
 
 
 def embedded_size(value: object) -> int:
-    """Its bytes in the page, where "<" is an escape."""
+    """The value's size in the page in bytes, with "<" escaped."""
     text = encode(value)
     return len(text) + 5 * text.count(b"<")
 
 
 def cut(value: object, max_text: int, max_entries: int = 50) -> object:
-    """Texts of at most about `max_text` characters, lists and mappings of at most `max_entries`."""
+    """The value with texts cut to about `max_text` characters, lists and mappings to `max_entries`."""
     if isinstance(value, str) and len(value) > max_text:
         half = max_text // 2
         return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
@@ -64,15 +64,15 @@ def cut(value: object, max_text: int, max_entries: int = 50) -> object:
 
 
 SampleGroup = dict[str, Any]
-"""The responses to one prompt in one step or validation: everything of it that the sample file held."""
+"""The responses to one prompt in one step or validation: everything about it in the sample file."""
 
 
 def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -> dict[str, object]:
-    """Whole groups of responses, with the numbers of groups and responses in the files that were looked into.
+    """Whole groups of responses, with the numbers of groups and responses in the files read.
 
-    From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many groups of each as
-    fit into its share of `max_bytes`, the texts of large ones cut for that: a few with reward errors, then evenly
-    chosen ones of each domain.
+    Takes at most `MAX_STEPS` steps of each split, evenly spaced including the first and the last, and of each as many
+    groups as fit into its share of `max_bytes`, cutting the texts of large ones: a few with reward errors, then evenly
+    spaced ones of each domain.
     """
     files = {split: run_reader.sample_steps(run_dir, split) for split in (*run_reader.sample_splits(run_dir), DROPPED)}
     most = min(MAX_STEPS, max(_MAX_FILES // len(files), 1))
@@ -106,7 +106,7 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
 def sample_groups(
     rows: Sequence[Mapping[str, object]], step: int, split: str, max_text: int = MAX_TEXT
 ) -> list[SampleGroup]:
-    """The rows of a file by prompt group, as their `uid` says ("17-3" is response 3 of group 17), else by prompt."""
+    """The rows of a file by prompt group according to `uid` ("17-3" is response 3 of group 17), else by prompt."""
     groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
     for row in rows:
         name, dash, number = str(row.get("uid", "")).rpartition("-")
@@ -129,7 +129,7 @@ def sample_groups(
 
 
 def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Positions of groups that fit together, ascending: failures are rare, and would seldom be among evenly chosen."""
+    """Positions of groups that fit together, ascending: first failures, which are rare, then evenly spaced ones."""
     by_domain = sorted(range(len(groups)), key=lambda i: str(groups[i]["domain"]))
     failed = [i for i in by_domain if any("failure" in response for response in groups[i]["responses"])][:_FAILED_FIRST]
     if sum(sizes[i] for i in failed) > max_bytes // 2:
@@ -140,7 +140,7 @@ def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int)
 
 
 def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Evenly spread positions of parts that fit together, or of one."""
+    """Evenly spaced positions of parts that fit together, at least one."""
     number = len(sizes)
     while number > 1 and sum(sizes[i] for i in evenly(range(len(sizes)), number)) > max_bytes:
         number = max(number * 3 // 4, 1)
@@ -148,7 +148,7 @@ def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:
 
 
 def evenly(items: Sequence[int], number: int) -> list[int]:
-    """At most `number` of the items, evenly spread, the first and the last among them."""
+    """At most `number` of the items, evenly spaced, including the first and the last."""
     if len(items) <= number:
         return list(items)
     if number == 1:
@@ -160,8 +160,8 @@ def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, 
     """The same validation problems at the first and the last validation that kept samples; None without two.
 
     Problems are matched by prompt and ground truth; a problem with several responses has the mean of their scores; one
-    without any score, then or now, is neither better nor worse (`num_unscored`). Examples: improved ones first, then
-    worse and unchanged ones, so that one of each is among them if there is one.
+    without a score at either time is neither better nor worse (`num_unscored`). Examples: improved ones first, then
+    worse and unchanged ones, at least one of each if possible.
     """
     splits = [split for split in run_reader.sample_splits(run_dir) if split.startswith("val")]
     ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _end_steps(run_dir, split, timeline)) > 1]
@@ -192,7 +192,7 @@ def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, 
 
 
 def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]:
-    """How many different problems the first validation that kept samples had: in "all", and of each domain."""
+    """The number of distinct problems in the first validation that kept samples: of "all", and of each domain."""
     counts: Counter[str] = Counter()
     for split in run_reader.sample_splits(run_dir):
         steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
@@ -223,7 +223,7 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, str], list[d
 
 
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
-    """How correct the responses are, without penalties (`acc`), else their scores. None without a score."""
+    """The mean correctness of the responses, without penalties (`acc`), else the mean score. None without a score."""
     scored = [row for row in rows if not row.get("errors")]
     scores = [score for row in scored if isinstance(score := row.get("acc", row.get("score")), float)]
     return sum(scores) / len(scores) if scores else None

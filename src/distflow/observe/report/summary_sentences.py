@@ -1,4 +1,4 @@
-"""The sentences of the report: did it learn, did anything go wrong, where did the time go."""
+"""The sentences of the report: whether the run learned, what went wrong, where the time went."""
 
 import math
 import re
@@ -16,14 +16,14 @@ Tone = Literal["good", "bad", "flat", "unknown"]
 Steps = Mapping[int, Mapping[str, float]]
 
 _MAX_GROUPS = 200
-_SMALL_SHARE = 0.01  # of the time: phases below it are named together
+_SMALL_SHARE = 0.01  # of the time: phases below it are summarised
 PROBLEM_KINDS = ("error", "warning", "finding")
 ACCURACY = "val_correct/all/mean"
 REWARD = "reward/mean_score"
 
 
 class Finding(NamedTuple):
-    """A sentence of the report. advice: what to do about it, or "". hinders: it kept the run from learning anything."""
+    """A sentence of the report. advice: what to do about it, or "". hinders: it prevented the run from learning."""
 
     tone: Tone
     text: str
@@ -32,9 +32,9 @@ class Finding(NamedTuple):
 
 
 class EventGroup(TypedDict):
-    """Events of one kind with equal messages, as the page takes them.
+    """Events of one kind with equal messages, in the page's form.
 
-    first, last: their steps, None if the event had none. fields: of the last one. rolled_back: whether all are.
+    first, last: their steps; None if the events had none. fields: of the last one. rolled_back: whether all are.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class EventGroup(TypedDict):
 class Accuracy:
     """Accuracy on validation problems over the run: (step, value) points.
 
-    before_training: the first point was measured before any update. num_problems: how many; None where unknown.
+    before_training: the first point was measured before any update. num_problems: None if unknown.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Accuracy:
         return max(self.points, key=lambda point: (point[1], -point[0]))
 
     def noise(self) -> float | None:
-        """Two standard errors of the change, as of independent problems; None where that number is not known."""
+        """Two standard errors of the change, assuming independent problems; None if their number is unknown."""
         ends = (self.points[0][1], self.points[-1][1])
         if not self.num_problems or not all(0 <= value <= 1 for value in ends):
             return None
-        # One problem either way is below what can be told apart, however certain the shares look.
+        # One problem either way is within the noise, however certain the shares look.
         variance = sum(value * (1 - value) for value in ends) / self.num_problems
         return max(2 * math.sqrt(variance), 1 / self.num_problems)
 
@@ -89,8 +89,7 @@ def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) ->
 
 
 def accuracies(records: Sequence[MetricsRecord]) -> tuple[float | None, float | None]:
-    """The accuracy before the first step and at the last validation after a step, each None if it was not
-    measured."""
+    """The accuracy before the first step and at the last validation after a step; None if not measured."""
     found = find_accuracy(records, None)
     if found is None:
         return None, None
@@ -110,7 +109,7 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
 
 
 def describe_accuracy(accuracy: Accuracy) -> Finding:
-    """Before any training."""
+    """A finding on the accuracy before any training."""
     problems = f"{accuracy.num_problems:,} validation problems" if accuracy.num_problems else "the validation problems"
     return Finding("flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing was trained.")
 
@@ -134,7 +133,7 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
 
 
 def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Steps) -> Finding:
-    """Compares the first and the last tenth of the steps (at least 2), with the spread inside the two."""
+    """Compares the first and the last tenth of the steps (at least 2), relative to their spread."""
     size = min(max(len(values) // 10, 2), 50)
     first, last = values[:size], values[-size:]
     before, after = sum(first) / size, sum(last) / size
@@ -156,7 +155,7 @@ def known_values(steps: Steps, name: str) -> list[float]:
 
 
 def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
-    """Counts of problems; `groups` are those of `group_events`."""
+    """Counts of problems. groups: of `group_events`."""
     numbers = {kind: sum(group["count"] for group in groups if group["kind"] == kind) for kind in PROBLEM_KINDS}
     numbers["skipped update"] = round(sum(known_values(steps, "actor/skipped")))
     counts = [count_of(number, name) for name, number in numbers.items() if number]
@@ -170,13 +169,13 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
 
 
 def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
-    """The fields of the audits, without those of steps that were rolled back."""
+    """The fields of audits, without those of rolled-back steps."""
     return [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
 
 
 def describe_audits(events: Sequence[Event]) -> Finding:
-    """Which checks the audits passed, how often, in audited steps and in looks at others, and which they could not
-    make, with the reason."""
+    """Which checks passed, how often, in audited steps and in looks at others, and which could not be made, with the
+    reason."""
     audits = audited(events)
     if not audits:
         text = "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
@@ -201,7 +200,7 @@ def describe_audits(events: Sequence[Event]) -> Finding:
 
 
 def time_sentence(steps: Steps) -> str:
-    """How many steps, how long, and the share of each phase; small ones together."""
+    """The number of steps, their time, and the share of each phase, with small ones combined."""
     total = sum(values.get("timing_s/step", 0.0) for values in steps.values())
     phases: dict[str, float] = {}
     for values in steps.values():
@@ -221,7 +220,7 @@ def time_sentence(steps: Steps) -> str:
 
 
 def group_events(events: Sequence[Event]) -> list[EventGroup]:
-    """Warnings, errors and findings with equal messages put together, errors first, then by number."""
+    """Warnings, errors and findings, grouped by message; errors first, then by number."""
     equal: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.kind in PROBLEM_KINDS:
@@ -242,7 +241,7 @@ def group_events(events: Sequence[Event]) -> list[EventGroup]:
 
 
 def status(events: Sequence[Event]) -> dict[str, str]:
-    """How the run stands, from its last start and end: a word, and a sentence where there is more to say."""
+    """The run's status from its last start and end: a word, and a sentence if there is more to say."""
     ends = [event for event in events if event.kind in ("start", "end")]
     if not ends:
         return {"word": "unknown", "detail": "the folder has no start event"}
@@ -262,9 +261,9 @@ def failure(events: Sequence[Event]) -> Event | None:
 
 
 def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float) -> Finding:
-    """How the run ended where it did not just finish; "" where it did.
+    """How the run ended; "" if it simply finished.
 
-    planned: its steps, None where unknown. written: when it recorded something last, in seconds since the epoch.
+    planned: its steps; None if unknown. written: when it last recorded something, in seconds since the epoch.
     """
     done = max((step for step, values in steps.items() if "timing_s/step" in values), default=0)
     of = f" of {planned:,}" if isinstance(planned, int) else ""

@@ -1,7 +1,7 @@
-"""The owner and the writers of a folder, which a run takes if it is new, empty or a run's, and no other; and the writer
-of a run's folder. `run_reader` reads it; `docs/observe.md` describes every file.
+"""Ownership of a run's folder, which must be new, empty or a run's, and its writer. `run_reader` reads it;
+`docs/observe.md` describes every file.
 
-Also moves an earlier run of the folder aside, whole, into `earlier/N`.
+Also moves an earlier run in the folder as a whole into `earlier/N`.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ from distflow.observe.metrics import nest
 from distflow.observe.sanitized_output import escape_control
 
 WRITER: Final = ".writer"
-"""Locked by who writes: byte 0 by the process that started the run, which it names, byte 1 by those that joined. Who
-opens and closes it gives a lock of the same process up: it is not looked into."""
+"""The lock file: byte 0 is locked by the process that started the run, which the file names, byte 1 by those that
+joined. It is not read by its owner, since closing it would release the process's lock."""
 
 MARK: Final = ".distflow-run"
-"""Says that the folder is a run's."""
+"""Marks the folder as a run's."""
 
 FILES: Final = (
     *("run.json", "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html"),
@@ -47,21 +47,21 @@ _OTHER: Final = "set trainer.default_local_dir or trainer.experiment_name to ano
 
 
 class RunFolderError(UserError):
-    """The run's folder cannot be used: it is somebody's, another run writes to it, or it is no folder."""
+    """The run's folder cannot be used: it is not a run's, another run writes to it, or it is not a folder."""
 
 
 _locks: dict[Path, int] = {}
 """The open `WRITER` of each folder that this process has locked."""
-os.register_at_fork(after_in_child=_locks.clear)  # which has no lock
+os.register_at_fork(after_in_child=_locks.clear)  # a fork has no lock
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[str]:
-    """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed. It is a
-    record lock, not `flock`: a forked worker that outlives us must not hold it for us.
+    """Hold a lock while writing, since two writers would mix their lines. The system frees it if we are killed. It is a
+    record lock, not `flock`, so that a forked worker that outlives us does not hold it.
 
-    Claims nest within this process. Files that it creates meanwhile, anywhere, are for their owner alone. Yields who
-    has claimed it. Raises RunFolderError, with nothing changed, where another writes or the folder is somebody's.
+    Claims nest within this process. Files that it creates meanwhile, anywhere, are private to their owner. Yields the
+    claimer's name. Raises RunFolderError, with nothing changed, if another process writes, or it is not a run's.
     """
     key = path.absolute()
     if key in _locks:
@@ -79,8 +79,8 @@ def claimed(path: Path) -> Iterator[str]:
 
 
 def join(path: Path, owner: str) -> None:
-    """Write for `owner` until this process ends, or has claimed the folder itself. Raises RunFolderError where another
-    start owns the folder."""
+    """Write for `owner` until this process ends, or claims the folder itself. Raises RunFolderError if another start
+    owns the folder."""
     if path.absolute() in _locks:
         return
     os.umask(0o077)
@@ -92,7 +92,7 @@ def join(path: Path, owner: str) -> None:
 
 
 def claim_again(path: Path, restart: int) -> str:
-    """For the owner, before it starts again in place: who joined has ended, and a late one cannot join any more."""
+    """For the owner, before it restarts in place: joined processes have ended, and late ones can no longer join."""
     fd = _locks[path.absolute()]
     _write_owner(fd, f", restart {restart}")
     wait_for_joined(path)
@@ -100,7 +100,7 @@ def claim_again(path: Path, restart: int) -> str:
 
 
 def wait_for_joined(path: Path) -> None:
-    """For the owner: wait until who joined has ended. Raises RunFolderError if one does not."""
+    """For the owner: wait until all joined processes have ended. Raises RunFolderError if one does not."""
     until = time.monotonic() + _END_WITHIN_S
     while (pid := _locker(_locks[path.absolute()], _JOINED, 1)) is not None:
         if time.monotonic() > until:
@@ -127,10 +127,10 @@ def _take(path: Path) -> None:
 
 
 def writer_of(path: Path) -> int | None:
-    """The process that holds the lock of a run's folder, None if none does: no run writes there. 0: one that this
-    machine does not see, such as another machine's.
+    """The process that holds the lock of a run's folder; None if no run writes there. 0: a process that this machine
+    does not see, e.g. another machine's.
 
-    Not for the process itself, which would give up its own lock by looking.
+    Not for the lock's own process, which would release its lock.
     """
     try:
         with (path / WRITER).open("rb+") as file:
@@ -167,10 +167,10 @@ def _open(path: Path) -> int:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a run may write there: nothing is there, or an empty folder, or a run's.
+    """Whether a run may write there: it does not exist, or is an empty folder, or a run's.
 
-    A run's has our mark, or a run.json of ours where it was copied without it. A start that was killed before it made
-    its mark leaves the lock alone, which is empty. Raises OSError if it is no folder.
+    A run's folder has our mark, or our run.json if it was copied without the mark. A start that was killed before that
+    leaves only the lock, which is empty. Raises OSError if it is not a folder.
     """
     if not path.exists():
         return True
@@ -182,7 +182,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _check_kinds(path: Path) -> None:
-    """Raises RunFolderError now, not when the first step is to be written."""
+    """Raises RunFolderError now, rather than when the first step is written."""
     for name in FILES:
         file = path / name
         if file.is_symlink() or file.exists() and not file.is_file():
@@ -200,16 +200,16 @@ def _listed(path: Path) -> str:
 
 EARLIER: Final = "earlier"
 _NOT_MOVED: Final = (EARLIER, "data", "models")
-"""Not moved: the next run may be reading them. Names of the files in them follow from their content."""
+"""Not moved, since the next run may be reading them. Names of files in them are derived from their content."""
 
 _MOVING: Final = ".moving"
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move a run's files to a folder of their own, so that another starts with an empty account.
+    """Move a run's files to a separate folder, so that another run can start over.
 
-    Returns that folder, which is a run's folder; None if there was no run. For who has claimed `run_dir`. A kill
-    leaves what `finish_moving` completes.
+    Returns that folder, which is a run's folder; None if there was no run. For the claimer of `run_dir`. After a kill,
+    `finish_moving` completes it.
     """
     names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED and os.path.lexists(run_dir / name)]
     target = _moving(run_dir) or (_begin_moving(run_dir) if names else None)
@@ -221,7 +221,7 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def finish_moving(run_dir: Path) -> None:
-    """Where a kill left a run half set aside, the rest follows: it must not be taken for a whole one."""
+    """Finish moving a run aside after a kill: the rest must not be taken for a whole run."""
     if _moving(run_dir):
         set_aside(run_dir)
 
@@ -243,14 +243,14 @@ def _begin_moving(run_dir: Path) -> Path:
 SCHEMA_VERSION = 1
 
 DROPPED = "dropped"
-"""The split of groups that no step trained on, which has a folder of its own."""
+"""The split of groups that no step trained on, which has its own folder."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What an actor did, or waited for, from `start` to `end` (`time.time()`). step: the trainer's at the end of the
+    """An activity or wait of an actor, from `start` to `end` (`time.time()`). step: the trainer's at the end of the
     span, counted from 1. version: of the weights that a group began with, or that decoded. on: who is waited for.
-    restart: that wrote it, for readers."""
+    restart: the one that wrote it, for readers."""
 
     start: float
     end: float
@@ -264,22 +264,21 @@ class Span:
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
+    """Appends metrics, events and spans, and writes samples and JSON files atomically. Thread-safe.
 
-    restart: counts the starts of this run in this folder, from 0.
-    resumed_at: the step of the checkpoint that this restart resumes from (-1: it starts anew); readers leave out
-    records of earlier restarts about later steps. Without it that step is taken from the first step that is written.
-    part: 0 claims the folder. Others do not: their spans and samples are in files of their own, and of events they
-    append whole lines.
+    restart: counts the starts of this run in this folder, from 0. resumed_at: the step of the checkpoint that this
+    restart resumes from (-1: it starts over); readers skip records of earlier restarts about later steps. Without it,
+    the step is derived from the first step written. part: 0 claims the folder. Others do not: their spans and samples
+    are in separate files, and they append whole lines of events.
 
-    Raises RunFolderError when the folder is in use by another process, or is somebody's.
+    Raises RunFolderError if the folder is in use by another process, or is not a run's.
     """
 
     def __init__(self, path: Path, restart: int, resumed_at: int | None = None, part: int = 0):
         self.path = Path(path)
         self.restart = restart
         self._part = part
-        self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
+        self._lock = threading.Lock()  # lines of two threads would mix, and lines that wait for a flush be lost
         self._claim = ExitStack()
         if not part:
             self._claim.enter_context(claimed(self.path))
@@ -308,13 +307,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.flush()
 
     def flush(self) -> None:
-        """Spans so far are in their files, whatever becomes of the process."""
+        """Write spans so far to their files, whatever happens to the process."""
         with self._lock:
             for spans in self._spans.values():
                 spans.flush()
 
     def event(self, kind: str, message: str, **fields: object) -> None:
-        """Append something that happened: "start", "end", "info", "warning", "error", "finding", "canary", ...
+        """Append an event: "start", "end", "info", "warning", "error", "finding", "canary", ...
 
         `step` among the fields places it on the timeline.
         """
@@ -323,7 +322,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self._events.append(record)
 
     def span(self, actor: str, span: Span) -> None:
-        """Append to `spans/ACTOR.jsonl` an activity or a wait of an actor."""
+        """Append an activity or a wait of an actor to `spans/ACTOR.jsonl`."""
         record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
         optional = {key: getattr(span, key) for key in ("step", "group_id", "version", "on")}
         record.update({key: value for key, value in optional.items() if value is not None})
@@ -367,13 +366,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def samples_dir(run_dir: Path, split: str) -> Path:
-    """Where the sample files of a split lie."""
+    """The folder of a split's sample files."""
     return run_dir / (DROPPED if split == DROPPED else "samples")
 
 
 def sample_file_name(step: int, split: str, part: int = 0) -> str:
     """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val", "000012.3.jsonl" for those
-    that part 3 of the run wrote."""
+    written by part 3 of the run."""
     prefix = "" if split in ("train", DROPPED) else f"{_file_name(split)}-"
     return f"{prefix}{step:06d}{f'.{part}' if part else ''}.jsonl"
 

@@ -1,6 +1,6 @@
-"""The live view of a run in a terminal; without a real one, plain lines.
+"""The live view of a run in a terminal, or plain lines without a real terminal.
 
-A number of the live view has its place from the first step on: labels, values, curves and their ranges have fixed
+Numbers in the live view have fixed places from the first step on: labels, values, curves and their ranges have fixed
 widths. Text of models and data goes through `escape_control` and is never read as markup.
 """
 
@@ -27,12 +27,12 @@ from distflow.observe.sanitized_output import SanitizedStream, TerminalOutput, e
 from distflow.observe.writing.timing import duration
 
 WIDTH = 40
-"""Bars of a curve at most."""
+"""Most bars of a curve."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Curve:
-    """The values of a whole run: means of equally many neighbours, so that there are never many."""
+    """The values of a whole run, as means of equally many neighbours, so that their number is bounded."""
 
     def __init__(self) -> None:
         self.low, self.high = math.inf, -math.inf
@@ -55,7 +55,7 @@ class Curve:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values in `width` bars at most, between the least and the greatest; one that is not finite is "×"."""
+    """The values as at most `width` bars, scaled between minimum and maximum; a non-finite one is "×"."""
     shown = means(values, max(width, 0)) if len(values) > width else values
     finite = [value for value in shown if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -68,7 +68,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def means(values: Sequence[float], number: int) -> list[float]:
-    """The means of so many parts of the values, in their order; of as many values each, or one more."""
+    """The means of `number` consecutive parts of the values, whose sizes differ by at most one."""
     ends = [len(values) * part // max(number, 1) for part in range(number + 1)]
     return [_mean(values[start:end]) for start, end in pairwise(ends)]
 
@@ -80,7 +80,7 @@ def _mean(values: Sequence[float]) -> float:
 TONES = {"warning": "yellow", "error": "red", "finding": "yellow"}
 _LABEL, _VALUE, _RANGE = 10, 9, 15
 _TWO_ABREAST = 96
-"""Columns from which numbers stand in two columns."""
+"""Terminal columns from which numbers are shown in two columns."""
 _REDRAWS_PER_S = 4
 _PLAIN_EVERY_S = 5.0
 _PLAIN_PHASE_AFTER_S = 30.0
@@ -89,12 +89,12 @@ _PLAIN_PHASE_AFTER_S = 30.0
 class TerminalView:
     """Shows a run while it runs; also the tracker "console" (`log`, `close`).
 
-    file: where to write, standard output unless given. live: whether to redraw in place; unless given, it is done when
-    `file` is a terminal that can, and neither NO_COLOR nor TERM=dumb asks for plain text.
+    file: where to write, by default standard output. live: whether to redraw in place; by default if `file` is a
+    terminal that supports it, and neither NO_COLOR nor TERM=dumb asks for plain text.
 
-    The last view stays on the screen when it is closed, below the warnings; later output follows it.
-    Plain lines come for the first and the last step, for validations, and else once in a few seconds at most; where
-    none came for half a minute, for the phase that begins.
+    The last view stays on the screen when it is closed, below the warnings; later output follows it. Plain lines are
+    written for the first and the last step, for validations, and otherwise at most every few seconds; after half a
+    minute without one, also for the phase that begins.
 
     generates: False for a run on given texts, which has neither rollouts nor scores.
     """
@@ -111,7 +111,8 @@ class TerminalView:
     ):
         self._out = SanitizedStream(file or sys.stdout)
         self._title, self._clock = escape_control(title, 60, one_line=True), clock
-        # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
+        # The run's threads write while rich draws in its own; printing under the lock may itself draw, so it is
+        # re-entrant.
         self._lock = threading.RLock()
         self._panel = Panel(total_steps, clock(), generates)
         screen = cast(TextIO, TerminalOutput(self._out.below))  # not sanitized: the live view moves the cursor
@@ -119,7 +120,7 @@ class TerminalView:
         self._live: Live | None = None
         self._plain_at: float | None = None  # when the last plain line of a step was written
         self._written_at = clock()
-        self._unwritten = ""  # the line of the last step, where it came too soon
+        self._unwritten = ""  # the line of the last step, if it came too soon
         if can_redraw(self._out.below) if live is None else live:
             self._fit()
             self._live = Live(
@@ -129,11 +130,11 @@ class TerminalView:
                 vertical_overflow="crop",
             )
             self._live.start()
-            # It has put proxies there for what others print, which would obey escapes; it takes them away again.
+            # rich put proxies there for other output, which would interpret escapes; it removes them later.
             sys.stdout, sys.stderr = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr)
 
     def phase(self, name: str, seconds: float = 0.0) -> None:
-        """The current phase of the run, and for how long it has been."""
+        """Show the current phase of the run, and how long it has lasted."""
         with self._lock:
             panel, now = self._panel, self._clock()
             panel.phase = escape_control(name, 40, one_line=True)
@@ -144,7 +145,7 @@ class TerminalView:
                 self._write(f"step {panel.step + 1}/{panel.total_steps}  {panel.phase} begins after {so_far}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a finished step; several calls for one step are added up."""
+        """Take the metrics of a finished step; several calls for one step are merged."""
         with self._lock:
             if not self._panel.generates:
                 values = {name: value for name, value in values.items() if name != "rollout/truncated"}
@@ -161,24 +162,24 @@ class TerminalView:
                 self._unwritten = line
 
     def reward_failed(self, reason: str) -> None:
-        """The last reward error."""
+        """Show the last reward error."""
         with self._lock:
             self._panel.failure = escape_control(reason, 300, one_line=True)
 
     def queue(self, unfinished: int, complete: int, dropped: int) -> None:
-        """How many prompt groups are generating or scoring (or wait to generate again), are queued for a step, and were
-        dropped since the start; shown only by the live view.
+        """Show how many prompt groups are generating or scoring (or wait to generate again), are queued for a step, and
+        were dropped since the start; only in the live view.
 
-        From any thread, as often as it changes: it is drawn when the view is, and nobody waits for a view that draws.
+        Callable from any thread, at every change: it is drawn with the view, and nobody waits for drawing.
         """
         self._panel.queue = (unfinished, complete, dropped)
 
     def weight_version(self, version: int) -> None:
-        """The version of the engine's weights, as `queue`."""
+        """Show the version of the engine's weights, as `queue` does."""
         self._panel.weight_version = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
-        """A step was audited."""
+        """Show that a step was audited."""
         with self._lock:
             self._panel.audit = f"audit of step {step}: {num_proven} of {num_checks} checks passed · "
 
@@ -189,7 +190,7 @@ class TerminalView:
             self._panel.sample = (*shown, "none" if score is None else f"{score:g}")
 
     def note(self, kind: str, message: str) -> None:
-        """Print a line that stays (kind "info", "warning", "error", "finding"); warnings are also kept in view."""
+        """Print a permanent line (kind "info", "warning", "error", "finding"); warnings also stay in view."""
         with self._lock:
             text = escape_control(message)
             if kind in TONES:
@@ -199,7 +200,7 @@ class TerminalView:
 
     def close(self) -> None:
         """Draw the live view for the last time, or write the line of the last step; a second call does nothing."""
-        # Without the lock: `stop` waits for the thread that draws, which may wait for the lock.
+        # Without the lock: `stop` waits for the drawing thread, which may wait for the lock.
         live, self._live = self._live, None
         if live:
             self._panel.ended = self._clock()
@@ -217,9 +218,9 @@ class TerminalView:
             self._out.flush()
 
     def _fit(self) -> None:
-        """Follow the size of our own terminal, which may change; left alone, rich asks that of the standard streams.
+        """Follow the size of our terminal, which may change; rich would use that of the standard streams.
 
-        A terminal that nobody told its size says 0; rich would look for room there for ever, as in a very narrow one.
+        A terminal without a known size reports 0, where rich would search for room forever, as in a very narrow one.
         """
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self._out.fileno())
@@ -253,7 +254,7 @@ def step_line(step: int, total_steps: int, values: Mapping[str, float], eta_s: f
 
 
 class Panel:
-    """The state of a run as it is shown. now: the time in seconds, of any one clock."""
+    """The displayed state of a run. now: the time in seconds, of any one clock."""
 
     def __init__(self, total_steps: int, now: float, generates: bool = True):
         self.total_steps, self.generates = total_steps, generates
@@ -267,31 +268,31 @@ class Panel:
         self.notes: deque[tuple[str, str]] = deque(maxlen=3)
         self.num_notes = 0
         self.audit = ""
-        self.queue: tuple[int, int, int] | None = None  # groups that are unfinished, complete, dropped
+        self.queue: tuple[int, int, int] | None = None  # numbers of unfinished, complete and dropped groups
         self.weight_version: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
 
     def take(self, step: int, values: Mapping[str, float], now: float) -> None:
-        """The metrics of a finished step, or some of them."""
+        """Take the metrics of a finished step, or some of them."""
         if step > self.step or len(self.step_ends) == 1:
             self.step_ends.append(now)
         self.step = max(self.step, step)
-        if "timing_s/step" in values:  # what an earlier step spent on a validation is no share of this one
+        if "timing_s/step" in values:  # an earlier step's time for a validation is not a share of this one
             self.values = {name: value for name, value in self.values.items() if not name.startswith("timing_s/")}
         self.values.update(values)
         for line, value in headlines(values).items():
             self.history.setdefault(line, Curve()).append(value)
 
     def eta_s(self) -> float | None:
-        """From the pace of the last steps; None before there is one, and after the last step."""
+        """The remaining time from the pace of the last steps; None before there is one, and after the last step."""
         if len(self.step_ends) < 2 or self.step >= self.total_steps:
             return None
         pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
         return pace * (self.total_steps - self.step)
 
     def render(self, now: float, columns: int, rows: int) -> RenderableType:
-        """At most `rows` lines, the least important left out."""
+        """The view in at most `rows` lines, omitting the least important."""
         top = self._progress(now)
         urgent = self._reward_errors()
         numbers = self._numbers(columns)[: max(rows - len(top) - len(urgent), 0)]
@@ -328,7 +329,7 @@ class Panel:
         return [Text("   ", no_wrap=True, overflow="crop").join(row) for row in rows]
 
     def _number(self, line: Headline, value: float, width: int) -> Text:
-        """Label, value, curve of the run, and between which values that runs; as much of it as there is room."""
+        """Label, value, curve of the run, and its range, as far as there is room."""
         room = width - _LABEL - _VALUE - 2
         span = _RANGE if room >= _RANGE + 8 else 0
         curve = min(room - span - bool(span), WIDTH)
@@ -341,7 +342,7 @@ class Panel:
         return cell
 
     def _reward_errors(self) -> list[RenderableType]:
-        """How many reward errors the last step had, and what the last one said."""
+        """The number of reward errors in the last step, and the text of the last one."""
         if "reward/calls" not in self.values:
             return []
         calls, rate = int(self.values["reward/calls"]), self.values.get("reward/error_rate", 0.0)
@@ -350,7 +351,7 @@ class Panel:
         return [_row("errors", f"{round(rate * calls):,} of {calls:,} reward calls: {self.failure}", style="red")]
 
     def _queue(self) -> list[RenderableType]:
-        """What the sample queue holds; the weights that the engine serves, and how stale the last step was."""
+        """The content of the sample queue, the engine's weight version, and the staleness of the last step."""
         rows = []
         if self.queue is not None and self.generates:
             unfinished, complete, dropped = self.queue

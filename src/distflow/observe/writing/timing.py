@@ -1,5 +1,5 @@
 """Where the time of a step goes: named phases that add up to the step, spans for the run's folder, and who waits for
-what, on whom and since when. Also progress lines of what takes long while a run has no view."""
+what, on whom and since when. Also progress lines for slow operations while a run has no view."""
 
 import threading
 import time
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 
 class PhaseTimer:
-    """Times the phases of one thread: `with phases("rollout"): ...`, then `finish_step()` once a step.
+    """Times the phases of one thread: `with phases("rollout"): ...`, then `finish_step()` once per step.
 
-    A phase inside another is taken out of the outer one, so the phases and `timing_s/other` add up to `timing_s/step`;
-    time between two steps belongs to the next one. on_phase: called for every phase when it ends, with its start and
-    end as `time.time()`, and its name. on_change: called with the phase that runs from now on, at the end of an inner
-    one with the outer one ("other" where there is none), and for how many seconds it has run. on_charge: called at
-    each border of a phase with the one that ran until then ("other" where none did).
+    Time in an inner phase does not count for the outer one, so the phases and `timing_s/other` add up to
+    `timing_s/step`; time between two steps belongs to the next one. on_phase: called for every phase when it ends, with
+    its start and end as `time.time()`, and its name. on_change: called with the phase that runs from now on (after an
+    inner one the outer one, or "other"), and the seconds that it has run. on_charge: called at each phase boundary with
+    the phase that ran until then ("other" if none did).
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class PhaseTimer:
     ):
         self._on_phase, self._on_change, self._on_charge, self._clock = on_phase, on_change, on_charge, clock
         self._thread = threading.get_ident()
-        self._open: list[tuple[str, float]] = []  # names and when they began
+        self._open: list[tuple[str, float]] = []  # names and start times
         self._seconds: dict[str, float] = {}
         self._since = self._step_start = clock()
 
@@ -49,12 +49,12 @@ class PhaseTimer:
             if self._on_change:
                 self._on_change(self.now, end - self._open[-1][1] if self._open else 0.0)
             if self._on_phase:
-                # The wall clock may be set back while a phase runs; its length never is negative.
+                # The wall clock may be set back while a phase runs, but its length is never negative.
                 self._on_phase(wall_start, wall_start + end - start, name)
 
     @property
     def now(self) -> str:
-        """The phase that runs, the innermost one; on any thread."""
+        """The innermost running phase; callable from any thread."""
         return self._open[-1][0] if self._open else "other"
 
     def finish_step(self) -> dict[str, float]:
@@ -67,8 +67,8 @@ class PhaseTimer:
         return {f"timing_s/{name}": value for name, value in seconds.items()}
 
     def _charge(self) -> float:
-        """At a border of a phase: charge the time since the last border, with the measurement of memory, to the phase
-        that ran. Returns the clock."""
+        """At a phase boundary: charge the time since the last one, including the memory measurement, to the phase that
+        ran. Returns the clock."""
         name = self.now
         if self._on_charge:
             self._on_charge(name)
@@ -89,15 +89,15 @@ def duration(seconds: float) -> str:
 def lasting(
     say: Callable[[str], None], what: str, detail: Callable[[], str] = lambda: "", first_s: float = 10.0
 ) -> Iterator[None]:
-    """While it is entered, `say` is called with `what`, the time so far and `detail()`: after 10 s, then ever more
-    rarely, at least once a minute."""
+    """Inside, `say` is called with `what`, the time so far and `detail()`: after 10 s, then ever more rarely, at least
+    once a minute."""
     started, ended = time.monotonic(), threading.Event()
 
     def report() -> None:
         wait = first_s
         while not ended.wait(wait):
             seconds = time.monotonic() - started
-            with suppress(OSError):  # nobody reads any more, which the main thread finds out
+            with suppress(OSError):  # nobody reads any more, which the main thread will notice
                 say(f"{what}: {duration(seconds)} so far{detail()}")
             wait = min(max(seconds, first_s), 60.0)
 
@@ -112,7 +112,7 @@ def lasting(
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """who: the loop that waits. what: for what. on: for whom. since: `time.time()`."""
+    """A wait. who: the waiting loop. what: for what. on: for whom. since: `time.time()`."""
 
     who: str
     what: str
@@ -127,10 +127,10 @@ class Wait:
 
 
 class Waits:
-    """Every wait of a loop goes through it: `with waits("training", "step 3", on="rollout"): ...`.
+    """Records every wait of a loop: `with waits("training", "step 3", on="rollout"): ...`.
 
     on_end: called for each wait, with its end, on the thread that waited. It may be slow: it runs outside the lock, and
-    does not delay others that begin to wait.
+    does not delay others.
     """
 
     def __init__(self, on_end: Callable[[Wait, float], None] = lambda wait, ended: None) -> None:

@@ -1,5 +1,5 @@
-"""Sends metrics to trackers (console, TensorBoard, Weights & Biases and others), which can neither slow a run down nor
-end it."""
+"""Sends metrics to trackers (console, TensorBoard, Weights & Biases and others), which can neither slow nor end a
+run."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.observe.crash_safe_files import to_json
 
-# Called once for each tracker that fails: the kind of the event ("warning"), and what happened.
+# Called once for each failing tracker, with the kind of the event ("warning") and a message.
 OnFailure = Callable[[str, str], None]
 
 _QUEUE_LENGTH = 256
@@ -33,7 +33,7 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is made for. config: the whole config as JSON. say: tells the user a line."""
+    """The run that a tracker is created for. config: the whole config as JSON. say: shows the user a line."""
 
     run_dir: Path
     project: str
@@ -42,7 +42,7 @@ class TrackedRun:
     say: Callable[[str], None] = lambda line: None
 
     def run_id(self, tracker: str, create: Callable[[], str] = lambda: os.urandom(8).hex()) -> str:
-        """The same for every restart: stored in the run's folder, created at the first start."""
+        """The tracker's run id, the same for every restart: created at the first start, stored in the run's folder."""
         file = self.run_dir / f"{tracker}.json"
         if not file.exists():
             file.write_text(json.dumps({"id": create()}) + "\n")
@@ -50,20 +50,20 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives copies of the metrics. Those of the table are made from a `TrackedRun`."""
+    """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
 
     def close(self) -> None:
-        """Finish what is being sent."""
+        """Finish sending."""
 
 
 class Trackers:
     """All trackers of a run as one.
 
-    Those of `remote` are built and used in a thread each: one that raises, hangs or is slow costs only its own copies,
-    and `on_failure` hears of it once. The trackers of `local` are called directly.
+    Those of `remote` are built and used in one thread each: if one raises, hangs or is slow, only its own copies are
+    lost, and `on_failure` is called once. Those of `local` are called directly.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Trackers:
         self._close_timeout_s = close_timeout_s
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand a copy of the metrics to every tracker; never waits for a remote one."""
+        """Pass a copy of the metrics to every tracker; never waits for a remote one."""
         copy = {name: float(value) for name, value in values.items()}
         for tracker in self._local:
             tracker.log(step, copy)
@@ -86,7 +86,7 @@ class Trackers:
             thread.put((step, copy))
 
     def close(self) -> None:
-        """Close all; one that is not done in `close_timeout_s` is left behind and named."""
+        """Close all; those not done within `close_timeout_s` are abandoned and reported."""
         for tracker in self._local:
             tracker.close()
         deadline = time.monotonic() + self._close_timeout_s
@@ -125,7 +125,7 @@ class _TrackerThread:
             while (item := self._queue.get()) is not None:
                 tracker.log(*item)
             tracker.close()
-        except BaseException as error:  # of another library, in a thread of its own: nothing of it may end the run
+        except BaseException as error:  # a library's error in its own thread must not end the run
             self._has_failed = True
             self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
 
@@ -136,7 +136,7 @@ class _TrackerThread:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises TrackerError for an unknown name of `trainer.logger`, and for one whose package is not installed."""
+    """Raises TrackerError for an unknown name in `trainer.logger`, and for one whose package is not installed."""
     for name in names:
         if name not in TRACKERS:
             raise TrackerError(
@@ -154,9 +154,9 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], run: TrackedRun, *, local: Mapping[str, Tracker], on_failure: OnFailure
 ) -> Trackers:
-    """The trackers of `trainer.logger`: those of `local`, which the run has already, and others from the table.
+    """The trackers of `trainer.logger`: those of `local`, which the run already has, and others from the table.
 
-    Raises TrackerError as `check_trackers`.
+    Raises TrackerError as `check_trackers` does.
     """
     check_trackers(names)
     chosen_names = list(dict.fromkeys(names))
@@ -171,8 +171,8 @@ def _build(target: str, run: TrackedRun) -> Tracker:
 
 
 class TensorBoardTracker:
-    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Event files are written by the
-    package `tensorboard` alone: neither TensorFlow nor torch is loaded."""
+    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Only the package `tensorboard`
+    writes event files: neither TensorFlow nor torch is loaded."""
 
     def __init__(self, run: TrackedRun):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -196,7 +196,7 @@ class TensorBoardTracker:
 
 
 class _TrackerRun:
-    """What trackers share whose run takes the metrics of a step, and is finished."""
+    """The base of trackers whose run takes the metrics of a step, and is finished."""
 
     _run: Any
 
@@ -205,7 +205,7 @@ class _TrackerRun:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Finish the run: what is queued is sent or written."""
+        """Finish the run: queued metrics are sent or written."""
         self._run.finish()
 
 
@@ -242,7 +242,7 @@ class WandbTracker(_TrackerRun):
 
 
 class TrackioTracker(_TrackerRun):
-    """One run of Trackio for each run folder, which a resumed run continues. It lies on this machine (`trackio show`),
+    """One run of Trackio for each run folder, which a resumed run continues. It is on this machine (`trackio show`),
     unless Trackio's environment variables name a Space or a server."""
 
     def __init__(self, run: TrackedRun):
@@ -260,8 +260,8 @@ class TrackioTracker(_TrackerRun):
 
 
 class MlflowTracker:
-    """One run of MLflow for each run folder, which a resumed run continues. Without MLFLOW_TRACKING_URI it lies there:
-    `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
+    """One run of MLflow for each run folder, which a resumed run continues. Without MLFLOW_TRACKING_URI it is in the
+    folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
 
     def __init__(self, run: TrackedRun):
         from mlflow import MlflowClient

@@ -1,4 +1,4 @@
-"""The standard nodes of the built-in pipelines; each does one part of a step, which its name says."""
+"""The standard nodes of the built-in pipelines; each does the part of a step that its name says."""
 
 from distflow.pipelines.nodes.advantages import (
     apply_kl_penalty,

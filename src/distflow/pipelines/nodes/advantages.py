@@ -1,5 +1,5 @@
-"""Nodes from scores to advantages: KL penalty, estimator, normalising and clipping (AReaL, ROLL); and nodes that
-leave samples out of the loss, weigh them, or select tokens."""
+"""Nodes from scores to advantages: KL penalty, estimator, normalisation and clipping (AReaL, ROLL); and nodes that mask
+samples in the loss, weight them, or select tokens."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -66,11 +66,11 @@ def mask_samples(
     mask_type: str,
     adv_estimator: str,
 ) -> NodeOutput:
-    """`loss_mask` without the excluded samples, which stay in the baselines and means of their group, or with
-    `mask_type` "all" are in none: samples that are left with too few to compare with are then excluded as well.
-    `sample_mask/*`: the share of valid samples left out.
+    """`loss_mask` without the excluded samples, which stay in the baselines and means of their group, unless
+    `mask_type` is "all": then samples left with too few others to compare with are excluded too. `sample_mask/*`: the
+    share of valid samples that are masked.
 
-    mask_long_errors: number of policy tokens from which on an incorrect response is left out (ROLL's
+    mask_long_errors: number of policy tokens from which on incorrect responses are masked (ROLL's
     `error_max_len_threshold`).
     """
     valid = valid.bool()
@@ -109,8 +109,8 @@ def normalize_rewards(
     reward_shift: float,
     reward_scale: float,
 ) -> NodeOutput:
-    """Scores shifted, multiplied and normalised: one reward a sample, on its last policy token, float32
-    `(bs, response_length)`. A KL penalty is subtracted afterwards.
+    """Scores shifted, multiplied and normalised: one reward per sample, on its last policy token, float32 `(bs,
+    response_length)`. A KL penalty is subtracted afterwards.
 
     Running moments are the node's state, so that a resumed run continues with them.
     """
@@ -130,7 +130,7 @@ def normalize_rewards(
 def clip_rewards(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, reward_clip: float | None
 ) -> NodeOutput:
-    """One reward a sample within ±`reward_clip`, on its last policy token. `reward_clip/clipped`: the share of valid
+    """One reward per sample within ±`reward_clip`, on its last policy token. `reward_clip/clipped`: the share of valid
     samples beyond it."""
     bound = torch.inf if reward_clip is None else reward_clip
     rewards, valid = sample_scores(token_level_rewards, response_mask), valid.bool()
@@ -143,7 +143,7 @@ def clip_rewards(
 @node(role=NodeRole.REWARD, writes="token_level_rewards")
 @by_domain(lambda algorithm: algorithm.use_kl_in_reward)
 def apply_kl_penalty(config: Config) -> Callable[..., object]:
-    """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
+    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593)."""
     control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
     return partial(
         subtract_kl,
@@ -194,8 +194,8 @@ def subtract_kl(
 @algorithm_node(lambda algorithm: algorithm.whiten_rewards)
 @node(writes="token_level_rewards")
 def whiten_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective) -> Tensor:
-    """float32 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, also of
-    those that are left out of the loss (alibaba/ROLL leaves them out here too); 0 elsewhere."""
+    """float32 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, even masked
+    ones (alibaba/ROLL leaves these out here too); 0 elsewhere."""
     counted = (response_mask > 0) & valid.bool()[:, None]
     return masked_whiten(token_level_rewards, counted, reduce).float()
 
@@ -204,8 +204,8 @@ def whiten_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Te
 @node(role=NodeRole.ADVANTAGE)
 @by_domain(lambda algorithm: True)
 def compute_advantage(config: Config) -> Callable[..., object]:
-    """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs,
-    but for `reward_weights`, which come from `reward.functions`, and `whiten`, which is off where `adv_norm` is on.
+    """The estimator of `algorithm.adv_estimator`. Options that are not keys of `algorithm` come from its kwargs, except
+    `reward_weights`, which come from `reward.functions`, and `whiten`, which is off if `adv_norm` is on.
     """
     settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
     known = find_estimator(config)
@@ -269,8 +269,7 @@ def normalize_advantages(
 @algorithm_node(lambda algorithm: algorithm.advantage_clip is not None)
 @node(writes="advantages")
 def clip_advantages(advantages: Tensor, response_mask: Tensor, *, advantage_clip: float | None) -> NodeOutput:
-    """Advantages of tokens within ±`advantage_clip`. `advantage_clip/clipped`: the share of the policy's tokens beyond
-    it."""
+    """Advantages clipped to ±`advantage_clip`. `advantage_clip/clipped`: the share of the policy's tokens beyond it."""
     bound, counted = torch.inf if advantage_clip is None else advantage_clip, response_mask > 0
     metrics = {"advantage_clip/clipped": _share(advantages.abs() > bound, counted)}
     return NodeOutput({"advantages": advantages.clamp(-bound, bound)}, metrics, float(counted.sum()))
@@ -289,7 +288,7 @@ def weigh_samples(
     difficulty_weight: Band | None,
     length_weight: Band | None,
 ) -> Tensor:
-    """Advantages times weights with the mean 1 over the valid samples: float32 `(bs, response_length)`."""
+    """Advantages times weights with mean 1 over the valid samples: float32 `(bs, response_length)`."""
     weights = torch.ones(len(valid), dtype=torch.float64)
     if difficulty_weight is not None:
         weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty_weight)

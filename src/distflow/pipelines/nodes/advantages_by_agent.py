@@ -1,4 +1,4 @@
-"""An advantage estimator over the agents of episodes, each with rewards of its own."""
+"""An advantage estimator over the agents of episodes, each with its own rewards."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +18,8 @@ from distflow.training.engine import Collective
 
 
 def by_agent(estimator: Callable[..., object], config: Config) -> Callable[..., object]:
-    """The estimator where agents have rewards of their own (`algorithm.agent_rewards`): it gets a row for each agent of
-    an episode, with what that agent said, in a group with the same agent's rows of the group's other episodes."""
+    """The estimator if agents have their own rewards (`algorithm.agent_rewards`): it gets a row for each agent of an
+    episode, with that agent's tokens, grouped with the same agent's rows of the group's other episodes."""
     agents, rewards = config.actor_rollout_ref.rollout.agents, config.algorithm.agent_rewards
     if rewards == "shared":
         return estimator
@@ -33,7 +33,7 @@ def by_agent(estimator: Callable[..., object], config: Config) -> Callable[..., 
 def of_agents(
     batch: Batch, ctx: NodeContext, reduce: Collective, *, part: BoundNode, agents: Sequence[str], is_margin: bool
 ) -> NodeOutput:
-    """is_margin: the reward of an agent is its own less the mean of the others that spoke in the episode."""
+    """is_margin: an agent's reward is its own minus the mean of the others that spoke in the episode."""
     mask, rewards = batch["response_mask"] > 0, batch["token_level_rewards"].double()
     speakers, num = batch.pad(_speakers(batch, agents), "response"), len(agents)
     is_own = torch.stack([mask & (speakers == agent) for agent in range(num)])

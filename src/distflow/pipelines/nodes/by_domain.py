@@ -1,4 +1,4 @@
-"""A node with other settings for some domains: each runs on its own rows, and results are merged in batch order."""
+"""A node with separate settings for some domains: each runs on its own rows, and results are merged in batch order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,11 +23,11 @@ Factory = Callable[[Config], Callable[..., object]]
 
 
 def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], Factory]:
-    """Decorates a factory, which then returns its function for the config where no domain differs and no mask narrows
-    baselines. Else it returns a node function that runs, on the rows of each domain of `algorithm.domains`, the one for
-    its settings, and on all other rows the one for the run's; samples outside of `in_baselines` are not valid there.
+    """Decorates a factory. If no domain differs and no mask narrows baselines, it returns its function for the config.
+    Otherwise it returns a node function that runs, on the rows of each domain in `algorithm.domains`, the function for
+    its settings, and on all other rows that for the run's; samples outside of `in_baselines` are not valid there.
 
-    is_on: whether the node does anything under such settings; else it leaves its columns unchanged.
+    is_on: whether the node has an effect under some settings; otherwise it leaves its columns unchanged.
     """
 
     def decorated(make: Factory) -> Factory:
@@ -43,7 +43,7 @@ def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], F
 
 def algorithm_node(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Callable[..., object]], Factory]:
     """Decorates a node function whose keyword-only parameters are keys of `algorithm`; a group of keys is passed as a
-    mapping. Returns the factory that gives it their values, in each domain its own. is_on: as of `by_domain`."""
+    mapping. Returns the factory that passes their values, in each domain its own. is_on: as in `by_domain`."""
 
     def decorated(function: Callable[..., object]) -> Factory:
         parameters = signature(function).parameters.values()
@@ -79,8 +79,8 @@ def _divided(make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Co
 def in_domains(
     batch: Batch, ctx: NodeContext, reduce: Collective, *, parts: Mapping[str | None, BoundNode | None]
 ) -> NodeOutput:
-    """parts: the function by domain, None for all others. Every rank runs all of them, in this order, even on no row:
-    they may sum over the ranks. A part's metrics are over all ranks and end in its domain; each has its own state."""
+    """parts: the function by domain, None for all others. Every rank runs all, in this order, even without rows: they
+    may sum over the ranks. A part's metrics are over all ranks and end in its domain; it has its own state."""
     writes = next(part.contract.writes for part in parts.values() if part is not None)
     rows: dict[str | None, list[int]] = {domain: [] for domain in parts}
     for row, domain in enumerate(batch["domain"]):
@@ -114,12 +114,12 @@ def masks_samples(algorithm: AlgorithmConfig) -> bool:
 
 
 def _narrows_baselines(config: Config) -> bool:
-    """Whether samples are left out of baselines too."""
+    """Whether masked samples are also excluded from baselines."""
     return any(masks_samples(algorithm) and algorithm.mask_type == "all" for _, algorithm in algorithms(config))
 
 
 def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
-    """The options of the function that runs for the domain. domain: None for all without settings of their own."""
+    """The options of the function that runs for the domain. domain: None for all without their own settings."""
     parts = bound.options.get("parts")
     part = parts.get(domain) if isinstance(parts, Mapping) else bound
     return dict(part.options) if part is not None else {}

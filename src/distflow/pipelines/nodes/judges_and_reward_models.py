@@ -1,5 +1,5 @@
-"""Nodes of models that score as engines of the run: one for each reward model or judge, and one that adds what they
-said to the scores of the reward functions."""
+"""Nodes of models that score as engines of the run: one for each reward model or judge, and one that adds their results
+to the scores of the reward functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -23,11 +23,11 @@ from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
 
 Answer = Mapping[str, Any]
-"""What a model said of a response: `score`, or `error`; what else there is to say."""
+"""A model's result for a response: `score` or `error`, and further entries."""
 
 
 def score_by_models(pipeline: Pipeline, config: Config, after: Sequence[str]) -> None:
-    """Add the nodes of all models. Those on different devices score at once: none waits for another."""
+    """Add the nodes of all models. Models on different devices score concurrently, without waiting for each other."""
     for name, model in scoring_models(config.reward_model).items():
         column = register_field(_column(name), "object", "object", f"what the model '{name}' returned").name
         options = {"domains": model.domains} if model.domains else {}
@@ -44,9 +44,9 @@ def _column(name: str) -> str:
 def ask_model(
     batch: Batch, engine: RewardModelScorer | Judge, *, domains: Sequence[str] = ()
 ) -> list[dict[str, object]]:
-    """What the model says of each response; nothing of those of other domains, if it has some."""
+    """The model's result for each response; empty for other domains if it is limited to some."""
     rows = [row for row, domain in enumerate(batch["domain"]) if not domains or domain in domains]
-    said = dict(zip(rows, engine.score(batch.select(rows)), strict=True))  # on every rank, also without a row
+    said = dict(zip(rows, engine.score(batch.select(rows)), strict=True))  # on every rank, even without rows
     return [said.get(row, {}) for row in range(len(batch))]
 
 
@@ -54,7 +54,7 @@ def ask_model(
 @node(role=NodeRole.REWARD)
 def add_model_scores(config: Config) -> Callable[..., object]:
     """Add the scores of all models, times their weights, to those of the reward functions. A sample that a judge did
-    not score has a reward error; `reward.on_error` says what becomes of it, but that no group can be dropped here."""
+    not score has a reward error, handled by `reward.on_error`, except that groups cannot be dropped here."""
     models = scoring_models(config.reward_model)
     judged = ("valid", "reward_errors", "reward_extra") if any(model.judge for model in models.values()) else ()
     reads = {"response_mask", "scores", "reward_parts", "reward_errors", *map(_column, models), *judged}
@@ -78,7 +78,7 @@ def add_model_scores(config: Config) -> Callable[..., object]:
                 extra[row] |= {name: said[name][row]["reason"]} if "reason" in said[name][row] else {}
             found |= _with_errors(batch, scores, failed, config) | {"reward_extra": extra}
         placed = on_last_token(scores, batch["response_mask"])
-        if "turn_index" in batch:  # the rewards of turns stay theirs
+        if "turn_index" in batch:  # turns keep their rewards
             added = on_last_token(scores - batch["scores"], batch["response_mask"])
             alone = torch.tensor([row in failed for row in range(len(batch))])  # has the score of `on_error`, or none
             placed = torch.where(alone[:, None], placed, batch["token_level_scores"] + added)
@@ -97,7 +97,7 @@ def _has_fault(answer: Answer) -> bool:
 
 
 def _failed(said: Mapping[str, Sequence[Answer]], asked: Sequence[bool]) -> dict[int, str]:
-    """By row, of those that `asked` says: why a model gave no score."""
+    """For rows in `asked` without a score: the reason, by row."""
     failed = dict[int, str]()
     for name, answers in said.items():
         for row in (row for row, answer in enumerate(answers) if asked[row] and "error" in answer):
@@ -116,8 +116,8 @@ def _check_share(counts: Mapping[str, float], failed: Mapping[int, str], config:
 
 
 def _with_errors(batch: Batch, scores: Tensor, failed: Mapping[int, str], config: Config) -> dict[str, object]:
-    """`valid` and `reward_errors`; where `reward.on_error` gives a score in place of an error, it is put into `scores`.
-    A group that is left with fewer scores than its estimator compares has none."""
+    """`valid` and `reward_errors`; if `reward.on_error` assigns a score to errors, it is written into `scores`. A group
+    left with fewer scores than its estimator compares has none."""
     valid, errors = batch["valid"].bool().clone(), list(batch["reward_errors"])
     for row, reason in failed.items():
         errors[row], on_error = reason, on_error_of(config.reward, batch["domain"][row])

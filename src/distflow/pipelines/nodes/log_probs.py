@@ -17,9 +17,9 @@ from distflow.training.engine import Scorer
 @node_factory
 @node(role=NodeRole.ACTOR, writes="old_log_probs")
 def compute_old_log_prob(config: Config) -> Callable[..., object]:
-    """Log-probs of the sampled tokens under the policy before this step's update, by the trainer.
+    """The trainer's log-probs of the sampled tokens under the policy before this step's update.
 
-    For decoupled PPO these are the proximal policy's, and the old ones are the rollout engine's own.
+    For decoupled PPO these are the proximal policy's, and the old ones are the rollout engine's.
     """
     if interpolates_prox(config):
         return place_proximal
@@ -30,7 +30,7 @@ def compute_old_log_prob(config: Config) -> Callable[..., object]:
 
 @node(writes="old_log_probs", role=NodeRole.ACTOR, reads=("prompt_ids", "response_ids", "?forks", "response_mask"))
 def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
-    """`old_log_probs` by the trainer, and the policy's mean entropy."""
+    """`old_log_probs` from the trainer, and the policy's mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
     return NodeOutput({"old_log_probs": scored.flat("log_probs")}, *_entropy(scored, batch))
 
@@ -41,7 +41,7 @@ def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
     reads=("prompt_ids", "response_ids", "?forks", "response_mask", "rollout_log_probs"),
 )
 def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
-    """`prox_log_probs` by the trainer beside the rollout engine's own, and the policy's mean entropy."""
+    """`prox_log_probs` from the trainer, beside the rollout engine's log-probs, and the policy's mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
     written = {"old_log_probs": batch.flat("rollout_log_probs"), "prox_log_probs": scored.flat("log_probs")}
     return NodeOutput(written, *_entropy(scored, batch))
@@ -60,7 +60,7 @@ def place_proximal(rollout_log_probs: Tensor, versions: Tensor, ctx: NodeContext
 
 
 def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
-    """The mean as a metric, and its number of tokens."""
+    """The mean entropy as a metric, and its number of tokens."""
     mask = batch.flat("loss_mask")
     mean = (scored.flat("entropy") * mask).sum() / mask.sum().clamp(min=1)
     return {"actor/entropy": float(mean)}, float(mask.sum())

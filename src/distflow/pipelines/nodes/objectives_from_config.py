@@ -1,4 +1,4 @@
-"""From the config to the losses that an optimizer step minimises."""
+"""Builds the losses that an optimizer step minimises from the config."""
 
 from distflow.algorithms.objectives import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
@@ -13,7 +13,7 @@ DRIFT_CORRECTION = Correction("token", 2.0)
 
 def policy_objective(config: Config, derives_old: bool = False, corrected: bool = False) -> PolicyObjective:
     """The actor's loss. derives_old: its own log-probs serve as the old ones, see `may_derive_old`. corrected: the loss
-    computes importance weights itself, as after drift of engine and trainer.
+    computes importance weights itself, after engine and trainer have drifted apart.
 
     Raises ValueError for an unknown loss or option.
     """
@@ -46,15 +46,15 @@ def interpolates_prox(config: Config) -> bool:
 
 
 def takes_rollouts(config: Config) -> bool:
-    """Whether the old log-probs are the rollout engine's: the ratio is to the policy that sampled."""
+    """Whether the old log-probs are the rollout engine's, so that the ratio is to the sampling policy."""
     if is_decoupled(config.actor_rollout_ref.actor.policy_loss):
         return False
     return config.algorithm.recompute_old_log_probs == "false"
 
 
 def may_derive_old(config: Config) -> bool:
-    """Whether every optimizer step updates the policy that sampled: a step is one mini-batch, of samples of this
-    version. The loss's own log-probs are the old ones then."""
+    """Whether every optimizer step updates the sampling policy: a step is one mini-batch, of samples of this version.
+    The loss's own log-probs are then the old ones."""
     actor = config.actor_rollout_ref.actor
     if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
         return False
@@ -70,14 +70,14 @@ def is_anchored(config: Config) -> bool:
 
 
 def correction(config: Config) -> Correction:
-    """The config's importance weights: the trainer's policy over the policy that sampled."""
+    """The config's importance weights: the trainer's policy over the sampling policy."""
     settings = config.algorithm.rollout_correction
     return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]  # the config checks them
 
 
 def corrects_drift(config: Config) -> bool:
-    """Whether weights are switched on when rollout and trainer drift apart: where none are on already, and the loss can
-    be weighed. The decoupled loss has weights of its own; a ratio to the rollout's policy needs none."""
+    """Whether weights are switched on when rollout and trainer drift apart: if none are on already, and the loss
+    accepts weights. The decoupled loss has its own weights; a ratio to the rollout policy needs none."""
     name = config.actor_rollout_ref.actor.policy_loss
     if config.algorithm.rollout_correction.rollout_is or is_decoupled(name) or takes_rollouts(config):
         return False
@@ -112,7 +112,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
         own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if config.algorithm.rollout_correction.rollout_is and "behav_imp_weight_mode" in loss.options:
-        own["behav_imp_weight_mode"] = "disabled"  # the correction weighs in its place
+        own["behav_imp_weight_mode"] = "disabled"  # the correction provides the weights instead
     if not loss.returns_scalar:
         free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
         check_options(f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free)
@@ -121,7 +121,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
 
 
 def _scale(config: Config, mode: str, always: bool = False) -> float | None:
-    """always: for a loss that may ask for another mode than the config does."""
+    """always: for a loss that may use a mode other than the config's."""
     if mode != "seq-mean-token-sum-norm" and not always:
         return None
     return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)

@@ -1,4 +1,4 @@
-"""Nodes that weigh or reject tokens by the mismatch between rollout engine and trainer."""
+"""Nodes that weight or reject tokens by the mismatch between rollout engine and trainer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +64,7 @@ def _comparing(
 @node_factory
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_drift(config: Config) -> Callable[..., object]:
-    """Importance weights from the first step on in which rollout engine and trainer have drifted apart."""
+    """Importance weights from the first step in which rollout engine and trainer have drifted apart."""
     exact = config.actor_rollout_ref.model.dtype == "float32"
     return partial(weigh_after_drift, limit=Tolerance.of(exact).mean)
 
@@ -83,7 +83,7 @@ def weigh_after_drift(
 ) -> NodeOutput | None:
     """No weights until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
 
-    Only tokens of the trainer's own version are measured: others differ by staleness, which is no drift.
+    Only tokens of the trainer's own version are measured: others differ by staleness, which is not drift.
     """
     if not ctx.state.get("on"):
         same_version = causes(versions, response_mask, ctx.step)["same_version"]

@@ -1,5 +1,5 @@
 """Nodes of the rollout loop: they generate a group's responses, or read them from the data set, score them, and drop
-groups that cannot be trained on or would teach nothing."""
+groups that cannot be trained on or have no learning signal."""
 
 import inspect
 import math
@@ -36,7 +36,7 @@ SAMPLED_FIELDS = (*RESPONSE_FIELDS, "rollout_log_probs", "sampling_log_probs")
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Generate responses to the group's prompt: one sample for each index that the group wants."""
+    """Generate responses to the group's prompt: one sample for each index in the group."""
     prompt_ids = tuple(group.row.prompt_ids)
     result = await rollout.generate(GenerateRequest(prompt_ids, group.wanted, group.params, group.stream))
     return [
@@ -58,7 +58,7 @@ def policy_segment(generation: Generation) -> Segment:
 
 @node(writes=RESPONSE_FIELDS, scope="group")
 async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The data set's own responses in place of sampled ones (supervised fine-tuning).
+    """The data set's own responses instead of sampled ones (supervised fine-tuning).
 
     The text of a conversation keeps its special tokens, which mark the turns.
     """
@@ -88,10 +88,10 @@ NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 @node_factory
 @node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
 def compute_reward(config: Config) -> Callable[..., object]:
-    """Score each sample as its group completes, by the reward functions of its domain.
+    """Score each sample as its group completes, with the reward functions of its domain.
 
     An estimator that compares samples needs two scores; a group with fewer is dropped. So is one with any reward error
-    where `reward.on_error` says so.
+    if `reward.on_error` is drop.
     """
     return partial(reward_samples, **_scoring(config))
 
@@ -129,7 +129,7 @@ async def reward_samples(
     on_error: OnError = "mask",
     domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
 ) -> dict[str, list[object]] | Drop:
-    """A sample with a reward error is invalid, never a 0, or has the score that `on_error` gives it.
+    """A sample with a reward error is invalid (never a 0), or has the score that `on_error` assigns.
 
     domains: `min_valid` and `on_error` by domain, where they may differ.
     """
@@ -146,14 +146,14 @@ async def reward_episodes(
     on_error: OnError = "mask",
     domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
 ) -> Mapping[str, Written] | Drop:
-    """As `reward_samples`, of episodes. One that its workflow rejected is invalid, without an error; a group of which
-    too few are left is dropped as rejected, and another starts."""
+    """As `reward_samples`, for episodes. One that its workflow rejected is invalid, without an error; a group with too
+    few left is dropped as rejected, and another starts."""
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
     outcomes = [each.outcome if isinstance(each.outcome, RewardOutcome) else None for each in samples]
     num_rejected = sum(sample.rejected for sample in samples)
     if num_rejected and not ctx.validating and len(samples) - num_rejected < max(min_valid, 1):
         return Drop(REJECTED)
-    needed = min_valid + num_rejected  # which count as scored there
+    needed = min_valid + num_rejected  # rejected ones count as scored there
     columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, needed, on_error)
     if not isinstance(columns, Drop):
         columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
@@ -173,23 +173,23 @@ def _drawn(sample: Sample) -> list[Segment]:
 
 
 def _earned(sample: Sample) -> list[float]:
-    """What each turn has earned, in the order of the sample; 0 if the episode has no score."""
+    """The reward of each turn, in the order of the sample; 0 if the episode has no score."""
     has_score = isinstance(sample.outcome, RewardOutcome) and isinstance(sample.outcome.reward_result, Score)
     return [segment.reward * has_score for segment in _drawn(sample)]
 
 
 def _step(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
-    """Of which the rewards of a group's turns are multiples, so that float32 has them and their sums exactly: equal
-    scores stay equal. 0 if no turn has earned anything."""
+    """The unit of which a group's turn rewards are multiples, so that float32 represents them and their sums exactly
+    and equal scores stay equal. 0 if no turn has a reward."""
     sizes = [math.fsum(map(abs, own)) for own in earned]
     largest = max(size + abs(score) for size, score in zip(sizes, scores, strict=True))
     return math.ldexp(1.0, math.frexp(largest)[1] - 23) if any(sizes) else 0.0
 
 
 def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int, int]]:
-    """Of each response token: the reward on it, the number of its turn, and that turn's place in time, -1 if it has
-    none. What a turn has earned is on its last token, and what is left of the score on that of the last turn in time.
-    step: see `_step`."""
+    """For each response token: its reward, the number of its turn, and that turn's place in time; -1 if it has none. A
+    turn's reward is on its last token, and the rest of the score on that of the last turn in time. step: see
+    `_step`."""
     score, *earned = (round(value / step) * step if step else value for value in (score, *earned))
     if earned:
         earned[sample.last_turn] += score - math.fsum(earned)
@@ -208,7 +208,7 @@ def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float)
 
 
 NO_OUTCOME = RewardOutcome(Score(0.0))
-"""Of an episode that was rejected."""
+"""The outcome of a rejected episode."""
 
 
 def _scored(
@@ -244,10 +244,10 @@ async def greedy_baseline(
     *,
     wanted: Mapping[str | None, bool] | None = None,
 ) -> Tensor | Drop:
-    """Score of one greedy response to the group's prompt (ReMax, arXiv:2310.10505).
+    """The score of one greedy response to the group's prompt (ReMax, arXiv:2310.10505).
 
-    No REWARD node: the advantage needs it, validation does not. wanted: by domain, None for the others, whether its
-    estimator reads it; else it is 0 and nothing is generated. None is everywhere.
+    Not a REWARD node: the advantage needs it, validation does not. wanted: by domain, None for the others, whether its
+    estimator reads it; if not, it is 0 and nothing is generated. None means everywhere.
     """
     if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
         return torch.zeros(len(group.samples))
@@ -270,13 +270,12 @@ def dynamic_sampling(
     mean_range: Band | None = None,
     unfiltered: Sequence[str] = (),
 ) -> Drop | None:
-    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
-    replaced; so is one whose mean is not within `mean_range`.
+    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right or all wrong has no learning signal and
+    is replaced; so is one whose mean is outside `mean_range`.
 
-    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
-    A sample with a reward error counts only with the whole score that `on_error` gave it, and one without the part does
-    not count. unfiltered: domains whose
-    groups are kept.
+    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, including penalties; else a part of the
+    reward. A sample with a reward error counts only with the whole score that `on_error` assigned, and one without the
+    part does not count. unfiltered: domains whose groups are kept.
     """
     if domain and domain[0] in unfiltered:
         return None
@@ -296,7 +295,7 @@ def dynamic_sampling(
 @node_factory
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
 def filter_groups(config: Config) -> Callable[..., object]:
-    """The function of `algorithm.filter_groups.should_accept`. Raises UserError for one that cannot be used."""
+    """The function of `algorithm.filter_groups.should_accept`. Raises UserError for an unusable one."""
     key, target = "algorithm.filter_groups.should_accept", str(config.algorithm.filter_groups.should_accept)
     try:
         function = load_function(target)
@@ -313,7 +312,7 @@ def filter_groups(config: Config) -> Callable[..., object]:
 
 
 def drop_unless(accepted: object) -> Drop | None:
-    """accepted: the result of a `should_accept`. A str is the reason for which it does not accept the group."""
+    """accepted: the result of a `should_accept`; a str is the reason for rejecting the group."""
     if isinstance(accepted, str):
         return Drop(accepted)
     return None if accepted is None or bool(accepted) else Drop(REJECTED)

@@ -39,7 +39,7 @@ _COUNTED = {"skipped", "empty"}
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_actor(config: Config) -> Callable[..., object]:
-    """Update the policy by the config's loss, once the critic has warmed up."""
+    """Update the policy with the config's loss, once the critic has warmed up."""
     actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
     records = "trainer_log_probs" if interpolates_prox(config) or takes_rollouts(config) else None
     closed = partial(
@@ -58,8 +58,8 @@ def train_actor(config: Config) -> Callable[..., object]:
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_unscored_actor(config: Config) -> Callable[..., object]:
-    """`train_actor` where a step has one optimizer step, of the policy that sampled, and no node computes old
-    log-probs: the ratio is 1 by construction, so that the log-probs of the loss are the old ones too."""
+    """`train_actor` if a step has one optimizer step, of the sampling policy, and no node computes old log-probs: the
+    ratio is 1 by construction, so the loss's log-probs are also the old ones."""
     objective = policy_objective(config, derives_old=True)
     closed = partial(
         update,
@@ -78,7 +78,7 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
 @node_factory
 @node(role=NodeRole.CRITIC)
 def train_critic(config: Config) -> Callable[..., object]:
-    """Update the critic towards the returns, of domains whose estimator reads values."""
+    """Update the critic towards the returns, for domains whose estimator reads values."""
     critic, objective = config.critic, value_objective(config)
     trains = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
     closed = partial(
@@ -138,10 +138,10 @@ def update(
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
     Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped` and `empty` are
-    numbers of mini-batches. records: the column for the log-probs of the first update, NaN in other samples.
-    trains: by domain, None for the others, whether it trains on these samples; None is on all. corrected: the loss from
-    the step on after engine and trainer have drifted apart by more than `limit`, measured on the recorded log-probs;
-    None where nothing is weighed then.
+    numbers of mini-batches. records: the column for the log-probs of the first update, NaN in other samples. trains: by
+    domain, None for the others, whether it trains on these samples; None for all. corrected: the loss from the step
+    after engine and trainer have drifted apart by more than `limit`, measured on the recorded log-probs; None for no
+    weights then.
     """
     if trains is not None:
         batch = batch.select([row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])])
@@ -181,8 +181,8 @@ def update_policies(
     epochs: int,
     warmup: int,
 ) -> NodeOutput:
-    """`update` of each policy of the agents, on its own tokens, with means of its own. The metrics of the first are
-    named as those of a run with one policy, those of the others `policies/POLICY/...`."""
+    """`update` of each policy of the agents, on its own tokens, with its own means. The first one's metrics are named
+    as in a run with one policy, those of the others `policies/POLICY/...`."""
     measured, (first, *_) = dict[str, float](), engine.engines
     for policy, own in engine.engines.items():
         names = name if policy == first else f"policies/{policy}"
@@ -192,7 +192,7 @@ def update_policies(
 
 
 class RecordingLoss:
-    """A loss function that records the log-probs that it gets, in `rows` by the samples' uid."""
+    """A loss function that records its log-probs in `rows` by the samples' uid."""
 
     def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
         self.outputs, self._loss, self._rows = loss.outputs, loss, rows
@@ -206,8 +206,8 @@ class RecordingLoss:
 
 
 def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool) -> Tensor:
-    """Of the weights before the update, all samples one after another on the CPU: recorded by the update, which leaves
-    NaN for samples that it did not see, or computed now if it moved nothing."""
+    """Log-probs under the weights before the update, all samples one after another on the CPU: recorded by the update
+    (NaN for samples that it did not see), or computed now if it moved nothing."""
     if unmoved:
         return engine.forward(batch, ("log_probs",)).flat("log_probs")
     if not len(batch):  # other ranks have all samples of the step
@@ -218,7 +218,7 @@ def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tenso
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step; empty where there was no optimizer step."""
+    """Metrics of a step; empty if there was no optimizer step."""
     rows: dict[str, list[float]] = defaultdict(list)
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():

@@ -1,4 +1,4 @@
-"""The rollout node of workflows: it runs a group's episodes side by side, each with a chat of its own, and the reward
+"""The rollout node of workflows, which runs a group's episodes concurrently, each with its own chat, and the reward
 node that takes their scores."""
 
 import asyncio
@@ -37,23 +37,23 @@ from distflow.runtime.user_calls.sync_calls import DeadlinePassed
 _SINGLE_TURN = "single_turn"
 
 _SHARES_WITHIN_S = 0.01
-"""How long the first request of a group waits for those of its other episodes, with which it shares the prefill."""
+"""How long a group's first request waits for those of its other episodes, with which it shares the prefill."""
 
 _NUM_TURNS, _LONGEST_TURN_S = 8, 1e6
-"""How often user code has its turn before a round without news is sent: a reply goes through some tasks to the next
+"""How often user code gets a turn before a round without news is sent: a reply passes through tasks to the next
 `ask`."""
 
 Outcome = RewardOutcome | None
 _Asked = tuple[str, tuple[int, ...], SamplingParams, int]
 """Name of the conversation, prompt, parameters, tokens drawn before."""
 _Waiting = dict[int, asyncio.Future[Generation]]
-"""By the index of the episode."""
+"""Waiting requests by the index of the episode."""
 
 
 @node_factory
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 def run_workflow(config: Config) -> Callable[..., object]:
-    """The node for `rollout.workflow`. Raises UserError for one that cannot be used."""
+    """The node for `rollout.workflow`. Raises UserError for an unusable one."""
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(settings.agents)
     node = run_scored_episodes if workflow.scores else run_episodes
@@ -61,7 +61,7 @@ def run_workflow(config: Config) -> Callable[..., object]:
 
 
 def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Workflow:
-    """Of a call of a user's own loop. has_rewards: the run has reward functions. Raises UserError."""
+    """The workflow of a call of a user's own loop. has_rewards: the run has reward functions. Raises UserError."""
     made = make_workflow(str(getattr(workflow, "__name__", type(workflow).__name__)), workflow, {})
     if config.actor_rollout_ref.rollout.workflow is None:
         raise UserError("this run has no episodes: pass a workflow to distflow.rollouts(..., workflow=...) as well")
@@ -85,8 +85,8 @@ async def run_scored_episodes(
     workflow: Workflow,
     timeout_s: float,
 ) -> NodeOutput:
-    """Episodes of a workflow that calls the reward functions. timeout_s: of an episode, without the time in which it
-    waits for the policy or the reward functions."""
+    """Episodes of a workflow that calls the reward functions. timeout_s: of an episode, excluding time waiting for the
+    policy or the reward functions."""
     return await _Episodes(group, rollout, tokenizer, ctx, workflow, timeout_s, reward_fn).run()
 
 
@@ -107,10 +107,10 @@ async def run_episodes(
 class _Requests:
     """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their prefill.
 
-    in_rounds: those of a round are sent together, when every episode has asked or ended: so what is decoded together
-    depends on no timing. An episode that has forked has asked when one of its conversations has, none waits for a
-    reply, and no reward function scores it. take_turn: returns after what user code was about to do. may_continue: an
-    episode may have several turns. policy_of: of a conversation, by its name. failure: what the engine raised.
+    in_rounds: requests of a round are sent together, when every episode has asked or ended, so decode batches do not
+    depend on timing. A forked episode has asked when one of its conversations has, none waits for a reply, and no
+    reward function scores it. take_turn: returns after what user code was about to do. may_continue: whether an episode
+    may have several turns. policy_of: a conversation's policy, by its name. failure: what the engine raised.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Requests:
         self.failure: Exception | None = None
 
     def connect(self, index: int, chat: Chat) -> None:
-        """The chat, or a fork, of this episode asks here."""
+        """Connect this episode's chat, or a fork, to these requests."""
         self._has_forked |= bool(chat.name)
         chat.generate, chat.forked = partial(self.ask, index, chat.name), partial(self.connect, index)
 
@@ -169,7 +169,7 @@ class _Requests:
             try:
                 made = await future
             finally:
-                waiting.pop(index, None)  # of a workflow that waits no longer
+                waiting.pop(index, None)  # of a workflow that no longer waits
                 self._withdraw()
                 self._look()
         return policy_segment(made), made.finish_reason
@@ -186,7 +186,7 @@ class _Requests:
                 self._look()
 
     def ended(self, index: int) -> None:
-        """An episode asks no more; what it still asks is withdrawn."""
+        """End an episode's requests; pending ones are withdrawn."""
         self._running.discard(index)
         for waiting in (*self._asked.values(), *self._sent.values()):
             if index in waiting:
@@ -195,19 +195,19 @@ class _Requests:
         self._look()
 
     def _withdraw(self) -> None:
-        """Abort what was sent and nobody waits for."""
+        """Abort sent requests for which nobody waits."""
         for task, waiting in self._sent.items():
             if not waiting and not task.cancelling():  # a second time would cut its end short
                 task.cancel()
 
     def close(self) -> None:
-        """Withdraw what was sent, and send nothing more."""
+        """Withdraw sent requests, and send no more."""
         self._closed = True
         for task in (*self._sent, *([self._settling] if self._settling else ())):
             task.cancel()
 
     def _look(self) -> None:
-        """Send what was asked if all have asked."""
+        """Send the requests if all episodes have asked."""
         if self._closed or not self._all_asked():
             return
         if not (self._has_forked and self._in_rounds):
@@ -262,11 +262,11 @@ class _Requests:
             for index, future in waiting.items():
                 if not future.done():
                     future.set_result(made[index])
-        except Exception as error:  # whatever it is, the episodes that wait must end
+        except Exception as error:  # whatever it is, waiting episodes must end
             self.failure = error
         finally:
             for future in waiting.values():
-                future.cancel()  # no effect if it is done
+                future.cancel()  # no effect if done
 
 
 @dataclass
@@ -287,7 +287,7 @@ class _Episodes:
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
-        if isinstance(group.row.workflow, Workflow):  # of a call of the user's own loop
+        if isinstance(group.row.workflow, Workflow):  # from a call of the user's own loop
             self.workflow = group.row.workflow
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
@@ -299,7 +299,7 @@ class _Episodes:
         self.own_scores = config.algorithm.agent_rewards != "shared"
 
     def _policy_of(self, conversation: str) -> str:
-        """Of its agent, where agents have several; else none is named."""
+        """The policy of the conversation's agent if agents have several policies; else ""."""
         owners = [agent.policy for agent in self.agents.values()]
         agent = self.agents.get(conversation.partition(".")[0])
         return "" if len({*owners}) < 2 else agent.policy if agent is not None else owners[0]
@@ -364,7 +364,7 @@ class _Episodes:
         return self._sample(index, chat, outcome)
 
     async def _outcome(self, chat: Chat, work: Callable[..., Awaitable[object]], index: int) -> Outcome:
-        """What the workflow returned. An error of it, by name, is no score. Raises what the engine raised. work: takes
+        """The workflow's outcome. Its own error, by name, gives no score. Raises what the engine raised. work: receives
         the run's reward functions."""
         reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
         try:
@@ -384,7 +384,7 @@ class _Episodes:
             return self._error("it has cancelled itself")
         except GivenUp:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the border to user code
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the boundary to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
             return self._error(f"{type(error).__name__}: {error}{place}"[:1000])
         if outcome is not None and not self._trained(chat):
@@ -393,13 +393,13 @@ class _Episodes:
         return outcome
 
     def _trained(self, chat: Chat) -> list[Chat]:
-        """The episode's conversations that drew a token to train on; the one that had the last reply is the last."""
+        """The episode's conversations that drew a token to train on; the one with the last reply is the last."""
         talks = [each for each in chat.conversations if each.num_drawn]
         return [each for each in talks if not self.agents or self.agents[each.agent].trainable]
 
     def _by_agent(self, chat: Chat, returned: object) -> object:
-        """What an episode returned, once the score of each agent that is trained is on its own replies: what it earned
-        by `chat.reward` on those, the rest on its last one. Raises ValueError where an agent has none."""
+        """The episode's result, after putting each trained agent's score on its own replies: what it earned by
+        `chat.reward` on those, the rest on its last one. Raises ValueError if an agent has no score."""
         if returned is None:
             return None
         talks = self._trained(chat)
@@ -418,7 +418,7 @@ class _Episodes:
         return RewardOutcome(Error(f"workflow {self.workflow.name}: {what}"))
 
     async def _reward(self, chat: Chat, index: int, reply: Reply | str | None = None) -> RewardOutcome:
-        """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last one), or a text."""
+        """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last by default) or text."""
         assert self.reward_fn is not None
         in_episode.set(True)
         note_event("judged", reply.text if isinstance(reply, Reply) else reply)
@@ -429,7 +429,7 @@ class _Episodes:
         return outcome
 
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
-        """All conversations of the episode with tokens to train on, end to end, the first one at the beginning."""
+        """The sample: all conversations of the episode with tokens to train on, end to end, the first one first."""
         talks = self._trained(chat)
         last = (talks or chat.conversations)[-1]
         drawn = [s for each in talks for s in each.segments if s.owner == "policy" and s.token_ids]
@@ -454,12 +454,13 @@ class _Episodes:
         )
 
     def _place(self, chat: Chat) -> tuple[int, list[int]]:
-        """By which conversations are sorted: by agent, then by the numbers of the forks."""
+        """Sort key of conversations: by agent, then by the numbers of the forks."""
         agent = [*self.agents].index(chat.agent) if self.agents else 0
         return agent, [int(number) for number in chat.name.split(".") if number.isdecimal()]
 
     def _said(self, chat: Chat) -> list[dict[str, str]]:
-        """For people: one conversation after the other; of several agents, in the order in which they spoke."""
+        """The messages for display: one conversation after another; several agents' in the order in which they
+        speak."""
         said = list[tuple[int, dict[str, str]]]()
         for talk in sorted((each for each in chat.conversations if each.num_drawn or each is chat), key=self._place):
             fork = talk.name.removeprefix(talk.agent).removeprefix(".")
@@ -471,8 +472,8 @@ class _Episodes:
 
 
 def read_outcome(returned: object) -> Outcome:
-    """The result of an episode: a number, a mapping of parts by name (their sum is the score, unless one is called
-    `score`), what `reward_fn` gave, or None, by which it is rejected. Raises ValueError for anything else."""
+    """The outcome of an episode's result: a number, a mapping of parts by name (their sum is the score, unless one is
+    called `score`), the result of `reward_fn`, or None, which rejects it. Raises ValueError for anything else."""
     if isinstance(returned, RewardOutcome):
         read_score(returned.accuracy)
         if isinstance(returned.reward_result, Score):
@@ -491,7 +492,7 @@ def read_outcome(returned: object) -> Outcome:
 
 
 def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
-    """What the chat template does between turns. Raises UserError where it, or its tools, cannot be used."""
+    """What the chat template does between turns, in sentences. Raises UserError if it, or its tools, cannot be used."""
     tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
     settings = config.actor_rollout_ref.rollout
     if settings.workflow in ("tools", "harbor"):
@@ -501,7 +502,7 @@ def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids:
 
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:
-    """Further arguments of the chat template, as the data set's prompts were rendered with."""
+    """Further arguments of the chat template, the same as for the data set's prompts."""
     own = peek(config.data).domains.get(domain)
     thinks = own.enable_thinking if own is not None and own.enable_thinking is not None else config.data.enable_thinking
     return {"enable_thinking": thinks, **config.data.apply_chat_template_kwargs}

@@ -1,8 +1,8 @@
-"""Runs assertions in the sandbox, in a process without the program: its text is sent there, and imports no distflow.
+"""Runs assertions in the sandbox, in a process without the program. This file is sent there as text.
 
-A call without a known result ends the run of the assertion; it runs again from its start when the result has come, so
-that nothing waits in the sandbox. Its random numbers are the same each time. Its code is changed so that values are
-equal by type as well, a bool is no number, NaN has no order, and an error of the program must reach a handler of the
+A call without a known result ends the run of the assertion, which is rerun from its start when the result has arrived,
+so that nothing waits in the sandbox. Its random numbers are the same each time. Its code is changed so that equality
+includes types, a bool is not a number, NaN has no order, and an error of the program must reach a handler of the
 assertion.
 """
 
@@ -31,7 +31,7 @@ def typed(value: Any) -> Any:
 
 
 class Asked(BaseException):
-    """The program is to be called."""
+    """Raised when the program must be called."""
 
 
 def _call(name: str, *args: ast.expr) -> ast.Call:
@@ -40,11 +40,11 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
 
 _NUMERIC = dict.fromkeys(("abs", "round", "divmod", "pow", "assertAlmostEqual", *dir(math)), "__term__")
 _WRAPPED = {**_NUMERIC, "assertEqual": "__typed__"}
-"""By function or method that an assertion calls, what its arguments pass through."""
+"""By function or method called in an assertion: the wrapper of its arguments."""
 
 
 class Guard(ast.NodeTransformer):
-    """Calls the functions of `Run.scope` where an assertion compares, computes and handles errors."""
+    """Inserts calls of the functions of `Run.scope` where an assertion compares, computes and handles errors."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
@@ -83,8 +83,8 @@ class Guard(ast.NodeTransformer):
 
 
 class Run:
-    """An assertion, and the program's answers so far. asked: the call that has none yet. unseen: errors of the program
-    that no handler has got. refused: why a value cannot be what the assertion means."""
+    """An assertion, and the program's answers so far. asked: the call without an answer. unseen: errors of the program
+    that no handler received. refused: why a value cannot be what the assertion means."""
 
     def __init__(self, code: str, names: list[str]) -> None:
         tree = ast.fix_missing_locations(Guard().visit(ast.parse(code)))
@@ -115,7 +115,7 @@ class Run:
         error = getattr(builtins, content[0], None)
         raised = Exception(": ".join(content))
         if isinstance(error, type) and issubclass(error, Exception):
-            with suppress(TypeError):  # of one that wants more than a text
+            with suppress(TypeError):  # of an error that needs more than a text
                 raised = error(content[1])
         if not any(frame.f_code.co_name.startswith("assertRaises") for frame, _ in walk_stack(None)):  # of unittest
             self.unseen.append(raised)

@@ -1,11 +1,11 @@
 """Reads the tests of a row in the formats of APPS, TACO, LiveCodeBench, HumanEval, MBPP and similar data sets.
 
-Splits a data set's assertions into test cases, which run apart from the program that they test.
+Splits a data set's assertions into test cases, which run separately from the tested program.
 
 Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, have only literals and one call, which can
-be read without running them. The others run in a sandbox of their own without the program: names that they do not
-define are functions of the program. A call of one is passed to the program's process, with plain arguments only, and
-the assertion gets the plain value that it returns."""
+be read without running them. The others run in a separate sandbox without the program: names that they do not define
+are functions of the program. Calls of these are passed to the program's process, with only plain arguments, and the
+assertion gets the returned plain value."""
 
 import ast
 import builtins
@@ -33,7 +33,7 @@ _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class StreamTests:
-    """Standard inputs of a program, and the outputs that it must print."""
+    """Standard inputs of a program, and the required outputs."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -50,9 +50,9 @@ class CallTests:
 
 @dataclass(frozen=True)
 class AssertTests:
-    """Python code that asserts. entry: the function of the program that HumanEval's `check` is to get, or empty.
+    """Python code with assertions. entry: the function of the program to pass to HumanEval's `check`, or empty.
 
-    prompt: code that the response continues, or defines again; empty if there is none.
+    prompt: code that the response continues or redefines; empty if there is none.
     """
 
     code: str
@@ -176,8 +176,8 @@ def _read_check(columns: Mapping[str, object]) -> AssertTests:
 
 
 def _helpers(prompt: str, entry: str, test: str) -> str:
-    """What the code in the prompt defines beside the function that is asked for, if the tests use any of it: a program
-    must not replace it."""
+    """Definitions in the prompt's code besides the requested function, if the tests use any: a program must not replace
+    them."""
     defined: list[ast.stmt] = []
     for block in _BLOCK.findall(prompt):
         with suppress(SyntaxError, ValueError, RecursionError):  # prose, e.g. a line that begins with "from"
@@ -188,7 +188,7 @@ def _helpers(prompt: str, entry: str, test: str) -> str:
 
 
 def parse(code: str, what: str) -> ast.Module:
-    """Raises ValueError for tests that are not Python."""
+    """Parse tests. Raises ValueError if they are not Python."""
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -232,7 +232,7 @@ def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Li
 _SHOWN = 200
 _CANDIDATE = "candidate"
 
-# What asks for values that nearly all tests mean to exclude: NaN, infinities, complex numbers.
+# Code that asks for values that nearly all tests mean to exclude: NaN, infinities, complex numbers.
 _SPECIAL = re.compile(r"\b(?:is)?(?:nan|inf|infinity|finite)\b|\b1e309|\b(?:complex|cmath)\b|\dj\b", re.IGNORECASE)
 
 
@@ -280,7 +280,7 @@ def split_assertions(tests: AssertTests) -> Assertions:
 
 
 def _asks_for_nan(tests: ast.Module) -> bool:
-    """Whether they say that something does not equal itself."""
+    """Whether the tests assert that something does not equal itself."""
     for node in ast.walk(tests):
         match node:
             case ast.Compare(left, [ast.NotEq()], [right]) if ast.dump(left) == ast.dump(right):

@@ -1,7 +1,7 @@
 """Runs a program's test cases one by one in the sandbox, and compares its output or result with the expected one.
 
-Expected values stay outside of the sandbox: a program gets only its input or arguments. Either each case runs in a new
-process, or, if there are at least `SHUFFLED_FROM`, all run shuffled in one, so that a memorised order of answers is
+Expected values stay outside of the sandbox: a program gets only its input or arguments. Each case runs in a new
+process, or, if there are at least `SHUFFLED_FROM`, all run shuffled in one, so that memorising the order of answers is
 useless. If one of a few cases calls the program often, e.g. in a loop, its first `SHUFFLED_FROM` calls each go to a new
 process, and the rest to one."""
 
@@ -68,7 +68,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_special(value: Any) -> bool:
-    """Whether it is or holds NaN, an infinity or a complex number."""
+    """Whether it is or contains NaN, an infinity or a complex number."""
     if isinstance(value, float | complex):
         return isinstance(value, complex) or not math.isfinite(value)
     if isinstance(value, dict):
@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
 
 
 class Stopped(Exception):
-    """No further case can be run: the program cannot be loaded, or it or the scoring has no time left."""
+    """No further case can be run: the program cannot be loaded, or the program or the scoring has no time left."""
 
 
 class TimedSandbox:
@@ -111,11 +111,11 @@ class TimedSandbox:
         return round(time.monotonic() - self._began, 3)
 
     def open(self, code: str) -> AnySession:
-        """Raises as `Sandbox.open` does, and as `_bounded`."""
+        """Open a session. Raises what `Sandbox.open` and `_bounded` raise."""
         return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
     def run(self, code: str, stdin: str) -> RunResult:
-        """Run a program and keep all of its output. Raises as `_bounded`."""
+        """Run a program and keep all of its output. Raises what `_bounded` raises."""
         limits = self._sandbox.limits
         return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
 
@@ -151,8 +151,8 @@ class ProgramUnderTest:
         self.was_asked = False
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Raises Raised, Broken, Stopped. A process that breaks after earlier calls may have exhausted its limits: the
-        call is repeated in a new one."""
+        """Call a function. Raises Raised, Broken, Stopped. A process that breaks after earlier calls may have exhausted
+        its limits, so the call is repeated in a new one."""
         self.was_asked = True
         while True:
             session = self._process()
@@ -177,11 +177,11 @@ class ProgramUnderTest:
                 return value
 
     def printed(self) -> str:
-        """What the process that was called last printed at its end."""
+        """The last output of the most recently called process."""
         return _printed(self._session) if self._session else self._printed
 
     def end_process(self) -> None:
-        """The next call goes to a new process."""
+        """End the process: the next call goes to a new one."""
         if self._session:
             self._session.close()
         self._session, self._num_answers = None, 0
@@ -240,7 +240,7 @@ def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertio
 
 
 def _returned(program: ProgramUnderTest, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-    """What a call returned, and why it returned nothing; empty if it returned."""
+    """The result of a call, and why there is none; empty if there is one."""
     try:
         return program.call(name, args, kwargs), ""
     except Raised as error:
@@ -257,7 +257,7 @@ class AssertionRunner:
         self._session: AnySession | None = None
 
     def step(self, name: str, *args: Any) -> list[Any]:
-        """Call `begin` or `resume` of `assertion_process`. Raises as `Session.call`."""
+        """Call `begin` or `resume` of `assertion_process`. Raises what `Session.call` raises."""
         if self._session is None:
             self._session = self._box.open(_HARNESS)
         try:
@@ -273,7 +273,7 @@ class AssertionRunner:
 
 
 def _order(program: ProgramUnderTest, num_cases: int) -> Iterator[int]:
-    """Order of the cases, the same for the same program; each gets a new process if they are few."""
+    """The order of the cases, fixed for a program; each gets a new process if they are few."""
     shuffled = num_cases >= SHUFFLED_FROM
     generator = random.Random(program.code.encode("utf-8", "surrogatepass"))
     for i in generator.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
@@ -301,7 +301,7 @@ def _why_fails(runner: AssertionRunner, program: ProgramUnderTest, tests: Assert
             return error.reason
         try:
             step = runner.step("resume", answer)
-        except NotPlain as error:  # plain by itself, but not together with other values
+        except NotPlain as error:  # plain alone, but not together with other values
             return f"its answer is {error}"
         except Broken as error:
             if error.cause == "value":
@@ -339,5 +339,5 @@ def _printed(ran: AnySession | RunResult) -> str:
 def _short(value: object) -> str:
     try:
         return f"{value!r:.{_SHOWN}}"
-    except ValueError:  # an int of more digits than Python writes
+    except ValueError:  # an int with more digits than Python prints
         return "a huge number"

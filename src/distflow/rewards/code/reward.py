@@ -1,6 +1,6 @@
 """`code`: does the program in the response pass the row's tests? It runs in the sandbox (docs/sandbox.md).
 
-Finding the program takes time linear in the response, as the policy writes it.
+Finding the program takes linear time, since the policy writes the response.
 """
 
 import atexit
@@ -35,11 +35,11 @@ from distflow.sandbox.sandbox import Sandbox
 
 Plan = StreamTests | CallTests | Assertions
 LONGEST_S = 60.0
-"""Wall-clock seconds for a score outside of a pool."""
+"""Wall-clock limit for a score outside of a pool, in seconds."""
 _SHARE_OF_TIME = 0.8
 _NUM_SHOWN = 3
 _SHOWN = 500
-# Imports that graders of function-call tasks add to a program, as their prompts assume them.
+# Imports that graders of function-call tasks add to a program, because their prompts assume them.
 _IMPORTS = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
     "from typing import *; from bisect import *; from collections import *; from functools import *; "
@@ -69,9 +69,9 @@ _THOUGHT_END = "</think>"
 def find_program(response: str, names: Sequence[str] = ()) -> str | None:
     """The program, or None if the response shows only code of other languages.
 
-    Text before the last `</think>` does not count. Of the fenced blocks those marked as Python count or, if there are
-    none, those without a mark; the last of them that defines one of `names` is the program, else the last. A block that
-    is never closed ends with the response. A response without a fence is a program as a whole.
+    Text before the last `</think>` does not count. Fenced blocks marked as Python count or, if there are none, unmarked
+    ones; the last of them that defines one of `names` is the program, else the last one. An unclosed block ends with
+    the response. A response without a fence is a program as a whole.
     """
     text = response.rpartition(_THOUGHT_END)[2]
     blocks = _fenced(text)
@@ -117,8 +117,8 @@ def compute_score(
 ) -> dict[str, JSON]:
     """1.0 if the program passes all tests, else 0.0.
 
-    In the result `share` is the part of the tests that it passes, `failed` the first that it fails, why, and what it
-    printed; `program` is the code that ran, `seconds` how long that took. sandbox: the URL of one on another machine
+    In the result, `share` is the part of the tests that it passes, `failed` the first failure with its reason and
+    output; `program` is the code that ran, `seconds` the time that it took. sandbox: the URL of one on another machine
     (`distflow sandbox serve`). Raises ValueError if the tests are broken, UserError if nothing would confine a program,
     SandboxFault.
     """
@@ -132,7 +132,7 @@ def compute_share(
     extra_info: Mapping[str, object] | None = None,
     sandbox: str = "",
 ) -> dict[str, JSON]:
-    """The same, but the score is the share of the tests that it passes; only a program that passes all is right
+    """As `compute_score`, but the score is the share of passed tests; only a program that passes all is right
     (`acc`)."""
     reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
     return {**reward_result, "score": reward_result["share"]}
@@ -146,7 +146,7 @@ def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
 
 
 def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
-    """The same, in a sandbox of the caller that is not used by others meanwhile."""
+    """As `compute_score`, in the caller's sandbox, which is not used by others meanwhile."""
     tests = read_tests(ground_truth, row)
     plan = split_assertions(tests) if isinstance(tests, AssertTests) else tests
     box = TimedSandbox(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
@@ -167,7 +167,7 @@ def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: M
 
 @cache
 def _sandbox(url: str) -> AnySandbox:
-    """One sandbox for all calls in this process. url: "" for one of this machine."""
+    """One sandbox for all calls in this process. url: "" for a local one."""
     sandbox = RemoteSandbox(url) if url else Sandbox()
     atexit.register(sandbox.close)
     return sandbox

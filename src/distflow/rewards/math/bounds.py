@@ -44,7 +44,7 @@ def is_affordable(answer: str) -> bool:
 
 
 class _Reader:
-    """Reads tokens once, from left to right; each method returns an upper bound of log2 |value| that is at least 0."""
+    """Reads tokens once, from left to right; each method returns an upper bound of log2 |value|, at least 0."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
@@ -55,7 +55,7 @@ class _Reader:
         return self.position < len(self.tokens)
 
     def sequence(self) -> float:
-        """Up to and including a closing bracket: bits of a sum and of a product are at most the sum of bits."""
+        """Read up to and including a closing bracket: bits of a sum or a product are at most the sum of bits."""
         total = 0.0
         while self.has_more():
             if self.tokens[self.position] in _CLOSING:
@@ -106,7 +106,7 @@ class _Reader:
 
 
 def _bits_of_number(token: str) -> float:
-    """Of numerator and denominator together."""
+    """Bits of numerator and denominator together."""
     mantissa, _, exponent = token.lower().partition("e")
     digits = len(mantissa) + (float(exponent or "0").__abs__() if len(exponent) < 9 else math.inf)
     return math.log2(max(float(mantissa), 2.0)) if mantissa.isdigit() and digits < 16 else digits * math.log2(10)
@@ -122,9 +122,9 @@ def _factorial(bits: float) -> float:
 
 @contextmanager
 def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
-    """Raises OutOfTime after so many seconds of this process's own CPU time: a busy machine changes no score.
+    """Raises OutOfTime after this much CPU time of this process, so that a busy machine changes no score.
 
-    Works in the main thread only, like signals; elsewhere there is no limit. The reward workers need it; their pool has
+    Works only in the main thread, like signals; elsewhere there is no limit. The reward workers need it; their pool has
     its own deadline for C code that holds the interpreter lock.
     """
     if threading.current_thread() is not threading.main_thread():

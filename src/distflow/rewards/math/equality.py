@@ -1,6 +1,6 @@
 """Are two answers mathematically equal? Each rule is for one notation; the first that applies decides.
 
-If none applies, both are parsed and compared by math-verify, which by itself ignores units and bases, reads `6:30` as a
+If none applies, both are parsed and compared by math-verify, which alone ignores units and bases, reads `6:30` as a
 division and words as products of their letters, and rounds at the sixth decimal, so that 1e-7 equals 2e-7.
 """
 
@@ -63,7 +63,7 @@ _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq
 
 
 def are_equal(gold: str, answer: str) -> bool:
-    """Both normalised. An answer that is too costly to compare (`math.bounds`) equals only the same text."""
+    """Compare two normalised answers. One that is too costly to compare (`math.bounds`) equals only the same text."""
     if gold == answer or (" " in gold + answer and _SPACES.sub("", gold) == _SPACES.sub("", answer)):
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
@@ -151,7 +151,7 @@ def _congruences(gold: str, answer: str) -> bool | None:
         return False if moduli else None
     modulus = next(iter(moduli))
     if found[0] is None and found[1] and _residue(residue := _CONGRUENT.sub("", found[1][1]), modulus) != residue:
-        return False  # it is left to be computed
+        return False  # the residue is not computed
     first, second = (
         _residue(_CONGRUENT.sub("", match[1]), modulus) if match else text
         for match, text in zip(found, (gold, answer), strict=True)
@@ -166,7 +166,7 @@ def _residue(value: str, modulus: str) -> str:
 
 
 def _chains(gold: str, answer: str) -> bool | None:
-    r"""`x = 3 + 4 = 7` equals 7: every side does, and one states it; after `\approx` stand roundings of it."""
+    r"""`x = 3 + 4 = 7` equals 7: every side does, and one states it; roundings follow `\approx`."""
     exact, *rough = split_top(re.sub(r"\\approx(?![A-Za-z])", "≈", answer), "≈")
     sides = split_top(exact, "=")
     if (len(sides) == 1 and not rough) or listed(answer):
@@ -188,7 +188,7 @@ def _chains(gold: str, answer: str) -> bool | None:
 
 
 def _is_name(side: str) -> bool:
-    """Whether it has variables only, as `x`, `a^2 + b` and `f(3)`."""
+    """Whether it has only variables, like `x`, `a^2 + b` and `f(3)`."""
     rest = _CALL.sub("x", side)
     return bool(_LETTER.search(rest)) and not _NO_NAME.search(rest)
 
@@ -240,7 +240,7 @@ def _as_intervals(relations: str) -> str | None:
 
 
 def _as_interval(chain: list[str]) -> str | None:
-    """chain: sides and the signs between them."""
+    """A chain (sides and the signs between them) as an interval."""
     chain = [part.strip() for part in chain]
     if len(chain) == 3 and not _VARIABLE.fullmatch(chain[0]):
         chain = [chain[2], _MIRRORED[chain[1]], chain[0]]
@@ -291,7 +291,7 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
-    """`(2,5)` may be written `2,5`; around three or more items () and [] are equivalent, around two they may be an
+    """`(2,5)` may be written `2,5`; around three or more items () and [] are equivalent, around two maybe an
     interval."""
     if gold == answer:
         return True

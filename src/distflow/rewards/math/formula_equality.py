@@ -3,8 +3,8 @@ r"""Compares two formulas with math-verify, and numbers exactly or as roundings 
 math-verify alone rounds at the sixth decimal, so that 1e-7 equals 2e-7, and 2^{2017} equals 2^{2017} - 1.
 
 Also whether an answer states a value, or only how to compute one: a policy that copies the problem has the right value,
-as `347 + 589` is 936. So a number is answered by a number, and any other ground truth by an expression of its form:
-with no operators but its own, and for a constant with no more of them.
+since `347 + 589` is 936. So a number must be answered by a number, and any other ground truth by an expression of its
+form: with no other operators, and for a constant no more of them.
 """
 
 import logging
@@ -33,7 +33,7 @@ _EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
 
 
 def numbers_equal(gold: Decimal, answer: Decimal) -> bool:
-    """Whether they are equal, or one is the other rounded to fewer decimals."""
+    """Whether two numbers are equal, or one is the other rounded to fewer decimals."""
     shorter, longer = sorted((gold, answer), key=num_decimals)
     return gold == answer or is_rounded(longer, shorter)
 
@@ -80,7 +80,7 @@ _SWALLOWED = tuple(
     for kind in base.__subclasses__()
     if kind not in left_out
 )
-# Replaces `Exception` in the handlers of these modules, which would treat a full memory as two sides that differ.
+# Replaces `Exception` in the handlers of these modules, which would treat a full memory as a difference.
 for _module in (grader, latex2sympy2):
     setattr(_module, "Exception", _SWALLOWED)  # noqa: B010  no attribute that it has
 
@@ -96,11 +96,11 @@ _Result = TypeVar("_Result")
 
 
 def expressions_equal(gold: str, answer: str) -> bool:
-    """Both must be affordable (`math.bounds`). An expression that cannot be parsed, or makes sympy raise, equals
+    """Compare two affordable expressions (`math.bounds`). One that cannot be parsed, or makes sympy raise, equals
     nothing.
 
     Raises MemoryError and RecursionError if the answer could not be compared; one that is too deep to be parsed or
-    evaluated by itself equals nothing.
+    evaluated alone equals nothing.
     """
     first = _parse(gold)
     try:
@@ -118,7 +118,7 @@ def expressions_equal(gold: str, answer: str) -> bool:
 
 
 def _attempt(compute: Callable[[], _Result]) -> _Result | None:
-    """None if it raises an error other than MemoryError or RecursionError."""
+    """The result; None if it raises an error other than MemoryError or RecursionError."""
     try:
         return compute()
     except (MemoryError, RecursionError):
@@ -138,7 +138,7 @@ def _compare(first: Basic | MatrixBase, second: Basic | MatrixBase, gold: str, a
 
 
 def _is_endless(side: Basic | MatrixBase) -> bool:
-    r"""Whether it cannot be evaluated even by itself, e.g. `\sum_{k=\pi}^{3/2} k`: then it is not an answer."""
+    r"""Whether it cannot be evaluated even alone, e.g. `\sum_{k=\pi}^{3/2} k`: then it is not an answer."""
     try:
         _attempt(lambda: (side.doit().evalf(), side.xreplace(_point(side.free_symbols)).evalf()))
     except RecursionError:
@@ -148,7 +148,7 @@ def _is_endless(side: Basic | MatrixBase) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Basic | MatrixBase | None:
-    """LaTeX as an expression of sympy, with i as the imaginary unit and ° as π/180 in functions; None if it is not a
+    """LaTeX as a sympy expression, with i as the imaginary unit and ° as π/180 in functions; None if it is not a
     formula."""
     parsed = _attempt(lambda: _to_sympy(text if words(unwrap(text)) is not None else unwrap(text)))
     return parsed if isinstance(parsed, Basic | MatrixBase) else None
@@ -164,7 +164,7 @@ def _to_sympy(text: str) -> object:
 
 
 def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool | None:
-    """For two rational numbers in any notation: `2^{2017}` is not `2^{2017}-1`. None for anything else."""
+    """Whether rational numbers in any notation are equal: `2^{2017}` is not `2^{2017}-1`. None for anything else."""
     if not all(isinstance(side, Expr) and not side.free_symbols and not side.has(Float) for side in (gold, answer)):
         return None
     values = [side.doit() for side in (gold, answer)]
@@ -191,7 +191,7 @@ def _point(symbols: Iterable[Basic]) -> dict[Basic, Float]:
 
 
 def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
-    """Whether a number equals a plain decimal, exactly or rounded; None if that is not known."""
+    """Whether a number equals a plain decimal, exactly or rounded; None if unknown."""
     decimal = plain_number(text)
     if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
         return None
@@ -246,7 +246,7 @@ def is_number(text: str) -> bool:
 
 
 def has_form_of(gold: str, answer: str) -> bool:
-    """Whether the answer states a value as the ground truth does. Says nothing about the value.
+    """Whether the answer states a value as the ground truth does, regardless of the value.
 
     A number always does. Formulas with variables may be expanded, factored and reordered.
     """
@@ -276,6 +276,6 @@ def _commands(text: str) -> set[str]:
 
 
 def _computations(text: str) -> int:
-    """How often two numbers, or the root of a square, are left to be computed."""
+    """The number of uncomputed operations on two numbers, or roots of squares."""
     squares = sum(math.isqrt(int(a or b)) ** 2 == int(a or b) for a, b in _ROOT.findall(text))
     return len(_ARITHMETIC.findall(text)) + squares

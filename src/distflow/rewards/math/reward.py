@@ -41,7 +41,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
 def compute_result(
     data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
 ) -> dict[str, JSON]:
-    """The same as `score`, with what was compared: `extracted` from the response, None if it has no answer, and
+    """As `compute_score`, with what was compared: `extracted` from the response, None if it has no answer, and
     `wanted`, the ground truth that it equals, else all of them."""
     alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     golds = [gold_answer(gold) for gold in alternatives]
@@ -56,7 +56,7 @@ def compute_result(
 
 
 def gold_answer(ground_truth: object) -> str:
-    """The bare answer of a data set's row: a number, LaTeX, or a worked solution that marks its answer."""
+    """The bare answer of a data set's row, which is a number, LaTeX, or a worked solution with a marked answer."""
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, int | float | str):
         raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a str (data.answer_key)")
     if isinstance(ground_truth, float) and ground_truth.is_integer():
@@ -75,8 +75,8 @@ def gold_answer(ground_truth: object) -> str:
 def is_equal(gold: str, answer: str) -> bool:
     """gold: from `gold_answer`. answer: the text in the box or after the mark.
 
-    An answer that takes too long or has numbers beyond Python's is wrong, not a reward error: else a policy could avoid
-    a score of 0. A bug (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are raised.
+    An answer that takes too long or has numbers beyond Python's is wrong: with a reward error a policy could avoid a
+    score of 0. A bug (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are raised.
     """
     try:
         with limited_time():

@@ -25,7 +25,7 @@ _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS, "0123456789-")
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """Without thousands separators, unless there are brackets, in which commas may separate items."""
+    """A number without thousands separators, unless there are brackets, in which commas may separate items."""
     return match[0] if re.search(r"[(\[]|\\\{", match.string) else match[0].replace(",", "")
 
 
@@ -95,7 +95,7 @@ def is_prose(text: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    r"""The text with the content of each `\text{...}` in its place."""
+    r"""The text with each `\text{...}` replaced by its content."""
     return TEXT.sub(r" \1 ", text).strip()
 
 
@@ -112,7 +112,7 @@ def split_top(text: str, separator: str) -> list[str]:
 
 
 def listed(text: str) -> tuple[str, str, list[str]] | None:
-    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items); None if it is none."""
+    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items); None for other text."""
     opening = next((bracket for bracket in _OPENED if text.startswith(bracket)), "")
     closing = next((bracket for bracket in _CLOSED if text.endswith(bracket)), "")
     inner = text[len(opening) : len(text) - len(closing)]
@@ -154,8 +154,8 @@ _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of u
 
 @dataclass(frozen=True)
 class Unit:
-    """Powers of dimensions by name, and the size in base units, apart from the factor 180/π of a radian. is_plain: it
-    is known or a word in the plural, so that a number with it may be compared with a bare number."""
+    """Powers of dimensions by name, and the size in base units, except for the factor 180/π of a radian. is_plain: it
+    is known or a plural word, so a number with it may be compared with a bare number."""
 
     dimensions: tuple[tuple[str, int], ...]
     size: Fraction
@@ -212,7 +212,7 @@ def _spelled(tail: str) -> str:
 
 
 def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
-    """An unknown word is a dimension of its own: apples are apples."""
+    """A unit from its spelling. An unknown word is its own dimension: apples are apples."""
     parts = list(_UNIT_PART.finditer(spelled))
     if not parts or sum(len(part.group()) for part in parts) != len(spelled):
         return None

@@ -1,4 +1,4 @@
-"""A pool of reward workers for each domain, so that a hang in one does not block another, and their settings.
+"""A pool of reward workers per domain, so that a hang in one does not block another, and their settings.
 
 Pools can be started early: then their processes load functions while the run imports torch.
 """
@@ -19,10 +19,10 @@ from distflow.rewards.reward_results import RewardResult
 
 DEFAULT_DOMAIN = "default"
 LARGE_START_TIMEOUT_S = 1800.0
-"""A model of many gigabytes may come from a slow disk."""
+"""Start limit for large models: many gigabytes may come from a slow disk."""
 
 Functions = Mapping[str, Sequence[RewardPart]]
-"""By domain."""
+"""Reward functions by domain."""
 StartPool = Callable[[PoolSettings], Pool]
 """Raises UserError if a function cannot be loaded."""
 
@@ -53,8 +53,8 @@ def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
 
 
 class RewardSettings(NamedTuple):
-    """Reward functions of a run; those of the domain "default" are for domains that are not named. patience: of domains
-    that have no other in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process.
+    """Reward functions of a run; those of the domain "default" are for domains that are not listed. patience: of
+    domains without another in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process.
     answer_keys: columns of the ground truth, by domain."""
 
     functions: Functions
@@ -113,14 +113,14 @@ def is_large(name: str) -> bool:
 
 
 def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
-    """A pool of one process without limits of memory and start time."""
+    """A pool of one process without limits on memory and start time."""
     return PoolSettings({name: target, FAILS: FAILS_TARGET}, 1, timeout_s, 0, LARGE_START_TIMEOUT_S)
 
 
 @contextmanager
 def borrowed(settings: PoolSettings, name: str) -> Iterator[RewardPool]:
-    """The pool of these settings that was started early, which stays for the run; else one with that function alone,
-    for inside. Raises UserError if a function cannot be loaded."""
+    """The pool with these settings that was started early, which stays for the run; else one with only that function,
+    inside the context. Raises UserError if a function cannot be loaded."""
     for started, pool in _started:
         if started == settings:
             yield pool.result()
@@ -137,7 +137,7 @@ _started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []
 
 @contextmanager
 def started_early(settings: PoolSettings) -> Iterator[None]:
-    """Start that pool in the background, for the first `take_pool` inside; one that is not taken is closed."""
+    """Start that pool in the background for the first `take_pool` inside; if not taken, it is closed."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-early")
     _started.append((settings, thread.submit(RewardPool, settings)))
     try:
@@ -150,7 +150,7 @@ def started_early(settings: PoolSettings) -> Iterator[None]:
 
 
 def take_pool(settings: PoolSettings) -> RewardPool:
-    """The pool of these settings that was started early, or a new one; to be closed by the caller.
+    """The pool with these settings that was started early, or a new one; the caller must close it.
 
     Raises UserError if a function cannot be loaded.
     """
@@ -185,7 +185,7 @@ class Pools:
         }
         self._functions = {name: frozenset(each.functions) for name, each in pools.items()}
         large = set(self._targets.values())
-        # All at once: each waits for a process that loads its functions.
+        # All at once, since each waits for a process that loads its functions.
         with ThreadPoolExecutor(len(pools), thread_name_prefix="distflow-pools") as threads:
             starting = {
                 name: threads.submit(take_pool if name in large else start, each) for name, each in pools.items()
@@ -212,13 +212,13 @@ class Pools:
         return await self._pools[key].call(name, arguments)
 
     def set_on_result(self, on_result: OnResult) -> None:
-        """Have it called with every result, see `Pool`."""
+        """Set the callback for every result, see `Pool`."""
         for pool in self._pools.values():
             pool.on_result = on_result
 
     @property
     def takes_groups(self) -> frozenset[str]:
-        """Functions that get all responses to a prompt at once."""
+        """The functions that get all responses to a prompt at once."""
         return frozenset[str]().union(*(pool.takes_groups for pool in self._pools.values()))
 
     def pids(self) -> list[int]:

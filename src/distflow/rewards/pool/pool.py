@@ -27,11 +27,11 @@ _CLOSING = "the run was closing its reward workers"
 
 
 class GivenUp(UserError):
-    """A reward function hangs, which ends the run."""
+    """A reward function hangs, so the run ends."""
 
 
 class PoolSettings(NamedTuple):
-    """functions: name → "module:function" or "file.py:function". num_workers: processes. memory_bytes: of one process,
+    """functions: name → "module:function" or "file.py:function". num_workers: processes. memory_bytes: of each process,
     0 for no limit."""
 
     functions: Mapping[str, str]
@@ -45,7 +45,7 @@ class Pool(ABC):
     """Reward workers, in processes of this machine (`RewardPool`) or in Ray actors.
 
     takes_groups: functions that score several responses in one call (batched or async). takes_batches: the batched
-    ones. on_result: called with every result, on the caller's event loop. closed: no result will come any more.
+    ones. on_result: called with every result, on the caller's event loop. closed: there will be no further results.
     """
 
     takes_groups = frozenset[str]()
@@ -63,7 +63,7 @@ class Pool(ABC):
     ) -> list[RewardResult]:
         """Call function `name` for each of these arguments (by their names in `functions.PARAMETERS`; plain JSON
         values). timeout_s: of each. give_up_after: raises GivenUp once that many calls timed out and none with such a
-        limit has returned; 0 is never."""
+        limit has returned; 0 means never."""
         on_result = None if self.closed else self.on_result
         reward_results = await self._score_group(name, asked, timeout_s, on_repeat, give_up_after)
         if on_result is not None:
@@ -77,7 +77,7 @@ class Pool(ABC):
     ) -> list[RewardResult]: ...
 
     async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> RewardResult:
-        """The same for one response."""
+        """`score_group` for one response."""
         (reward_result,) = await self.score_group(name, [arguments], timeout_s)
         return reward_result
 
@@ -93,10 +93,10 @@ class RewardPool(Pool):
     """`num_workers` processes, each with the same functions loaded. A process scores one response at a time, or several
     by a function in `takes_groups`.
 
-    The deadline of a call runs from when its process takes it, not while it queues: n hangs cost at most
-    (1 + n / num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the call repeated
-    once; one that passed its deadline is replaced and the result is a `Timeout`. Responses that are scored in one call
-    share its fate and the sum of their deadlines.
+    The deadline of a call runs from when its process takes it, not while it queues: n hangs cost at most (1 + n /
+    num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the call repeated once; one
+    that missed its deadline is replaced and the result is a `Timeout`. Responses that are scored in one call share its
+    fate and the sum of their deadlines.
     """
 
     def __init__(self, settings: PoolSettings) -> None:
@@ -107,11 +107,11 @@ class RewardPool(Pool):
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="distflow-reward")
         self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
-        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
+        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are atomic.
         self._living: set[RewardProcess] = set()
-        # Of the functions that may be given up: those of which a call has returned, and the calls that timed out.
+        # Functions that may be given up: those of which a call has returned, and the numbers of calls that timed out.
         self._returned, self._num_hung = set[str](), Counter[str]()
-        self._hung: dict[str, Mapping[str, object]] = {}  # the arguments of the first
+        self._hung: dict[str, Mapping[str, object]] = {}  # the arguments of the first timed-out call
         for _ in range(settings.num_workers - 1):
             self._idle.put(None)  # a slot; its process is started when it is first needed
         with ExitStack() as on_failure:
@@ -161,7 +161,7 @@ class RewardPool(Pool):
         return sorted(process.pid for process in self._living)
 
     def _add_threads(self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float) -> None:
-        """As many as there are free slots and requests; none once the pool is closed."""
+        """Add as many threads as there are free slots and requests; none once the pool is closed."""
         loop = asyncio.get_running_loop()
         try:
             for _ in range(min(self._settings.num_workers - len(serving), len(pending))):
@@ -174,8 +174,7 @@ class RewardPool(Pool):
                 self._fail(active.popleft(), None, pending)
 
     def _serve(self, pending: deque[Request], timeout_s: float) -> None:
-        """Send the requests that no other thread takes to one process, as long as it lives. The others stay for all
-        threads."""
+        """Send requests that no other thread takes to one process, while it lives. The rest stay for all threads."""
         active: deque[Request] = deque()
         if not take(pending, active):
             return
@@ -268,7 +267,7 @@ class RewardPool(Pool):
 
 
 def _request(name: str, asked: Calls, timeout_s: float) -> Request:
-    """A request that cannot be sent has its result already."""
+    """A request; if it cannot be sent, it already has its result."""
     try:
         frame = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})
     except (TypeError, ValueError) as error:

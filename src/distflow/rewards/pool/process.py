@@ -32,7 +32,7 @@ class PeerGone(Exception):
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Raises TypeError for values that JSON has not, ValueError for a message beyond `MAX_FRAME_BYTES`."""
+    """Raises TypeError for values that JSON lacks, ValueError for a message beyond `MAX_FRAME_BYTES`."""
     body = json.dumps(dict(message)).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body):,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}")
@@ -44,8 +44,8 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        # Bytes after the last message: one recv may return several. Each recv releases the interpreter lock, and while
-        # another thread computes it takes up to 5 ms to get it back.
+        # Bytes after the last message: one recv may return several. Each recv releases the interpreter lock, which
+        # takes up to 5 ms to get back while another thread computes.
         self._received = bytearray()
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Channel:
             raise PeerGone(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, JSON]:
-        """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError if it is invalid.
+        """The next message. Raises TimeoutError unless it arrived whole in time, PeerGone, ValueError if invalid.
 
         Data that has arrived is read even after the deadline: this process may have been stopped or starved.
         """
@@ -93,7 +93,7 @@ class Channel:
 
 
 _SHOWN_STDERR_BYTES = 300
-_QUICK_S = 0.005  # calls faster than this are sent ahead: waking a process takes about 0.1 ms, like most calls
+_QUICK_S = 0.005  # faster calls are sent ahead: waking a process takes about 0.1 ms, like most calls
 _MOST_AHEAD, _AHEAD_BYTES = 8, 2**13  # they fit into a socket together: nobody waits for the process to read
 
 
@@ -103,8 +103,8 @@ class StartFailed(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """Calls that one process gets at once, and their results as soon as there are any. crashes: how many processes
-    crashed while they served it. on_results: called with the results."""
+    """Calls that one process gets at once, and their results once available. crashes: how many processes crashed while
+    serving it. on_results: called with the results."""
 
     frame: bytes
     num_asked: int
@@ -118,7 +118,7 @@ class Request:
 
 
 def take(pending: deque[Request], active: deque[Request]) -> bool:
-    """Move the next request, unless other threads took them all."""
+    """Move the next request to `active`, unless other threads took them all."""
     with suppress(IndexError):
         active.append(pending.popleft())
         return True
@@ -142,7 +142,7 @@ class RewardProcess:
                 stderr=self._stderr,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C reaches the run only; its own children die with it
+                start_new_session=True,  # Ctrl-C reaches only the run; the process's children die with it
             )
         self.pid = self._popen.pid
         self.in_step = True
@@ -150,7 +150,7 @@ class RewardProcess:
         self._killed = False
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], frozenset[str]]:
-        """Returns the functions that take groups, and those of them that are batched."""
+        """Load functions; returns those that take groups, and those of them that are batched."""
         due = time.monotonic() + timeout_s
         try:
             self._channel.send(encode({"functions": dict(functions)}), timeout_s)
@@ -164,11 +164,11 @@ class RewardProcess:
         return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
 
     def answer(self, active: deque[Request], pending: deque[Request], timeout_s: float) -> None:
-        """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from the end of the one
-        before.
+        """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from the end of the
+        previous one.
 
         Raises TimeoutError, PeerGone, and ValueError for an invalid reply, all about the first in `active`; others may
-        have been sent ahead. The process is then out of step and must be discarded.
+        have been sent ahead. The process is then out of sync and must be discarded.
         """
         self.in_step = False
         self._stderr.truncate(0)
@@ -188,7 +188,7 @@ class RewardProcess:
         self.in_step = True
 
     def _send_ahead(self, active: deque[Request], pending: deque[Request], due: float) -> None:
-        """due: deadline of the first in `active`. A process that has ended by now may have answered that one: the first
+        """due: deadline of the first in `active`. A process that has ended by now may have answered it: the first
         request without an answer killed it."""
         before, ahead = len(active), bytearray()
         while self._is_quick and len(active) <= _MOST_AHEAD and take(pending, active):
@@ -207,7 +207,7 @@ class RewardProcess:
         return self._popen.poll() is None
 
     def cause_of_death(self) -> str:
-        """How it ended, with the end of its stderr. Waits for it: its socket is closed already."""
+        """How it ended, with the end of its stderr. Waits for it, as its socket is already closed."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(5)
         status = self._popen.returncode
@@ -239,7 +239,7 @@ def _left_s(due: float) -> float:
 
 
 def _read_answer(answer: JSON, timeout_s: float) -> RewardResult:
-    """Raises ValueError for nonsense."""
+    """The result of an answer. Raises ValueError for an invalid one."""
     if isinstance(answer, dict):
         score, extra = answer.get("score"), answer.get("extra")
         if "error" in answer:

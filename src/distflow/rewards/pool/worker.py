@@ -1,5 +1,5 @@
 """The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
-one response, or several for a function that is async or batched. Imports no torch by itself.
+one response, or several for a function that is async or batched. It does not import torch itself.
 
 Started by `process.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`. The probe is a reward
 function that calls another one, and also returns the texts in that one's source.
@@ -41,7 +41,8 @@ NO_NETWORK = "a reward function is tried without a network"
 
 
 def probe_target(target: str, network: bool) -> str:
-    """Of a function that returns what `target` does, and the texts in its source. network: whether it may use one."""
+    """Target of a function that returns `target`'s result and the texts in its source. network: whether it may use
+    one."""
     return with_options(f"{__name__}:probe", {"target": target, "network": network})
 
 
@@ -65,7 +66,7 @@ def probe(
 
 @cache
 def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]:
-    """The function, and the short texts in it and the helpers of its module."""
+    """The function, and the short texts in it and in helpers of its module."""
 
     def refuse(*_: object) -> None:
         raise ConnectionError(NO_NETWORK)
@@ -89,7 +90,7 @@ Answer: TypeAlias = dict[str, JSON]
 
 
 def score_all(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
-    """An answer for each of the asked. Raises MemoryError: the heap of this process can then no longer be trusted."""
+    """An answer for each call in `asked`. Raises MemoryError, after which this process's heap cannot be trusted."""
     try:
         with due_within(timeout_s * len(asked)):
             if is_batched(function):
@@ -125,7 +126,7 @@ def _call_batched(function: Callable[..., object], asked: Sequence[Arguments]) -
 async def _score_concurrently(
     name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
 ) -> list[Answer]:
-    """Each has its own deadline; one that computes without awaiting blocks the others until it is killed."""
+    """Each call has its own deadline; one that computes without awaiting blocks the others until it is killed."""
     import asyncio
 
     deadlines = [asyncio.timeout(timeout_s) for _ in asked]
@@ -152,7 +153,7 @@ async def _score_concurrently(
 @cache
 def _event_loop() -> "asyncio.Runner":
     """One event loop for all calls, since connections that an async function keeps open belong to it."""
-    import asyncio  # a third of the time in which a process starts, and few functions need it
+    import asyncio  # a third of a process's start; few functions need it
 
     return asyncio.Runner()
 
@@ -192,7 +193,7 @@ def main() -> None:
     descriptor, parent_pid, memory_bytes = (int(argument) for argument in sys.argv[1:4])
     if sys.platform == "linux":  # be killed when the run dies, even inside C code; elsewhere the closed socket must do
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os._exit(1)
     if memory_bytes > 0:  # heap and private mappings: a limit of the address space would count reserved memory
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -207,8 +208,8 @@ def main() -> None:
 
 
 def serve(channel: Channel) -> None:
-    """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s}); asked are the arguments
-    of each call, and the reply has an answer for each."""
+    """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s}); `asked` has the
+    arguments of each call, and the reply an answer for each."""
     try:
         targets = cast(dict[str, str], channel.receive()["functions"])
         functions = {name: load_reward(target) for name, target in targets.items()}
@@ -224,7 +225,7 @@ def serve(channel: Channel) -> None:
         answers = score_all(name, functions[name], asked, timeout_s)
         try:
             reply = encode({"answers": answers})
-        except (TypeError, ValueError) as error:  # more than a message may hold
+        except (TypeError, ValueError) as error:  # more than fits into a message
             reply = encode({"answers": [{"error": describe(error)}] * len(asked)})
         channel.send(reply)
 

@@ -1,1 +1,1 @@
-"""Runs in the fork server and the isolated processes. Imports the standard library only: nothing else is there."""
+"""Runs in the fork server and the isolated processes. Imports only the standard library; nothing else is available."""

@@ -29,7 +29,7 @@ import sysconfig
 from typing import NamedTuple
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""As the kernel names them to a filter (linux/audit.h)."""
+"""The kernel's numbers of architectures in a filter (linux/audit.h)."""
 FCNTL = {"x86_64": 72, "aarch64": 25}
 IOCTL = {"x86_64": 16, "aarch64": 29}
 PRLIMIT64 = {"x86_64": 302, "aarch64": 261}
@@ -142,7 +142,7 @@ _CAPABILITY_VERSION = 0x20080522
 _LANDLOCK_VERSION = 1
 _PATH_BENEATH = 1
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
-# All rights that a version knows: to files, to TCP ports, and to sockets and signals of others.
+# All rights that a version knows: to files, to TCP ports, and to others' sockets and signals.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _NET_RIGHTS = 3
 _SCOPES = 3
@@ -180,7 +180,7 @@ class _FilterProgram(ctypes.Structure):
 
 def fork() -> int:
     """`os.fork` without Python's work in the child for the locks of other threads, which copies hundreds of pages and
-    takes longer than the kernel's part: only for a process with one thread. `random` is not seeded again. Raises
+    takes longer than the kernel's part; only for a process with one thread. `random` is not reseeded. Raises
     OSError."""
     pid: int = _libc.fork()
     if pid < 0:
@@ -189,12 +189,12 @@ def fork() -> int:
 
 
 def close_from(descriptor: int) -> None:
-    """Close this one and all above it, whatever the limit of descriptors is or was. Raises OSError."""
+    """Close this descriptor and all above it, whatever the limit is or was. Raises OSError."""
     _syscall(_CLOSE_RANGE, descriptor, 0xFFFFFFFF, 0)
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the process that forked this one ends."""
+    """Have this process killed when the process that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -205,7 +205,7 @@ def standard_library() -> str:
 
 
 def prepare_isolation() -> Isolation:
-    """Also drops all privileges of this process. Raises OSError if this kernel does not support it."""
+    """Also drops all privileges of this process. Raises OSError if the kernel does not support it."""
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(f"no filter of system calls for {machine}: there is one for {', '.join(ARCHITECTURES)}")
@@ -219,9 +219,9 @@ def restrict_files(isolation: Isolation) -> None:
 
 
 def restrict_use(isolation: Isolation, cpu_s: int, memory_bytes: int, open_files: int) -> None:
-    """Set limits of the kernel, which cannot be raised again, and allow only the listed system calls. Raises OSError;
-    needs no_new_privs."""
-    # Not readable for other processes of the same user, and never dumped, whatever the machine does with cores.
+    """Set kernel limits, which cannot be raised again, and allow only the listed system calls. Raises OSError; needs
+    no_new_privs."""
+    # Not readable for other processes of the same user, and never dumped, whatever the machine's core settings.
     _prctl(_PR_SET_DUMPABLE, 0)
     # Soft and hard limits are equal, so that the first signal for CPU time is the one that cannot be caught.
     for limit, value in zip(_LIMITS, (cpu_s, memory_bytes, open_files, 0), strict=True):
@@ -231,7 +231,7 @@ def restrict_use(isolation: Isolation, cpu_s: int, memory_bytes: int, open_files
 
 
 def _drop_privileges(machine: str) -> None:
-    """For this process and its children, which can gain none either. Raises OSError."""
+    """Drop privileges of this process and its children, which cannot gain any either. Raises OSError."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     _syscall(CAPSET[machine], ctypes.addressof(header), ctypes.addressof(none))
@@ -240,8 +240,8 @@ def _drop_privileges(machine: str) -> None:
 
 
 def _make_ruleset() -> int:
-    """A descriptor of Landlock rules. Paths that do not exist are skipped. Raises OSError if the kernel has no Landlock
-    or it is off."""
+    """A descriptor of Landlock rules, without missing paths. Raises OSError if the kernel lacks Landlock or it is
+    off."""
     version = _syscall(_CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)
     rights = _Ruleset(
         _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))],

@@ -28,8 +28,8 @@ _SHOWN_TEXT = 2000
 
 
 def prepare() -> None:
-    """Done once, in the server, for all programs: standard streams on descriptors 0, 1 and 2, `exit` (which `site`
-    would define), and none of distflow's modules to import."""
+    """Prepare, once in the server for all programs: standard streams on descriptors 0, 1 and 2, `exit` (which `site`
+    would define), and no importable distflow modules."""
     os.dup2(os.memfd_create(""), 0)
     for number in (1, 2):
         os.dup2(os.pipe()[1], number)
@@ -38,7 +38,7 @@ def prepare() -> None:
         open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
         open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
     )
-    os.environ.clear()  # it has variables of the shell and the interpreter
+    os.environ.clear()  # it contains variables of the shell and the interpreter
     site.setquit()
     for ours in [name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")]:
         del sys.modules[ours]
@@ -46,9 +46,9 @@ def prepare() -> None:
 
 
 class Request(NamedTuple):
-    """A request to the fork server. token: of the frame that reports that the process is isolated.
+    """A request to the fork server. token: of the frame that reports the isolation.
 
-    It is sent with descriptors: of the code, standard input, output, error, and of the results.
+    It is sent with descriptors for the code, standard input, output, error, and results.
     """
 
     is_main: bool
@@ -68,7 +68,7 @@ def run_program(request: Request, descriptors: list[int], isolation: Isolation, 
     try:
         code = _isolate(request, descriptors, isolation, server)
         write_frame(ANSWERS, token, b"true")
-    except BaseException as error:  # whatever it is, the child must not go on without isolation
+    except BaseException as error:  # whatever it is, the child must not continue without isolation
         write_frame(descriptors[-1], token, json.dumps(f"{type(error).__name__}: {error}").encode())
         os._exit(1)
     if request.is_main:
@@ -78,7 +78,7 @@ def run_program(request: Request, descriptors: list[int], isolation: Isolation, 
 
 
 def _isolate(request: Request, descriptors: list[int], isolation: Isolation, server: int) -> bytes:
-    """Returns the code."""
+    """Isolate the process; returns the code."""
     die_with(server)
     os.setsid()
     _seed()
@@ -95,7 +95,7 @@ def _isolate(request: Request, descriptors: list[int], isolation: Isolation, ser
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What code of the program returns, or what it raises. SystemExit passes."""
+    """What a call of the program's code returns, or what it raises. SystemExit passes."""
     try:
         return call(), None
     except SystemExit:
@@ -110,11 +110,11 @@ def _run_main(code: bytes) -> int:
     try:
         _, error = _attempt(lambda: exec(_compiled(code), module.__dict__))
         status = 0 if error is None else _print_traceback(error)
-        del error  # it holds this frame, which would keep the program's files from being flushed
+        del error  # it references this frame, which would keep the program's files from being flushed
     except SystemExit as end:
         status = _status_of(end)
     atexit._run_exitfuncs()
-    module.__dict__.clear()  # a file that it opened on descriptor 1 is flushed
+    module.__dict__.clear()  # flushes a file that it opened on descriptor 1
     return status
 
 
@@ -147,7 +147,7 @@ def _outcome(result: object, error: BaseException | None) -> bytes:
         text = json.dumps({"refused": str(error)})
     elif error is not None:
         traceback.clear_frames(error.__traceback__)
-        shown, _ = _attempt(lambda: str(error)[:_SHOWN_TEXT])  # `__str__` is the program's
+        shown, _ = _attempt(lambda: str(error)[:_SHOWN_TEXT])  # `__str__` is the program's code
         text = json.dumps({"raised": [type(error).__name__, shown or ""]})
     sys.stdout.flush()
     return text.encode()
@@ -161,7 +161,7 @@ def _encoded(value: object) -> str:
 
 
 def _new_module(name: str) -> ModuleType:
-    """The program's module, in place of the server's of that name."""
+    """The program's module, replacing the server's of that name."""
     module = ModuleType(name)
     module.__dict__.update(__builtins__=builtins, __file__=FILE)
     sys.modules[name] = module
@@ -170,7 +170,7 @@ def _new_module(name: str) -> ModuleType:
 
 
 def _compiled(code: bytes) -> Any:
-    """Also registers the lines for tracebacks."""
+    """Compile the code, and register its lines for tracebacks."""
     text = code.decode("utf-8", "surrogatepass")
     linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
     return compile(code, FILE, "exec", dont_inherit=True)
@@ -184,7 +184,7 @@ def _status_of(error: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> int:
-    """Without the frames of this module. Returns the exit status."""
+    """Print the traceback without this module's frames; returns the exit status."""
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)
         print("MemoryError", file=sys.stderr)

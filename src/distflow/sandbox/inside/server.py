@@ -1,8 +1,8 @@
 """The fork server: an interpreter that has imported common modules, and forks one process for each program.
 
-It runs no program itself and keeps nothing of them: code and input pass through as descriptors that it does not read.
-For each process the caller holds the other end of a socket, `report`. Anything written to it, or closing it, kills the
-process, and the server reports its end there. The server ends with its owner, and all programs with it.
+It runs no program itself and keeps nothing of them: code and input pass through as descriptors, unread. For each
+process the caller holds the other end of a socket, `report`. Anything written to it, or closing it, kills the process,
+and the server reports its end there. The server ends with its owner, and all programs with it.
 """
 
 import gc
@@ -112,7 +112,7 @@ def main(control_at: int, owner: int) -> None:
 
 
 def _warm_up() -> None:
-    """Serve calls of a program some times, and leave nothing that a later program could find.
+    """Serve calls of a program several times, leaving nothing that a later program could find.
 
     The interpreter fills caches and specializes code as it runs. In a forked child that work would be lost, and each
     page that it writes to would have to be copied.
@@ -132,7 +132,7 @@ def _warm_up() -> None:
 
 
 class _Server:
-    """Does little for each program: every page that it writes to, if only to a reference count, is copied while a child
+    """Does little for each program: every page that it writes to, even just a reference count, is copied while a child
     shares it."""
 
     def __init__(self, control: socket.socket, owner: int) -> None:
@@ -145,10 +145,10 @@ class _Server:
         self.by_report: dict[int, _Child] = {}
 
     def serve(self) -> tuple[Request, list[int]]:
-        """Returns in forked children only."""
+        """Serve requests; returns only in forked children."""
         control = self.control.fileno()
         while True:
-            # In order of registration, forks first: no descriptor that is freed in a round is used again in it.
+            # In order of registration, forks first: no descriptor freed in a round is reused in it.
             for descriptor, _ in self.poll.poll():
                 if descriptor in self.by_handle:
                     self._report_end(self.by_handle[descriptor])
@@ -189,7 +189,7 @@ class _Server:
         os._exit(0)
 
     def _kill(self, child: _Child) -> None:
-        """`_report_end` follows when it has ended."""
+        """Kill a child; `_report_end` follows when it has ended."""
         del self.by_report[child.report]
         self.poll.unregister(child.report)
         os.kill(child.pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """Messages between a program's process and the caller, and their encoding of plain values.
 
-A message has a token of 8 bytes, which the question carries and the answer repeats, 4 bytes of length, and JSON in
-ASCII. The JSON preserves exact types: an array is a list, an object is a tag with its content: `{"tuple": [1]}`,
-`{"dict": [["a", 1]]}`. The sender may be a malicious program. The caller caps the size; decoding here caps the depth
-and the number of keys with the same hash (many of them would take minutes to build a dictionary from).
+A message has a token of 8 bytes, which the answer repeats from the question, 4 bytes of length, and JSON in ASCII. The
+JSON preserves exact types: an array is a list, an object is a tag with its content: `{"tuple": [1]}`, `{"dict": [["a",
+1]]}`. The sender may be a malicious program. The caller caps the size; decoding here caps the depth and the number of
+keys with the same hash (many of them would take minutes to build a dictionary from).
 """
 
 import json
@@ -19,7 +19,7 @@ MAX_BYTES = 2 * 2**20
 
 
 def write_frame(descriptor: int, token: bytes, body: bytes) -> None:
-    """Blocks until everything is written. Raises OSError."""
+    """Write a frame; blocks until everything is written. Raises OSError."""
     rest = memoryview(HEADER.pack(token, len(body)) + body)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -55,7 +55,7 @@ _AS_DICT = (Counter, OrderedDict, defaultdict)
 
 
 class NotPlain(ValueError):
-    """A value of another type, or one that is nested too deeply or too large."""
+    """A value that has another type, is nested too deeply or is too large."""
 
 
 def to_text(value: object) -> str:
@@ -81,7 +81,7 @@ class _Writer:
         self.num_items += 1
         if depth > MAX_DEPTH or self.num_items > MAX_ITEMS:
             raise NotPlain(f"a value nested deeper than {MAX_DEPTH} or of more than {MAX_ITEMS:,} items")
-        kind = type(value)  # `__class__` of an object may be forged
+        kind = type(value)  # an object's `__class__` may be forged
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:

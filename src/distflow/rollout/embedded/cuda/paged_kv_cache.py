@@ -49,7 +49,7 @@ class PagePool:
         self.num_free = len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` pages; so many must be free."""
+        """Take `count` pages; that many must be free."""
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} are free"
         while len(self._free) < count:
             self._forget(self._oldest_kept())
