@@ -283,7 +283,8 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "async.max_staleness": 2,
             "trainer.project_name": "sums",
             "trainer.experiment_name": "first",
-            "trainer.default_local_dir": "/tmp/sums",
+            "trainer.default_local_dir": "/tmp/sums/sums/first",
+            "trainer.resume_mode": "never",
             "trainer.total_epochs": 2,
             "trainer.save_freq": -1,
             "trainer.save_freq_epochs": 1,
@@ -315,7 +316,7 @@ MISSING = {
     ),
     "openrlhf_ppo.sh": (),
     "roll_rlvr.yaml": (),
-    "areal_grpo.sh": ("allocation_mode=sglang:d1+d1",),
+    "areal_grpo.sh": ("allocation_mode=sglang:d1+d1", "rewards and columns: AReaL's script has them"),
 }
 
 

@@ -27,12 +27,30 @@ _PRESETS = {
     **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
     **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
 }
-_IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
-_REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
+_REWARDS_OF_ROLL = {"(?i:ifeval)": "ifeval", "Math": "math", "Code": "code", "General": "exact_match", "Judge": "judge"}
+_IN_SCRIPT = """\
+rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
+_JUDGE = "generating_args."
 _OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
+
+
+def _files(names: object) -> object:
+    """Data sets in one text, with commas."""
+    return names.split(",") if isinstance(names, str) and "," in names else names
+
+
+def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
+    """Data sets with their shares: a domain each."""
+    shares = [float(weight) for weight in (weights.split(",") if isinstance(weights, str) else weights)]
+    pairs = zip(names.split(","), shares, strict=True)
+    return {re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs}
+
+
+_IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
+_IN_FORMULAS |= {"list": list, "files": _files, "domains": _domains}
 
 
 @dataclass
@@ -67,6 +85,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
         advice = "`distflow data check` shows which lengths your data have"
         said = "it" if any("max_" in key for key in used & theirs.values.keys()) else f"{theirs.system}'s default"
         draft.missing.append(f"max_length: prompts and responses have separate limits, here half of {said}; {advice}")
+    if theirs.system == "AReaL" and theirs.method in ("grpo", "ppo"):
+        draft.missing.append(_IN_SCRIPT)
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
     for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
@@ -118,19 +138,60 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
 
 
 def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
-    """ROLL's domains, each with a reward worker, its tags and its share of the rows; returns the keys that say so."""
-    values, domains = theirs.values, dict[str, dict[str, object]]()
+    """ROLL's domains, each with a reward worker, its tags, its filter and its share of the rows; returns the keys that
+    say so."""
+    values, domains, ranges = theirs.values, dict[str, dict[str, object]](), dict[str, list[object] | None]()
+    used = {key for key in values if key.startswith(_SHARES)}
+
+    def take(key: str, otherwise: object = None) -> object:
+        used.update({key} & values.keys())
+        value = values.get(key, otherwise)
+        return otherwise if isinstance(value, Unread) else value
+
     for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
-        worker = str(values.get(f"rewards.{name}.worker_cls")).rpartition(".")[2]
-        found = [reward for part, reward in _REWARDS_OF_ROLL.items() if part in worker]
-        if not found:
-            draft.missing.append(f"rewards.{name}: {worker} has no counterpart; set data.domains.{name}.reward")
-        tags, weight = (values.get(key) for key in (f"rewards.{name}.tag_included", f"{_SHARES}.{name}"))
-        domains[name] = {"reward": found[0] if found else "math", "tags": tags or [name]}
+        own, kind = f"rewards.{name}.", ".".join(str(values.get(f"rewards.{name}.worker_cls")).split(".")[-2:])
+        reward: object = next((ours for part, ours in _REWARDS_OF_ROLL.items() if re.search(part, kind)), None)
+        if reward is None:
+            draft.missing.append(f"rewards.{name}: {kind} has no counterpart; set data.domains.{name}.reward")
+        if reward == "ifeval":
+            reward = "ifeval_share" if take(f"{own}reward_type") == "soft" else reward
+            draft.missing.append(
+                f"rewards.{name}: {reward} reads IFEval's columns, not ROLL's func_name: docs/rewards.md"
+            )
+        if reward == "judge":
+            keys = {"model": ("judge_model_name", "model_args.model_name_or_path"), "base_url": ("judge_api_url",)}
+            keys |= {"temperature": (f"{_JUDGE}temperature",), "answer_tokens": (f"{_JUDGE}max_new_tokens",)}
+            found = {ours: [take(own + key) for key in there if own + key in values] for ours, there in keys.items()}
+            reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each}}
+            if not found["base_url"]:
+                draft.missing.append(f"rewards.{name}: serve its judge, and set base_url in data.domains.{name}.reward")
+        domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
+        weight = take(f"{_SHARES}.{name}")
         domains[name] |= {} if weight is None else {"weight": weight}
+        rule = f"{own}query_filter_config."
+        if (type_of := take(f"{rule}type")) == "mean_filter":
+            bounds = (("threshold_down", -1.0), ("threshold_up", 1e9))
+            ranges[name] = [take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds]
+        elif type_of == "std_filter" and not values.get(f"{rule}filter_args.std_threshold"):
+            ranges[name] = None
+        elif type_of not in (None, "no_filter"):
+            used -= {f"{rule}type"} if type_of != "std_filter" else set()
+    if ranges:
+        band, *others = dict.fromkeys(map(tables.as_override, ranges.values()))
+        draft.write(
+            {
+                f"algorithm.filter_groups.{key}": text
+                for key, text in {"enable": "true", "metric": "score", "mean_range": band}.items()
+            },
+            True,
+        )
+        for name in domains.keys() - ranges.keys():
+            domains[name]["filter_groups"] = False
+        if others:
+            draft.missing.append(f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band}")
     if domains:
         draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)
-    return {key for key in values if key.startswith(("rewards.", _SHARES))}
+    return used
 
 
 def _compute(
@@ -150,12 +211,15 @@ def _compute(
         unread = next((each for each in own.values() if isinstance(each, Unread)), None)
         try:
             value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
-        except (TypeError, LookupError, ZeroDivisionError):
+        except (TypeError, ValueError, LookupError, ZeroDivisionError):
             lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
             value = Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
             made.append(value)
         if isinstance(value, Unread):  # one of the file is reported as such
-            missing += [f"{ours}: {value.why}"] if is_known(ours) and any(value is each for each in made) else []
+            is_theirs = ours in values and not isinstance(values[ours], Unread)  # a key of both, which is converted
+            used |= {ours} if is_theirs else set()
+            is_said = is_theirs or is_known(ours) and any(value is each for each in made)
+            missing += [f"{ours}: {value.why}"] if is_said else []
             names[_DOT.sub("__", ours)] = value
             continue
         used |= {name.replace("__", ".") for name in own}
@@ -168,7 +232,7 @@ def _compute(
         used -= {ours} if value is None else set()  # a default of a key that is theirs, too, and is set
         if value is not None and is_known(ours):
             overrides[ours] = "null" if value == "null" else tables.as_override(value)
-    return overrides, used
+    return overrides, {key for key in used if key in formulas or not is_known(key)}
 
 
 def compose(draft: Conversion) -> Loaded:
@@ -180,7 +244,11 @@ def compose(draft: Conversion) -> Loaded:
             before = len(draft.overrides)
             for problem in error.problems:
                 keys = (subject.partition(" ")[0] for subject, where in problem.places if where == COMMAND_LINE)
-                if key := next((key for key in keys if key in draft.overrides), ""):
+                pairs = ((name, key) for key in keys for name in draft.overrides)
+                set_here = (
+                    name for name, key in pairs if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")
+                )
+                if key := next(set_here, ""):
                     draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
             if len(draft.overrides) == before:
                 raise

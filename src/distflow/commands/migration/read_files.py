@@ -84,6 +84,8 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
     settings.remarks += [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
     settings.remarks += script.remarks
     lines = [*enumerate(text.splitlines(), 1)]
+    passed = (number for number, line in lines if re.search(r"^[^#]*[\s\"]\$\{?[@*]", line))
+    settings.remarks += [f"line {number}: $@ stands for options that the file does not give" for number in passed]
     for key in settings.values:
         places = (number for number, line in lines if re.search(rf"^[^#]*(?<![\w.]){re.escape(key)}(?![\w.])", line))
         settings.lines.setdefault(key, next(places, 0))

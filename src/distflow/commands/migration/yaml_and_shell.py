@@ -144,7 +144,7 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             continue
         if len(held) > _LONGEST:
             raise UserError(f"line {line}: a quotation mark is not closed")
-        lexer = shlex.shlex(put(held), posix=True, punctuation_chars=True)
+        lexer = shlex.shlex(_without_redirections(put(held)), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
             words = list(lexer)
@@ -168,6 +168,17 @@ _COMMENT = re.compile(r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|(?:(?<=\s)|^)\#[^\n]*"
 def _without_comments(text: str) -> str:
     """A comment may have any quotation marks, and a quotation a number sign."""
     return _COMMENT.sub(lambda found: found[1] or "", text)
+
+
+_QUOTED = r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")"""
+_REDIRECTION = re.compile(
+    rf"{_QUOTED}|(?:(?<!\S)\d+)?(?:&>>?|>[>|]?|<(?!<))&?\s*(?:{_QUOTED}|[^\s;|&<>()]+)", re.DOTALL
+)
+
+
+def _without_redirections(text: str) -> str:
+    """`> log` and `2>&1` are no values of the option before them."""
+    return _REDIRECTION.sub(lambda found: found[1] or " ", text)
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
@@ -247,7 +258,9 @@ def identify(values: dict[str, object]) -> ForeignSettings:
         raise UserError(str(error)) from error
     tree = OmegaConf.create(values)
     keys = [each.key for name in values for each in settings_of_value(str(name), values[name], "") if not each.is_group]
-    read = {key: _value(tree, key) for key in keys if not key.startswith(("defaults", "hydra"))}
+    read = dict[str, object]()
+    for key in (key for key in keys if not key.startswith(("defaults", "hydra"))):
+        read |= _leaves(key, _value(tree, key))
     if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:  # AReaL's fine-tuning
         read = {re.sub(r"^model\.", "actor.", key): value for key, value in read.items()}
     tables = all_tables()
@@ -260,6 +273,13 @@ def identify(values: dict[str, object]) -> ForeignSettings:
             "it is not a config of TRL, OpenRLHF, verl, ROLL or AReaL, or one of an unknown version"
         )
     return ForeignSettings(system, method_of(system, read), read)
+
+
+def _leaves(key: str, value: object) -> dict[str, object]:
+    """A section that is the interpolation of another has its settings."""
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {own: leaf for name, part in value.items() for own, leaf in _leaves(f"{key}.{name}", part).items()}
 
 
 def _value(tree: object, key: str) -> object:
