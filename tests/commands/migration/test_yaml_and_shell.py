@@ -46,6 +46,37 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {"data.enable_thinking": False},
         (),
     ),
+    "thinking is switched off in a mapping": (
+        "sh",
+        GRPO + "+data.apply_chat_template_kwargs={enable_thinking:False}",
+        {"data.enable_thinking": False},
+        (),
+    ),
+    "a template's own argument": (
+        "sh",
+        GRPO + '\'+data.apply_chat_template_kwargs={"style": "short"}\'',
+        {"data.apply_chat_template_kwargs": {"style": "short"}},
+        (),
+    ),
+    "batches of a filter": (
+        "sh",
+        GRPO + f"data.gen_batch_size=640 data.train_batch_size=256 {ROLLOUT}.n=4 algorithm.filter_groups.enable=True "
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        {f"{FILTERS}.max_num_gen_batches": 25, "data.train_batch_size": 256},
+        (),
+    ),
+    "the code of a folder of another machine": (
+        "sh",
+        GRPO.replace("path=m", "path=/mnt/models/m") + f"{MODEL}.trust_remote_code=True",
+        {f"{MODEL}.trust_remote_code": True},
+        (),
+    ),
+    "several values in turn": (
+        "sh",
+        f"for lr in 1e-6 '3e-6'; do\n{GRPO} {ACTOR}.optim.lr=$lr data.seed=3\ndone\n",
+        {"data.seed": 3},
+        (f"line 2: {ACTOR}.optim.lr: it has a different value in each turn of a loop: 1e-6,3e-6",),
+    ),
     "a setting that its preset contradicts": (
         "sh",
         GRPO + "algorithm.kl_ctrl.horizon=5 +data.apply_chat_template_kwargs.enable_thinking=maybe",
@@ -81,6 +112,12 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         GRPO + f"{ACTOR}.ppo_mini_batch_size=$MINI {ACTOR}.optim.lr_warmup_steps=10",
         {f"{ACTOR}.optim.lr_warmup_steps": -1},
         (f"{ACTOR}.optim.lr_warmup_steps: the variable MINI is not set", f"line 1: {ACTOR}.ppo_mini_batch_size: "),
+    ),
+    "machines whose number is unread": (
+        "sh",
+        GRPO + f"trainer.n_gpus_per_node=8 trainer.nnodes=$NODES {ACTOR}.strategy=fsdp2",
+        {"trainer.n_gpus_per_node": 8, f"{ACTOR}.strategy": "fsdp"},
+        ("line 1: trainer.nnodes: the variable NODES is not set",),
     ),
     "verl's adaptive controller": (
         "sh",

@@ -30,27 +30,35 @@ _PRESETS = {
 _REWARDS_OF_ROLL = {"(?i:ifeval)": "ifeval", "Math": "math", "Code": "code", "General": "exact_match", "Judge": "judge"}
 _IN_SCRIPT = """\
 rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
-_JUDGE = "generating_args."
+_JUDGE, _FILTER = "generating_args.", "algorithm.filter_groups."
 _OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
 
 
-def _files(names: object) -> object:
-    """Data sets in one text, with commas."""
-    return names.split(",") if isinstance(names, str) and "," in names else names
-
-
 def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
     """Data sets with their shares: a domain each."""
-    shares = [float(weight) for weight in (weights.split(",") if isinstance(weights, str) else weights)]
-    pairs = zip(names.split(","), shares, strict=True)
-    return {re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs}
+    sets, shares = names.split(","), [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
+    if len(sets) != len(shares):
+        raise ValueError(f"{len(sets)} data sets have {len(shares)} shares")
+    named = (re.sub(r"\W+", "_", name) for name in sets)
+    return {
+        name: {"train_files": [file], "weight": share} for name, file, share in zip(named, sets, shares, strict=True)
+    }
+
+
+def _share(steps: float | None, total: int | None) -> float | None:
+    """Steps, which are a share of the run if they are below 1."""
+    if not steps or steps >= 1:
+        return steps
+    if not total or total < 1:
+        raise ValueError(f"{steps:g} is a share of the run, whose number of steps is not in the file")
+    return steps * total
 
 
 _IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
-_IN_FORMULAS |= {"list": list, "files": _files, "domains": _domains}
+_IN_FORMULAS |= {"list": list, "domains": _domains, "share": _share}
 
 
 @dataclass
@@ -78,7 +86,13 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
     table = tables.all_tables()[theirs.system]
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
-    defaults = _for(table.defaults, theirs.method)
+    for key, value in [*theirs.values.items()]:  # a mapping whose entries the table knows
+        parts = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {}
+        if any(table.find(part, theirs.method) for part in parts):
+            theirs.values = {name: each for name, each in theirs.values.items() if name != key} | parts
+            theirs.lines |= dict.fromkeys(parts, theirs.lines.get(key, 0))
+    switches = [key for key in table.defaults if theirs.values.get(key) is True]
+    defaults = _for(table.defaults, theirs.method, *switches)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
     computed, used = _compute(table, theirs, values, devices, draft.missing)
     if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
@@ -107,10 +121,10 @@ def _order(key: str) -> int:
     return key.endswith((".enable", "overlong_reward_penalty")) - key.endswith(("loss_mode", "policy_loss_type"))
 
 
-def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any]:
-    """The entries of a table for what is trained, in the order in which they hold."""
+def _for(entries: Mapping[str, Mapping[str, Any]], method: str, *switches: str) -> dict[str, Any]:
+    """The entries of a table for what is trained, in the order in which they hold. switches: keys that are on."""
     kind = "tuning" if method in ("sft", "rm") else "rl"
-    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end")
+    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end", *switches)
     return {key: value for part in parts for key, value in entries.get(part, {}).items()}
 
 
@@ -124,7 +138,8 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
     place = f"line {line}: {key}" if line else key
     if isinstance(value, Unread):
         advice = name.answer(tables.NOT_GIVEN) if name else ""
-        draft.missing.append(f"{place}: {value.why}" + (f"; {advice}" if advice else ""))
+        is_harmless = name is not None and name.harmless == tables.ANY and not name.overrides(None)
+        draft.missing += [] if is_harmless else [f"{place}: {value.why}" + (f"; {advice}" if advice else "")]
     elif name is None:
         draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
@@ -155,9 +170,7 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
             draft.missing.append(f"rewards.{name}: {kind} has no counterpart; set data.domains.{name}.reward")
         if reward == "ifeval":
             reward = "ifeval_share" if take(f"{own}reward_type") == "soft" else reward
-            draft.missing.append(
-                f"rewards.{name}: {reward} reads IFEval's columns, not ROLL's func_name: docs/rewards.md"
-            )
+            draft.missing.append(f"rewards.{name}: {reward} reads IFEval's columns (docs/rewards.md), not func_name")
         if reward == "judge":
             keys = {"model": ("judge_model_name", "model_args.model_name_or_path"), "base_url": ("judge_api_url",)}
             keys |= {"temperature": (f"{_JUDGE}temperature",), "answer_tokens": (f"{_JUDGE}max_new_tokens",)}
@@ -174,17 +187,11 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
             ranges[name] = [take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds]
         elif type_of == "std_filter" and not values.get(f"{rule}filter_args.std_threshold"):
             ranges[name] = None
-        elif type_of not in (None, "no_filter"):
-            used -= {f"{rule}type"} if type_of != "std_filter" else set()
+        elif type_of not in (None, "no_filter", "std_filter"):
+            used -= {f"{rule}type"}
     if ranges:
         band, *others = dict.fromkeys(map(tables.as_override, ranges.values()))
-        draft.write(
-            {
-                f"algorithm.filter_groups.{key}": text
-                for key, text in {"enable": "true", "metric": "score", "mean_range": band}.items()
-            },
-            True,
-        )
+        draft.write({f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band}, True)
         for name in domains.keys() - ranges.keys():
             domains[name]["filter_groups"] = False
         if others:
@@ -211,12 +218,16 @@ def _compute(
         unread = next((each for each in own.values() if isinstance(each, Unread)), None)
         try:
             value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
-        except (TypeError, ValueError, LookupError, ZeroDivisionError):
+        except (TypeError, LookupError, ZeroDivisionError):
             lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
             value = Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
             made.append(value)
+        except ValueError as error:  # raised by what formulas call
+            value = Unread(str(error))
+            made.append(value)
+            used |= {name for name in own if (known := table.find(name, theirs.method)) and known.ours == ours}
         if isinstance(value, Unread):  # one of the file is reported as such
-            is_theirs = ours in values and not isinstance(values[ours], Unread)  # a key of both, which is converted
+            is_theirs = isinstance(own.get(_DOT.sub("__", ours)), int | float)  # of the same name, in another unit
             used |= {ours} if is_theirs else set()
             is_said = is_theirs or is_known(ours) and any(value is each for each in made)
             missing += [f"{ours}: {value.why}"] if is_said else []
@@ -245,9 +256,7 @@ def compose(draft: Conversion) -> Loaded:
             for problem in error.problems:
                 keys = (subject.partition(" ")[0] for subject, where in problem.places if where == COMMAND_LINE)
                 pairs = ((name, key) for key in keys for name in draft.overrides)
-                set_here = (
-                    name for name, key in pairs if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")
-                )
+                set_here = (own for own, key in pairs if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."))
                 if key := next(set_here, ""):
                     draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
             if len(draft.overrides) == before:

@@ -65,7 +65,8 @@ class ShellScript:
         depth = 0
         for line, words in _lines(text, self._put):
             if words[:1] == ["for"] and words[2:3] == ["in"]:
-                several = _unread("it has a different value in each turn of a loop")
+                turns = re.sub(r"[^\w.,+/-]", "", ",".join(words[3:]))
+                several = _unread(f"it has a different value in each turn of a loop: {turns}")
                 self._set(words[1], words[3] if len(words) == 4 else several, False)
             while words and (words[0] in (*_PREFIXES, *_OPENING, *_CLOSING)):
                 depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
@@ -240,6 +241,9 @@ def scalar(text: str) -> object:
         return {"true": True, "false": False}.get(word.lower())
     if word.startswith("[") and word.endswith("]"):
         return [scalar(part.strip(" '\"")) for part in word[1:-1].split(",") if part.strip()]
+    pairs = [part.partition(":") for part in word[1:-1].split(",")] if word[:1] + word[-1:] == "{}" else []
+    if pairs and all(sign and "{" not in value for _, sign, value in pairs):
+        return {name.strip(" '\""): scalar(value.strip(" '\"")) for name, _, value in pairs}
     if numbers := _NUMBERS_OF_RANGE.fullmatch(word):  # as ROLL names devices
         return [*range(int(numbers[1]), min(int(numbers[2]), 10_000))]
     for number in (int, float):
