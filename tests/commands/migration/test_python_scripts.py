@@ -63,6 +63,26 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         },
         (),
     ),
+    "what a list gets": (
+        "py",
+        "from trl.rewards import get_soft_overlong_punishment\n"
+        + START
+        + "from datasets import concatenate_datasets, load_dataset\n"
+        + "rewards = ['r/m']\nrewards.append(get_soft_overlong_punishment(512, 16))\nrewards += [f(1)]\n"
+        "rows = concatenate_datasets([load_dataset('a/b', split='train'), load_dataset('c/d', split='train')])\n"
+        "GRPOTrainer('m', rewards, GRPOConfig(beta=0.1), rows, load_dataset('e/f', split='test')).train()\n",
+        {
+            **{"data.train_files": ("a/b::train", "c/d::train"), "data.val_files": ("e/f::test",)},
+            **{"reward.overlong.buffer_tokens": 16, f"{ACTOR}.kl_loss_coef": 0.1, f"{MODEL}.path": "m"},
+        },
+        ("reward_funcs: it is computed: f(1)",),
+    ),
+    "arguments of a trainer by their places": (
+        "py",
+        START + "SFTTrainer('m', SFTConfig(learning_rate=2e-6), None, 'd/d').train()\n",
+        {f"{MODEL}.path": "m", "data.train_files": ("d/d",), LR: 2e-6},
+        (),
+    ),
     "entries that cannot be read": (
         "py",
         START
@@ -114,6 +134,12 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "sh",
         "trl grpo --model_name_or_path m --dataset_name d/d --use_peft --lora_alpha 4 --lora_dropout 0.0",
         {f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 4.0},
+        (),
+    ),
+    "options of the script's own": (
+        "sh",
+        "python x.py --size 4 --learning_rate 2e-6",
+        {LR: 2e-6, f"{ROLLOUT}.n": 4},
         (),
     ),
     "no adapters": (
@@ -175,6 +201,24 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {f"{ACTOR}.optim.min_lr_ratio": 0.2},
         ("lr_scheduler_kwargs.power=2: the scheduler has no such option",),
     ),
+    "a least rate": (
+        "py",
+        grpo("learning_rate=2e-6, lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs=dict(min_lr=1e-6)"),
+        {f"{ACTOR}.optim.min_lr_ratio": 0.5, LR: 2e-6},
+        (),
+    ),
+    "a least rate of a rate that is not read": (
+        "py",
+        grpo("learning_rate=f(), lr_scheduler_kwargs=dict(min_lr=1e-6)"),
+        {f"{ACTOR}.optim.min_lr_ratio": 0.0},
+        (f"{ACTOR}.optim.min_lr_ratio: it is computed: f()", "learning_rate: it is computed: f()"),
+    ),
+    "strings that end a response": (
+        "py",
+        grpo("generation_kwargs={'stop_strings': ['</a>']}"),
+        {f"{ROLLOUT}.stop": ("</a>",)},
+        (),
+    ),
     "the dtype of the weights": (
         "py",
         grpo("model_init_kwargs={'torch_dtype': 'float32'}"),
@@ -220,6 +264,11 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", READ)
 def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> None:
     suffix, text, wanted, said = READ[name]
+    (tmp_path / "x.py").write_text(
+        START + "from transformers import HfArgumentParser\nclass Own:\n    size: int = 8\n"
+        "own, args = HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()\n"
+        f"args.num_generations = own.size\n{GRPO}args).train()\n"
+    )
     (tmp_path / f"x.{suffix}").write_text(text)
     draft = convert(read_foreign(tmp_path / f"x.{suffix}"), 1)
     found = flatten(compose(draft).config)

@@ -147,7 +147,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
     "options that are passed on": ("sh", "set -e\n" + GRPO + '"$@"\n', {}, ("line 2: $@",)),
     "several data sets": (
         "sh",
-        OPENRLHF + "'a/b,c/d' --eval_dataset e/f,g/h",
+        OPENRLHF + "'a/b, c/d' --eval_dataset e/f,g/h",
         {"data.train_files": ("a/b", "c/d"), "data.val_files": ("e/f", "g/h")},
         (),
     ),
@@ -206,6 +206,18 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
             "data.prompt_key": "question",
             "data.prompt_template": "{prompt}\nPlease put your final answer within \\boxed{{}}.",
         },
+        (),
+    ),
+    "a norm of which only the mean is given": (
+        "yaml",
+        AREAL.replace("optimizer", "adv_norm: {mean_level: group}, optimizer"),
+        {"algorithm.adv_norm.mean_level": "group", "algorithm.adv_norm.std_level": "batch"},
+        (),
+    ),
+    "a critic without options of generation": (
+        "yaml",
+        CRITIC.replace("gconfig: {n_samples: 4}\n", ""),
+        {"dag.pipeline": "ppo", f"{ROLLOUT}.n": 1, "critic.optim.lr": 2e-6},
         (),
     ),
     "a folder of GSM8K": ("yaml", GSM8K.replace("openai", "/data"), {"data.train_files": ("/data/gsm8k",)}, ()),

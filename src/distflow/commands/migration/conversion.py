@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +40,24 @@ _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
 
 def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
     """Data sets with their shares: a domain each."""
-    sets, shares = names.split(","), [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
+    sets, shares = re.split(r",\s*", names), [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
     if len(sets) != len(shares):
         raise ValueError(f"{len(sets)} data sets have {len(shares)} shares")
-    named = (re.sub(r"\W+", "_", name) for name in sets)
-    return {
-        name: {"train_files": [file], "weight": share} for name, file, share in zip(named, sets, shares, strict=True)
-    }
+    pairs = zip(sets, shares, strict=True)
+    return {re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs}
 
 
-def _share(steps: float | None, total: int | None) -> float | None:
-    """Steps, which are a share of the run if they are below 1."""
+def _share(total: object, steps: float | None) -> float | None:
+    """Steps, which are a share of the total if they are below 1."""
     if not steps or steps >= 1:
         return steps
-    if not total or total < 1:
+    if not isinstance(total, int) or total < 1:
         raise ValueError(f"{steps:g} is a share of the run, whose number of steps is not in the file")
     return steps * total
 
 
 _IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
-_IN_FORMULAS |= {"list": list, "domains": _domains, "share": _share}
+_IN_FORMULAS |= {"list": list, "domains": _domains}
 
 
 @dataclass
@@ -91,7 +90,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
         if any(table.find(part, theirs.method) for part in parts):
             theirs.values = {name: each for name, each in theirs.values.items() if name != key} | parts
             theirs.lines |= dict.fromkeys(parts, theirs.lines.get(key, 0))
-    switches = [key for key in table.defaults if theirs.values.get(key) is True]
+    on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
+    switches = [key for key in table.defaults if key in on]
     defaults = _for(table.defaults, theirs.method, *switches)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
     computed, used = _compute(table, theirs, values, devices, draft.missing)
@@ -122,7 +122,8 @@ def _order(key: str) -> int:
 
 
 def _for(entries: Mapping[str, Mapping[str, Any]], method: str, *switches: str) -> dict[str, Any]:
-    """The entries of a table for what is trained, in the order in which they hold. switches: keys that are on."""
+    """The entries of a table for what is trained, in the order in which they hold. switches: keys that are on, or
+    groups that are given."""
     kind = "tuning" if method in ("sft", "rm") else "rl"
     parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end", *switches)
     return {key: value for part in parts for key, value in entries.get(part, {}).items()}
@@ -175,7 +176,7 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
             keys = {"model": ("judge_model_name", "model_args.model_name_or_path"), "base_url": ("judge_api_url",)}
             keys |= {"temperature": (f"{_JUDGE}temperature",), "answer_tokens": (f"{_JUDGE}max_new_tokens",)}
             found = {ours: [take(own + key) for key in there if own + key in values] for ours, there in keys.items()}
-            reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each}}
+            reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each and each[0]}}
             if not found["base_url"]:
                 draft.missing.append(f"rewards.{name}: serve its judge, and set base_url in data.domains.{name}.reward")
         domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
@@ -187,6 +188,7 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
             ranges[name] = [take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds]
         elif type_of == "std_filter" and not values.get(f"{rule}filter_args.std_threshold"):
             ranges[name] = None
+            take(f"{rule}filter_args.std_threshold")
         elif type_of not in (None, "no_filter", "std_filter"):
             used -= {f"{rule}type"}
     if ranges:
@@ -207,6 +209,7 @@ def _compute(
     """What the formulas give, by our keys, and the keys of theirs that they use. A name that is no key is a step."""
     names: dict[str, Any] = {_DOT.sub("__", key): value for key, value in values.items()}
     formulas = _for(table.computed, theirs.method)
+    names["share"] = partial(_share, values.get("max_steps"))
     names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
     if theirs.system == "TRL" and not names["devices"]:
         names["devices"] = 1
@@ -220,16 +223,17 @@ def _compute(
             value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
             lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
-            value = Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
-            made.append(value)
+            made.append(
+                value := Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
+            )
         except ValueError as error:  # raised by what formulas call
-            value = Unread(str(error))
-            made.append(value)
-            used |= {name for name in own if (known := table.find(name, theirs.method)) and known.ours == ours}
+            made.append(value := Unread(str(error)))
         if isinstance(value, Unread):  # one of the file is reported as such
-            is_theirs = isinstance(own.get(_DOT.sub("__", ours)), int | float)  # of the same name, in another unit
-            used |= {ours} if is_theirs else set()
-            is_said = is_theirs or is_known(ours) and any(value is each for each in made)
+            given = {name.replace("__", "."): each for name, each in own.items() if isinstance(each, int | float)}
+            named = [(key, table.find(key)) for key in given.keys() & theirs.values]
+            same = {key for key, name in named if key == ours or name and name.ours == ours}
+            used |= same  # in another unit
+            is_said = same or is_known(ours) and any(value is each for each in made)
             missing += [f"{ours}: {value.why}"] if is_said else []
             names[_DOT.sub("__", ours)] = value
             continue
@@ -243,7 +247,14 @@ def _compute(
         used -= {ours} if value is None else set()  # a default of a key that is theirs, too, and is set
         if value is not None and is_known(ours):
             overrides[ours] = "null" if value == "null" else tables.as_override(value)
-    return overrides, {key for key in used if key in formulas or not is_known(key)}
+    return overrides, {key for key in used if not _is_apart(key, values.get(key), table, theirs.method, formulas)}
+
+
+def _is_apart(key: str, value: object, table: tables.Table, method: str, formulas: Mapping[str, str]) -> bool:
+    """Whether a key that a formula reads is a setting besides: no formula computes what it is here."""
+    name = table.find(key, method)
+    text = f"{key}=" if is_known(key) else name.overrides(value) if name else ""
+    return bool(text) and formulas.keys().isdisjoint(tables.split_overrides(text))
 
 
 def compose(draft: Conversion) -> Loaded:

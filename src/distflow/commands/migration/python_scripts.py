@@ -7,18 +7,16 @@ import re
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread, calculate
+from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 
 METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
 """What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
 _CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
-_PEFT: dict[str, dict[str, object]] = {
-    "LoraConfig": {"r": 8, "lora_alpha": 8},
-    "unsloth": {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"},
-}
+_PEFT = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "unsloth": {"r": 16, "lora_alpha": 16}}
 """Defaults of peft and of unsloth."""
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _LEFT_OUT = (
@@ -27,6 +25,7 @@ _LEFT_OUT = (
 )
 """Arguments that hold what the script made of others, which are read where they stand."""
 _OVERLONG, _LENGTHS = "get_soft_overlong_punishment", ("max_completion_len", "soft_punish_cache")
+_PLACES = dict.fromkeys(("GRPO", "RLOO"), ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"))
 _REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
 _PARSERS = ("TrlParser", "HfArgumentParser")
 _ELSEWHERE = """\
@@ -43,6 +42,7 @@ _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
 }
 _NOT_GIVEN = Unread("")
 """An option of the command that it does not give: TRL's default."""
+_IN_TURN = Unread("it has a different value in each turn of a loop")
 _MOST_CALLS, _DEEPEST = 500, 12
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -104,8 +104,8 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
             and not (isinstance(value, Unread) and script.has_options and not owner)
         ):
             found.add(*_as_setting(key, value, found.remarks), at)
-    for key, value in arguments.items() if script.has_options else ():
-        found.add(key, value, 0)
+    for key in (key for key in arguments if script.has_options and key not in script.fields):
+        found.add(key, arguments[key], 0)
     if script.has_options and not arguments and not script.has_mapping:
         found.remarks.append(_ELSEWHERE)
     for key in ("processing_class", "tokenizer"):
@@ -123,14 +123,16 @@ def _weigh(values: dict[str, object], remarks: list[str]) -> None:
         named = [part if isinstance(part, dict) else {"name": part} for part in parts]
         parts = [part | {"weight": weight} for part, weight in zip(named, weights, strict=True)]
         del values["reward_weights"]
-    kept = []
+    kept, longest = (
+        [],
+        values.get("max_completion_length", all_tables()["TRL"].defaults["grpo"]["max_completion_length"]),
+    )
     for part in parts:
         own = part if isinstance(part, dict) else {"name": part}
         if own["name"] == _OVERLONG:
             limit, tokens = (own["options"].get(key) for key in _LENGTHS)
             values |= {"reward.overlong.buffer_tokens": tokens, "reward.overlong.factor": own.get("weight", 1.0)}
-            if limit != values.get("max_completion_length"):
-                remarks.append(f"{_OVERLONG}: it ends at {limit} tokens")
+            remarks += [] if limit == longest else [f"{_OVERLONG}: it ends at {limit} tokens"]
         elif own["name"] is not None:
             kept.append(part)
     if kept:
@@ -185,14 +187,14 @@ class _Script:
                     self.names[node.name], self.functions[node.name] = Object(node.name), node
                 case ast.Return(value=ast.expr() as returned) if self.active:
                     self.returned[self.active[-1]] = self.value(returned)
-                case ast.For():
-                    each = self.value(node.iter)
-                    several = Unread("it has a different value in each turn of a loop")
-                    is_one = isinstance(each, list) and len(each) == 1
-                    self._assign(node.target, each[0] if isinstance(each, list) and is_one else several)
-                    self._read_loop(node, self.in_loop or not is_one)
-                case ast.While():
-                    self._read_loop(node, True)
+                case ast.For() | ast.While():
+                    each = self.value(node.iter) if isinstance(node, ast.For) else None
+                    first = each[0] if isinstance(each, list) and len(each) == 1 else _IN_TURN
+                    if isinstance(node, ast.For):
+                        self._assign(node.target, first)
+                    outer, self.in_loop = self.in_loop, self.in_loop or first is _IN_TURN
+                    self.read([*node.body, *node.orelse])
+                    self.in_loop = outer
                 case ast.ImportFrom():
                     for alias in node.names:
                         self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
@@ -210,11 +212,6 @@ class _Script:
                     self.value(node)
                 case _:
                     self.read(ast.iter_child_nodes(node))
-
-    def _read_loop(self, node: ast.For | ast.While, repeats: bool) -> None:
-        outer, self.in_loop = self.in_loop, repeats
-        self.read([*node.body, *node.orelse])
-        self.in_loop = outer
 
     def _changes(self, node: ast.AST) -> bool:
         """Whether a statement may change a setting."""
@@ -406,7 +403,8 @@ class _Script:
             made = (each.made for each in (named.get("args"), *values) if isinstance(each, Object))
             self.trainers.append((kind, node.lineno, max(made, default=-1)))
             self.has_adapters = self.has_adapters or named.get("peft_config") is not None
-            self._give(kind, {**dict(zip(("model", "reward_funcs"), values, strict=False)), **named}, node.lineno)
+            places = _PLACES.get(kind, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+            self._give(kind, dict(zip(places, values, strict=False)) | named, node.lineno)
         elif (kind := self._kind(name, "Config")) is not None:
             config = Object(name, made=len(self.configs))
             self.configs.append((kind, node.lineno))
@@ -415,7 +413,8 @@ class _Script:
             return config
         elif name in ("LoraConfig", "get_peft_model"):
             self.has_adapters = self.has_adapters or name == "get_peft_model"
-            named = _PEFT.get("unsloth" if "Fast" in ast.unparse(node.func) else name, {}) | named
+            kind = "unsloth" if "Fast" in ast.unparse(node.func) else name
+            named = {**_PEFT.get(kind, {}), **({"target_modules": "all-linear"} if kind == "unsloth" else {}), **named}
             self._give(
                 _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
             )
@@ -449,7 +448,7 @@ class _Script:
     ) -> list[object]:
         """What a well-known function returns; empty for others."""
         if name == "loads" and values and isinstance(values[0], str):
-            return [_json(values[0])]
+            return [_converted(json.loads, values[0])]
         if name == "dict" and all(isinstance(each, dict) for each in values):
             return [dict(ChainMap(dict(named), *(each for each in values if isinstance(each, dict))))]
         if name in ("update", "copy") and isinstance(owner, dict):
@@ -458,6 +457,13 @@ class _Script:
             if not all(isinstance(each, dict) for each in values):
                 self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
             return [owner if name == "update" else dict(owner)]
+        if name in ("append", "extend") and isinstance(owner, list) and values:
+            new = values[0] if name == "extend" else [values[0]]
+            is_known = isinstance(new, list) and not self.in_branch and not self.in_loop
+            owner += new if isinstance(new, list) and is_known else [_computed(node)]
+            return [owner]
+        if name == "concatenate_datasets" and values and isinstance(values[0], list):
+            return [values[0]]
         if name == _OVERLONG:
             return [{"name": name, "options": dict(zip(_LENGTHS, values, strict=False)) | dict(named)}]
         if name == "getattr" and len(values) > 1 and _name(node.args[0]) == "torch":
@@ -511,16 +517,14 @@ class _Script:
 
     def _arguments(self, node: ast.Call) -> dict[str, object]:
         """By name, those of `**` too."""
-        found: dict[str, object] = {}
+        found, name = dict[str, object](), _name(node.func)
         for each in node.keywords:
             value = self.value(each.value)
             if each.arg is not None:
                 found[each.arg], self.lines[each.arg] = value, each.value.lineno
             elif isinstance(value, dict):
                 found |= value
-            elif value != _NOT_GIVEN and (
-                self._kind(name := _name(node.func), "Config") is not None or name in ("dict", "update", *_PEFT)
-            ):
+            elif value != _NOT_GIVEN and (self._kind(name, "Config") is not None or name in ("dict", "update", *_PEFT)):
                 self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
         return found
 
@@ -540,19 +544,11 @@ def _computed(node: ast.expr) -> Unread:
     return Unread(f"it is computed: {ast.unparse(node):.60}")
 
 
-def _converted(kind: type, value: object) -> object:
+def _converted(convert: Callable[[Any], object], value: object) -> object:
     try:
-        converted: object = kind(value)
-    except ValueError as error:
-        return Unread(str(error))
-    return converted
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
+        return convert(value)
     except (ValueError, RecursionError) as error:
-        return Unread(f"it is no JSON: {error}")
+        return Unread(f"it cannot be read: {error}")
 
 
 def _rows(values: list[object], named: Mapping[str, object]) -> object:
@@ -572,9 +568,10 @@ def _rows(values: list[object], named: Mapping[str, object]) -> object:
 
 def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, object]:
     """Data and rewards as the config names them."""
-    for rows in value if isinstance(value, list) else [value]:
-        changes = rows.changes if isinstance(rows, Rows) else ()
-        remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in changes]
+    changes = [
+        each for rows in (value if isinstance(value, list) else [value]) for each in getattr(rows, "changes", ())
+    ]
+    remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in changes]
     if key == "report_to" and isinstance(value, list) and len(value) == 1:
         return key, value[0]
     if key != "reward_funcs" or isinstance(value, Unread):

@@ -172,9 +172,8 @@ def _without_comments(text: str) -> str:
 
 
 _QUOTED = r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")"""
-_REDIRECTION = re.compile(
-    rf"{_QUOTED}|(?:(?<!\S)\d+)?(?:&>>?|>[>|]?|<(?!<))&?\s*(?:{_QUOTED}|[^\s;|&<>()]+)", re.DOTALL
-)
+_TARGET = rf"(?:{_QUOTED}|[^\s;|&<>()]+)"
+_REDIRECTION = re.compile(rf"{_QUOTED}|(?:(?<!\S)\d+)?(?:&>>?|>[>|]?|<(?!<))&?\s*{_TARGET}", re.DOTALL)
 
 
 def _without_redirections(text: str) -> str:
@@ -302,7 +301,8 @@ def method_of(system: str, values: Mapping[str, object]) -> str:
         return "grpo" if is_rl else "ppo" if "num_ppo_epochs" in values else "sft"
     if system == "AReaL" and (values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"):
         return "rm"
-    of_rl = {"verl": ("actor_rollout_ref.",), "ROLL": ("actor_infer.", "rewards.", "rollout_"), "AReaL": ("gconfig.",)}
+    of_rl = {"verl": ("actor_rollout_ref.",), "ROLL": ("actor_infer.", "rewards.", "rollout_")}
+    of_rl["AReaL"] = ("gconfig.", "critic.")
     if not any(key.startswith(of_rl.get(system, ("",))) for key in values):
         return "sft"
     by_default = "" if system == "AReaL" and "critic.path" not in values else "gae"
