@@ -32,6 +32,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         OF_TRL
         | {
             "algorithm.adv_epsilon": 1e-4,
+            "data.enable_thinking": True,
             "algorithm.scale_rewards": "group",
             "algorithm.mask_truncated": True,
             "data.train_files": ("my/sums:small:train",),
@@ -113,6 +114,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         | {
             "algorithm.adv_estimator": "rloo",
             "algorithm.adv_epsilon": 1e-4,
+            "data.enable_thinking": True,
             "algorithm.scale_rewards": "group",
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_ctrl.kl_coef": 0.05,
@@ -173,6 +175,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "data.answer_key": "answer",
             "data.prompt_format": "chat",
             "data.prompt_template": "Solve: {prompt}",
+            "data.enable_thinking": True,
             "data.train_batch_size": 64,
             "data.max_prompt_length": 1024,
             "data.max_response_length": 1024,

@@ -213,6 +213,13 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {f"{ACTOR}.optim.min_lr_ratio": 0.0},
         (f"{ACTOR}.optim.min_lr_ratio: it is computed: f()", "learning_rate: it is computed: f()"),
     ),
+    "thinking": ("py", grpo(""), {"data.enable_thinking": True}, ()),
+    "thinking is switched off": (
+        "py",
+        grpo("chat_template_kwargs={'enable_thinking': False, 'style': 'short'}"),
+        {"data.enable_thinking": False, "data.apply_chat_template_kwargs": {"style": "short"}},
+        (),
+    ),
     "strings that end a response": (
         "py",
         grpo("generation_kwargs={'stop_strings': ['</a>']}"),

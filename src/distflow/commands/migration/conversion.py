@@ -85,11 +85,13 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
     table = tables.all_tables()[theirs.system]
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
-    for key, value in [*theirs.values.items()]:  # a mapping whose entries the table knows
-        parts = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {}
-        if any(table.find(part, theirs.method) for part in parts):
-            theirs.values = {name: each for name, each in theirs.values.items() if name != key} | parts
-            theirs.lines |= dict.fromkeys(parts, theirs.lines.get(key, 0))
+    for key, value in [*theirs.values.items()]:
+        entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
+        if known := {name: each for name, each in entries.items() if table.find(name, theirs.method)}:
+            rest = {name[len(key) + 1 :]: each for name, each in entries.items() if name not in known}
+            theirs.values |= known | {key: rest}
+            theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
+    theirs.values = {key: value for key, value in theirs.values.items() if value != {}}
     on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
     switches = [key for key in table.defaults if key in on]
     defaults = _for(table.defaults, theirs.method, *switches)
@@ -167,8 +169,8 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
     for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
         own, kind = f"rewards.{name}.", ".".join(str(values.get(f"rewards.{name}.worker_cls")).split(".")[-2:])
         reward: object = next((ours for part, ours in _REWARDS_OF_ROLL.items() if re.search(part, kind)), None)
-        if reward is None:
-            draft.missing.append(f"rewards.{name}: {kind} has no counterpart; set data.domains.{name}.reward")
+        where = f"data.domains.{name}.reward"
+        draft.missing += [] if reward else [f"rewards.{name}: {kind} has no counterpart; set {where}"]
         if reward == "ifeval":
             reward = "ifeval_share" if take(f"{own}reward_type") == "soft" else reward
             draft.missing.append(f"rewards.{name}: {reward} reads IFEval's columns (docs/rewards.md), not func_name")
@@ -177,8 +179,7 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
             keys |= {"temperature": (f"{_JUDGE}temperature",), "answer_tokens": (f"{_JUDGE}max_new_tokens",)}
             found = {ours: [take(own + key) for key in there if own + key in values] for ours, there in keys.items()}
             reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each and each[0]}}
-            if not found["base_url"]:
-                draft.missing.append(f"rewards.{name}: serve its judge, and set base_url in data.domains.{name}.reward")
+            draft.missing += [] if found["base_url"] else [f"rewards.{name}: serve its judge; set base_url in {where}"]
         domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
         weight = take(f"{_SHARES}.{name}")
         domains[name] |= {} if weight is None else {"weight": weight}
@@ -196,8 +197,8 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
         draft.write({f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band}, True)
         for name in domains.keys() - ranges.keys():
             domains[name]["filter_groups"] = False
-        if others:
-            draft.missing.append(f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band}")
+        said = f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band}"
+        draft.missing += [said] if others else []
     if domains:
         draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)
     return used
@@ -223,9 +224,8 @@ def _compute(
             value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
             lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
-            made.append(
-                value := Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
-            )
+            why = f"it cannot be computed from the file{lacking and f', which has no {lacking}'}"
+            made.append(value := Unread(why))
         except ValueError as error:  # raised by what formulas call
             made.append(value := Unread(str(error)))
         if isinstance(value, Unread):  # one of the file is reported as such

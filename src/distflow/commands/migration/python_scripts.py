@@ -58,7 +58,7 @@ class Rows:
 @dataclass(frozen=True)
 class Object:
     """A function or class that the script defines or imports, or an object of the class. made: its place among the
-    configs of trainers that the script makes."""
+    configs of trainers that the script makes. owner: whose attributes it has; a config has its own."""
 
     name: str
     module: str = ""
@@ -66,7 +66,6 @@ class Object:
 
     @property
     def owner(self) -> str:
-        """Whose attributes it has: a config has its own."""
         return self.name if self.made < 0 else f"{self.name} {self.made}"
 
 
@@ -568,9 +567,8 @@ def _rows(values: list[object], named: Mapping[str, object]) -> object:
 
 def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, object]:
     """Data and rewards as the config names them."""
-    changes = [
-        each for rows in (value if isinstance(value, list) else [value]) for each in getattr(rows, "changes", ())
-    ]
+    parts = value if isinstance(value, list) else [value]
+    changes = [each for part in parts if isinstance(part, Rows) for each in part.changes]
     remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in changes]
     if key == "report_to" and isinstance(value, list) and len(value) == 1:
         return key, value[0]
