@@ -81,7 +81,7 @@ def render_migrating() -> str:
         "trl_defaults": _table(
             ("method", "key", "default"),
             [
-                (_METHODS[method], _code(key), _code(as_override(value)))
+                (_METHODS.get(method, _code(method)), _code(key), _code(as_override(value)))
                 for method, values in all_tables()["TRL"].defaults.items()
                 for key, value in values.items()
             ],

@@ -49,6 +49,9 @@ BAD = {
     "quote.sh": ("echo 'open\n" + "x\n" * 20000, "line 1: a quotation mark is not closed"),
     "areal.sh": ("python -m areal.launcher.local x.py --config gone.yaml\n", "its settings are in gone.yaml"),
     "tabs.yaml": ("a:\n\t- b", "it is not valid YAML"),
+    "note.ipynb": ("{}", "`jupyter nbconvert --to script` makes a script of it"),
+    "rows.jsonl": ('{"prompt": "1+1"}', "it is a file of data: name it in data.train_files"),
+    "rows.parquet": (b"PAR1\x00", "it is a file of data"),
     "list.yaml": ("- a\n- b\n", "it is not a mapping of keys"),
     "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "of an unknown version"),
     "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

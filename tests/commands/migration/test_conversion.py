@@ -32,6 +32,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         OF_TRL
         | {
             "algorithm.adv_epsilon": 1e-4,
+            "data.enable_thinking": True,
             "algorithm.scale_rewards": "group",
             "algorithm.mask_truncated": True,
             "data.train_files": ("my/sums:small:train",),
@@ -48,7 +49,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             f"{ROLLOUT}.n": 8,
             f"{ROLLOUT}.temperature": 0.9,
             f"{MODEL}.path": "Qwen/Qwen2.5-0.5B-Instruct",
-            f"{MODEL}.dtype": "float32",
+            f"{MODEL}.dtype": "bfloat16",
             f"{MODEL}.lora_rank": 8,
             f"{MODEL}.lora_alpha": 32,
             f"{MODEL}.target_modules": ("q_proj",),
@@ -113,6 +114,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         | {
             "algorithm.adv_estimator": "rloo",
             "algorithm.adv_epsilon": 1e-4,
+            "data.enable_thinking": True,
             "algorithm.scale_rewards": "group",
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_ctrl.kl_coef": 0.05,
@@ -173,6 +175,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "data.answer_key": "answer",
             "data.prompt_format": "chat",
             "data.prompt_template": "Solve: {prompt}",
+            "data.enable_thinking": True,
             "data.train_batch_size": 64,
             "data.max_prompt_length": 1024,
             "data.max_response_length": 1024,
@@ -283,7 +286,8 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "async.max_staleness": 2,
             "trainer.project_name": "sums",
             "trainer.experiment_name": "first",
-            "trainer.default_local_dir": "/tmp/sums",
+            "trainer.default_local_dir": "/tmp/sums/sums/first",
+            "trainer.resume_mode": "never",
             "trainer.total_epochs": 2,
             "trainer.save_freq": -1,
             "trainer.save_freq_epochs": 1,
@@ -304,6 +308,7 @@ MISSING = {
         "the options are those of the first command",
         "devices: their number is not in the file",
         "lora_rank=16",
+        "lora_dropout=0.05",
         "no adapters",
     ),
     "trl_arguments.sh": ("max_length: prompts and responses have separate limits, here half of it",),
@@ -315,7 +320,7 @@ MISSING = {
     ),
     "openrlhf_ppo.sh": (),
     "roll_rlvr.yaml": (),
-    "areal_grpo.sh": ("allocation_mode=sglang:d1+d1",),
+    "areal_grpo.sh": ("allocation_mode=sglang:d1+d1", "rewards and columns: AReaL's script has them"),
 }
 
 

@@ -111,7 +111,8 @@ TRL = {
     "max_completion_length=512": "write data.max_response_length=512",
     "num_generations=8": f"write {ROLLOUT}.n=8",
     "num_generations_eval=4": f"write {ROLLOUT}.val_kwargs.n=4; in addition to one greedy response",
-    "max_prompt_length=256": "write data.max_prompt_length=256; TRL cuts longer prompts from the left",
+    "max_prompt_length=256": "write data.max_prompt_length=256 data.filter_overlong_prompts=false data.truncation=left"
+    "; TRL cuts longer prompts from the left",
     "max_length=1024": "data.max_prompt_length and data.max_response_length",
     "max_seq_length=1024": "data.max_prompt_length and data.max_response_length",
     "per_device_train_batch_size=8": "both are that product / num_generations",

@@ -73,7 +73,8 @@ def test_a_table_names_its_sources_and_holds_known_groups_of_texts(path: Path) -
     assert table.keys() <= {"sources", *GROUPS}
     assert isinstance(table["sources"], list) and table["sources"]
     assert texts(table.get("beside_keys", {})) and all(map(texts, table.get("computed", {}).values()))
-    assert {*table.get("defaults", {}), *table.get("computed", {})} <= METHODS
+    keys = {key for keys in table["keys"] for key in tables.expand(keys)}
+    assert {*table.get("defaults", {}), *table.get("computed", {})} <= METHODS | keys
     assert all(map(texts, table.get("values", {}).values()))
 
 

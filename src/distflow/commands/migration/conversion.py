@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,36 @@ _PRESETS = {
     **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
     **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
 }
-_IN_FORMULAS = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance, "list": list}
-_REWARDS_OF_ROLL = {"Math": "math", "Code": "code", "IFEval": "ifeval", "General": "exact_match", "Judge": "judge"}
+_REWARDS_OF_ROLL = {"(?i:ifeval)": "ifeval", "Math": "math", "Code": "code", "General": "exact_match", "Judge": "judge"}
+_IN_SCRIPT = """\
+rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
+_JUDGE, _FILTER = "generating_args.", "algorithm.filter_groups."
 _OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
+
+
+def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
+    """Data sets with their shares: a domain each."""
+    sets, shares = re.split(r",\s*", names), [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
+    if len(sets) != len(shares):
+        raise ValueError(f"{len(sets)} data sets have {len(shares)} shares")
+    pairs = zip(sets, shares, strict=True)
+    return {re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs}
+
+
+def _share(total: object, steps: float | None) -> float | None:
+    """Steps, which are a share of the total if they are below 1."""
+    if not steps or steps >= 1:
+        return steps
+    if not isinstance(total, int) or total < 1:
+        raise ValueError(f"{steps:g} is a share of the run, whose number of steps is not in the file")
+    return steps * total
+
+
+_IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
+_IN_FORMULAS |= {"list": list, "domains": _domains}
 
 
 @dataclass
@@ -60,13 +85,24 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
     table = tables.all_tables()[theirs.system]
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
-    defaults = _for(table.defaults, theirs.method)
+    for key, value in [*theirs.values.items()]:
+        entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
+        if known := {name: each for name, each in entries.items() if table.find(name, theirs.method)}:
+            rest = {name[len(key) + 1 :]: each for name, each in entries.items() if name not in known}
+            theirs.values |= known | {key: rest}
+            theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
+    theirs.values = {key: value for key, value in theirs.values.items() if value != {}}
+    on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
+    switches = [key for key in table.defaults if key in on]
+    defaults = _for(table.defaults, theirs.method, *switches)
     values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
     computed, used = _compute(table, theirs, values, devices, draft.missing)
     if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
         advice = "`distflow data check` shows which lengths your data have"
         said = "it" if any("max_" in key for key in used & theirs.values.keys()) else f"{theirs.system}'s default"
         draft.missing.append(f"max_length: prompts and responses have separate limits, here half of {said}; {advice}")
+    if theirs.system == "AReaL" and theirs.method in ("grpo", "ppo"):
+        draft.missing.append(_IN_SCRIPT)
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
     for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
@@ -87,10 +123,11 @@ def _order(key: str) -> int:
     return key.endswith((".enable", "overlong_reward_penalty")) - key.endswith(("loss_mode", "policy_loss_type"))
 
 
-def _for(entries: Mapping[str, Mapping[str, Any]], method: str) -> dict[str, Any]:
-    """The entries of a table for what is trained, in the order in which they hold."""
+def _for(entries: Mapping[str, Mapping[str, Any]], method: str, *switches: str) -> dict[str, Any]:
+    """The entries of a table for what is trained, in the order in which they hold. switches: keys that are on, or
+    groups that are given."""
     kind = "tuning" if method in ("sft", "rm") else "rl"
-    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end")
+    parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end", *switches)
     return {key: value for part in parts for key, value in entries.get(part, {}).items()}
 
 
@@ -104,7 +141,8 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
     place = f"line {line}: {key}" if line else key
     if isinstance(value, Unread):
         advice = name.answer(tables.NOT_GIVEN) if name else ""
-        draft.missing.append(f"{place}: {value.why}" + (f"; {advice}" if advice else ""))
+        is_harmless = name is not None and name.harmless == tables.ANY and not name.overrides(None)
+        draft.missing += [] if is_harmless else [f"{place}: {value.why}" + (f"; {advice}" if advice else "")]
     elif name is None:
         draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
     elif not name.accepts(value):
@@ -118,19 +156,52 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
 
 
 def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
-    """ROLL's domains, each with a reward worker, its tags and its share of the rows; returns the keys that say so."""
-    values, domains = theirs.values, dict[str, dict[str, object]]()
+    """ROLL's domains, each with a reward worker, its tags, its filter and its share of the rows; returns the keys that
+    say so."""
+    values, domains, ranges = theirs.values, dict[str, dict[str, object]](), dict[str, list[object] | None]()
+    used = {key for key in values if key.startswith(_SHARES)}
+
+    def take(key: str, otherwise: object = None) -> object:
+        used.update({key} & values.keys())
+        value = values.get(key, otherwise)
+        return otherwise if isinstance(value, Unread) else value
+
     for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
-        worker = str(values.get(f"rewards.{name}.worker_cls")).rpartition(".")[2]
-        found = [reward for part, reward in _REWARDS_OF_ROLL.items() if part in worker]
-        if not found:
-            draft.missing.append(f"rewards.{name}: {worker} has no counterpart; set data.domains.{name}.reward")
-        tags, weight = (values.get(key) for key in (f"rewards.{name}.tag_included", f"{_SHARES}.{name}"))
-        domains[name] = {"reward": found[0] if found else "math", "tags": tags or [name]}
+        own, kind = f"rewards.{name}.", ".".join(str(values.get(f"rewards.{name}.worker_cls")).split(".")[-2:])
+        reward: object = next((ours for part, ours in _REWARDS_OF_ROLL.items() if re.search(part, kind)), None)
+        where = f"data.domains.{name}.reward"
+        draft.missing += [] if reward else [f"rewards.{name}: {kind} has no counterpart; set {where}"]
+        if reward == "ifeval":
+            reward = "ifeval_share" if take(f"{own}reward_type") == "soft" else reward
+            draft.missing.append(f"rewards.{name}: {reward} reads IFEval's columns (docs/rewards.md), not func_name")
+        if reward == "judge":
+            keys = {"model": ("judge_model_name", "model_args.model_name_or_path"), "base_url": ("judge_api_url",)}
+            keys |= {"temperature": (f"{_JUDGE}temperature",), "answer_tokens": (f"{_JUDGE}max_new_tokens",)}
+            found = {ours: [take(own + key) for key in there if own + key in values] for ours, there in keys.items()}
+            reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each and each[0]}}
+            draft.missing += [] if found["base_url"] else [f"rewards.{name}: serve its judge; set base_url in {where}"]
+        domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
+        weight = take(f"{_SHARES}.{name}")
         domains[name] |= {} if weight is None else {"weight": weight}
+        rule = f"{own}query_filter_config."
+        if (type_of := take(f"{rule}type")) == "mean_filter":
+            bounds = (("threshold_down", -1.0), ("threshold_up", 1e9))
+            ranges[name] = [take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds]
+        elif type_of == "std_filter" and not values.get(f"{rule}filter_args.std_threshold"):
+            ranges[name] = None
+            take(f"{rule}filter_args.std_threshold")
+        elif type_of not in (None, "no_filter", "std_filter"):
+            used -= {f"{rule}type"}
+    if ranges:
+        band, *others = dict.fromkeys(map(tables.as_override, ranges.values()))
+        draft.write({f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band}, True)
+        for name in domains.keys() - ranges.keys():
+            domains[name]["filter_groups"] = False
+        said = f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band}"
+        draft.missing += [said] if others else []
     if domains:
         draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)
-    return {key for key in values if key.startswith(("rewards.", _SHARES))}
+    return used
 
 
 def _compute(
@@ -139,6 +210,7 @@ def _compute(
     """What the formulas give, by our keys, and the keys of theirs that they use. A name that is no key is a step."""
     names: dict[str, Any] = {_DOT.sub("__", key): value for key, value in values.items()}
     formulas = _for(table.computed, theirs.method)
+    names["share"] = partial(_share, values.get("max_steps"))
     names["devices"], used, overrides = devices or theirs.devices, set[str](), dict[str, str]()
     if theirs.system == "TRL" and not names["devices"]:
         names["devices"] = 1
@@ -152,10 +224,17 @@ def _compute(
             value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
         except (TypeError, LookupError, ZeroDivisionError):
             lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
-            value = Unread(f"it cannot be computed from the file{lacking and f', which has no {lacking}'}")
-            made.append(value)
+            why = f"it cannot be computed from the file{lacking and f', which has no {lacking}'}"
+            made.append(value := Unread(why))
+        except ValueError as error:  # raised by what formulas call
+            made.append(value := Unread(str(error)))
         if isinstance(value, Unread):  # one of the file is reported as such
-            missing += [f"{ours}: {value.why}"] if is_known(ours) and any(value is each for each in made) else []
+            given = {name.replace("__", "."): each for name, each in own.items() if isinstance(each, int | float)}
+            named = [(key, table.find(key)) for key in given.keys() & theirs.values]
+            same = {key for key, name in named if key == ours or name and name.ours == ours}
+            used |= same  # in another unit
+            is_said = same or is_known(ours) and any(value is each for each in made)
+            missing += [f"{ours}: {value.why}"] if is_said else []
             names[_DOT.sub("__", ours)] = value
             continue
         used |= {name.replace("__", ".") for name in own}
@@ -168,7 +247,14 @@ def _compute(
         used -= {ours} if value is None else set()  # a default of a key that is theirs, too, and is set
         if value is not None and is_known(ours):
             overrides[ours] = "null" if value == "null" else tables.as_override(value)
-    return overrides, used
+    return overrides, {key for key in used if not _is_apart(key, values.get(key), table, theirs.method, formulas)}
+
+
+def _is_apart(key: str, value: object, table: tables.Table, method: str, formulas: Mapping[str, str]) -> bool:
+    """Whether a key that a formula reads is a setting besides: no formula computes what it is here."""
+    name = table.find(key, method)
+    text = f"{key}=" if is_known(key) else name.overrides(value) if name else ""
+    return bool(text) and formulas.keys().isdisjoint(tables.split_overrides(text))
 
 
 def compose(draft: Conversion) -> Loaded:
@@ -180,7 +266,9 @@ def compose(draft: Conversion) -> Loaded:
             before = len(draft.overrides)
             for problem in error.problems:
                 keys = (subject.partition(" ")[0] for subject, where in problem.places if where == COMMAND_LINE)
-                if key := next((key for key in keys if key in draft.overrides), ""):
+                pairs = ((name, key) for key in keys for name in draft.overrides)
+                set_here = (own for own, key in pairs if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}."))
+                if key := next(set_here, ""):
                     draft.drop(key, "; ".join(filter(None, (problem.what, problem.advice))))
             if len(draft.overrides) == before:
                 raise

@@ -7,20 +7,25 @@ import re
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread, calculate
+from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 
 METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
 """What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
 _CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
+_PEFT = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "unsloth": {"r": 16, "lora_alpha": 16}}
+"""Defaults of peft and of unsloth."""
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _LEFT_OUT = (
     *("args", "config", "model_name", "pretrained_model_name_or_path", "bias", "task_type", "inference_mode"),
     *("optimizers", "data_collator", "peft_config", "ref_model", "quantization_config", "num_labels"),
 )
 """Arguments that hold what the script made of others, which are read where they stand."""
+_OVERLONG, _LENGTHS = "get_soft_overlong_punishment", ("max_completion_len", "soft_punish_cache")
+_PLACES = dict.fromkeys(("GRPO", "RLOO"), ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"))
 _REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
 _PARSERS = ("TrlParser", "HfArgumentParser")
 _ELSEWHERE = """\
@@ -30,11 +35,14 @@ _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
 _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
-    ast.In: lambda part, text: isinstance(text, str) and str(part) in text,
-    ast.NotIn: lambda part, text: isinstance(text, str) and str(part) not in text,
+    ast.In: lambda part, whole: part in whole if isinstance(whole, list | dict) else str(part) in str(whole),
+    ast.NotIn: lambda part, whole: part not in whole if isinstance(whole, list | dict) else str(part) not in str(whole),
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }
 _NOT_GIVEN = Unread("")
 """An option of the command that it does not give: TRL's default."""
+_IN_TURN = Unread("it has a different value in each turn of a loop")
 _MOST_CALLS, _DEEPEST = 500, 12
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -49,10 +57,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Object:
-    """A function or class that the script defines or imports, or an object of the class."""
+    """A function or class that the script defines or imports, or an object of the class. made: its place among the
+    configs of trainers that the script makes. owner: whose attributes it has; a config has its own."""
 
     name: str
     module: str = ""
+    made: int = -1
+
+    @property
+    def owner(self) -> str:
+        return self.name if self.made < 0 else f"{self.name} {self.made}"
 
 
 def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
@@ -64,50 +78,72 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
         raise UserError(f"it is not a valid Python script: {error}") from error
     if not script.trainers:
         raise UserError("it does not call a trainer of TRL (GRPOTrainer, SFTTrainer, ...)")
-    kind, line = script.trainers[-1]
+    kind, line, made = script.trainers[-1]
     if kind not in METHODS:
         known = ", ".join(f"{name}Trainer" for name in METHODS)
         raise UserError(f"line {line}: {kind}Trainer uses an unsupported method; {known} are supported")
     found = ForeignSettings("TRL", METHODS[kind], remarks=script.remarks)
     if kind == "RLOO":
         found.remarks.append("epsilon: the ratio is clipped for each token here, in TRL's RLOO for the whole response")
-    if len({*script.trainers}) > 1:
+    if len({each[:2] for each in script.trainers}) > 1:
         found.remarks.append(f"the script calls several trainers; {kind}Trainer in line {line} is read")
-    for owner, key, value, at in script.given:
+    configs = {place: at for place, (owner, at) in enumerate(script.configs) if owner in (kind, "")}
+    made = made if made in configs else max(configs, default=-1)
+    if others := sorted({*configs.values()} - {configs.get(made, 0)}):
+        what = f"the script makes several configs; the {kind}Config in line {configs[made]} is read"
+        found.remarks.append(f"{what}, not in line {', '.join(map(str, others))}")
+    for names, remark in script.decided:
+        is_option = names & script.options or script.has_options and names & script.fields
+        found.remarks += [remark] if is_option and not arguments else []
+    for owner, key, value, at, config in script.given:
         if (
-            owner in (kind, "", _ADAPTERS if script.has_adapters else kind)
+            config in (-1, made)
+            and owner in (kind, "", _ADAPTERS if script.has_adapters else kind)
             and value != _NOT_GIVEN
             and not (isinstance(value, Unread) and script.has_options and not owner)
         ):
-            if key != "reward_funcs" and isinstance(value, list):
-                value = next((each for each in value if isinstance(each, Unread)), value)
             found.add(*_as_setting(key, value, found.remarks), at)
-    for key, value in arguments.items() if script.has_options else ():
-        found.add(key, value, 0)
+    for key in (key for key in arguments if script.has_options and key not in script.fields):
+        found.add(key, arguments[key], 0)
     if script.has_options and not arguments and not script.has_mapping:
         found.remarks.append(_ELSEWHERE)
     for key in ("processing_class", "tokenizer"):
         if isinstance(found.values.get(key), Unread) or found.values.get(key) == found.values.get("model"):
             found.values.pop(key, None)
-    _weigh(found.values)
+    _weigh(found.values, found.remarks)
     return found
 
 
-def _weigh(values: dict[str, object]) -> None:
-    """TRL's weights of reward functions stand beside them; ours with each."""
-    functions, weights = values.get("reward.functions"), values.get("reward_weights")
+def _weigh(values: dict[str, object], remarks: list[str]) -> None:
+    """TRL's weights of reward functions stand beside them; ours with each. A penalty of long responses is a setting."""
+    functions, weights = values.pop("reward.functions", None), values.get("reward_weights")
     parts = functions["default"] if isinstance(functions, dict) else []
     if isinstance(weights, list | tuple) and len(weights) == len(parts):
         named = [part if isinstance(part, dict) else {"name": part} for part in parts]
-        each = [part | {"weight": weight} for part, weight in zip(named, weights, strict=True)]
-        values["reward.functions"] = {"default": each}
+        parts = [part | {"weight": weight} for part, weight in zip(named, weights, strict=True)]
         del values["reward_weights"]
+    kept, longest = (
+        [],
+        values.get("max_completion_length", all_tables()["TRL"].defaults["grpo"]["max_completion_length"]),
+    )
+    for part in parts:
+        own = part if isinstance(part, dict) else {"name": part}
+        if own["name"] == _OVERLONG:
+            limit, tokens = (own["options"].get(key) for key in _LENGTHS)
+            values |= {"reward.overlong.buffer_tokens": tokens, "reward.overlong.factor": own.get("weight", 1.0)}
+            remarks += [] if limit == longest else [f"{_OVERLONG}: it ends at {limit} tokens"]
+        elif own["name"] is not None:
+            kept.append(part)
+    if kept:
+        values["reward.functions"] = {"default": kept}
 
 
 class _Script:
     """names: values of variables, in the function that is being read. attributes: by class and name; without a class,
-    of any object. functions: by name, methods as `Class.name`. given: (trainer, key, value, line) of arguments.
-    has_options: its arguments are those of TRL. has_adapters: a trainer or a model is given some."""
+    of any object. functions: by name, methods as `Class.name`. configs: (trainer, line) of each that is made. given:
+    (trainer, key, value, line, config) of arguments. decided: (names, remark) of choices that options of the script, or
+    fields of its classes, decide. has_options: its arguments are those of TRL. has_adapters: a trainer or a model is
+    given some."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self.arguments, self.names = arguments, cast(MutableMapping[str, object], {})
@@ -115,11 +151,14 @@ class _Script:
         self.functions: dict[str, Function] = {}
         self.returned: dict[str, object] = {}
         self.num_calls, self.active = Counter[str](), list[str]()
-        self.given: list[tuple[str, str, object, int]] = []
-        self.trainers: list[tuple[str, int]] = []
+        self.given: list[tuple[str, str, object, int, int]] = []
+        self.trainers: list[tuple[str, int, int]] = []
+        self.configs: list[tuple[str, int]] = []
+        self.options, self.fields = set[str](), set[str]()
+        self.decided: list[tuple[set[str], str]] = []
         self.remarks: list[str] = []
         self.lines: dict[str, int] = {}
-        self.has_options = self.has_adapters = self.in_branch = self.has_mapping = False
+        self.has_options = self.has_adapters = self.in_branch = self.in_loop = self.has_mapping = False
 
     def read_file(self, tree: ast.Module) -> None:
         """The module, and then the functions that nothing in it has called. Options may be read above their parser."""
@@ -140,15 +179,21 @@ class _Script:
                         self._assign(target, value)
                 case ast.AnnAssign(value=ast.expr() as assigned):
                     self._assign(node.target, self.value(assigned))
+                case ast.AugAssign():
+                    changed = self.value(ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))
+                    self._assign(node.target, Unread("it is changed in a loop") if self.in_loop else changed)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     self.names[node.name], self.functions[node.name] = Object(node.name), node
                 case ast.Return(value=ast.expr() as returned) if self.active:
                     self.returned[self.active[-1]] = self.value(returned)
-                case ast.For():
-                    each = self.value(node.iter)
-                    several = Unread("it has a different value in each turn of a loop")
-                    self._assign(node.target, each[0] if isinstance(each, list) and len(each) == 1 else several)
+                case ast.For() | ast.While():
+                    each = self.value(node.iter) if isinstance(node, ast.For) else None
+                    first = each[0] if isinstance(each, list) and len(each) == 1 else _IN_TURN
+                    if isinstance(node, ast.For):
+                        self._assign(node.target, first)
+                    outer, self.in_loop = self.in_loop, self.in_loop or first is _IN_TURN
                     self.read([*node.body, *node.orelse])
+                    self.in_loop = outer
                 case ast.ImportFrom():
                     for alias in node.names:
                         self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
@@ -157,6 +202,8 @@ class _Script:
                 case ast.If():
                     holds = self.value(node.test)
                     unknown = isinstance(holds, Unread) and "__name__" not in ast.unparse(node.test)
+                    if any(map(self._changes, node.orelse if holds else node.body)):
+                        self._decide(node.test, holds)
                     outer, self.in_branch = self.in_branch, self.in_branch or unknown
                     self.read([*(node.body if holds else ()), *(node.orelse if unknown or not holds else ())])
                     self.in_branch = outer
@@ -164,6 +211,25 @@ class _Script:
                     self.value(node)
                 case _:
                     self.read(ast.iter_child_nodes(node))
+
+    def _changes(self, node: ast.AST) -> bool:
+        """Whether a statement may change a setting."""
+        calls = {_name(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
+        is_made = any(self._kind(name, role) is not None for name in calls for role in ("Config", "Trainer"))
+        changes = any(isinstance(part, ast.Assign | ast.AugAssign | ast.Return) for part in ast.walk(node))
+        return is_made or changes or not calls.isdisjoint(("update", "append", "setdefault"))
+
+    def _decide(self, test: ast.expr, holds: object) -> None:
+        names = {part.attr for part in ast.walk(test) if isinstance(part, ast.Attribute)}
+        if not isinstance(holds, Unread):
+            what = f"line {test.lineno}: `{ast.unparse(test):.60}` is {bool(holds)}"
+            self.decided.append((names, f"{what} by the defaults of the script's options; the other case is left out"))
+
+    def _put(self, owner: dict[str, object], given: Mapping[str, object]) -> None:
+        """New entries of a mapping."""
+        for key, value in given.items():
+            is_unsure = self.in_branch and owner.get(key, _NOT_GIVEN) != value
+            owner[key] = Unread("it has a different value in a branch") if is_unsure else value
 
     def _assign(self, target: ast.expr, value: object) -> None:
         if isinstance(target, ast.Tuple):
@@ -178,10 +244,14 @@ class _Script:
             owner = self.names.get(target.value.id)
             self._set_attributes(owner, {target.attr: value})
             if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
-                self.given.append((kind, target.attr, value, target.lineno))
+                self.lines[target.attr] = target.lineno
+                self._give(kind, {target.attr: value}, target.lineno, owner.made)
+        elif isinstance(target, ast.Subscript) and isinstance(owner := self.value(target.value), dict):
+            self.lines[str(key := self.value(target.slice))] = target.lineno
+            self._put(owner, {str(key): value})
 
     def _set_attributes(self, owner: object, values: Mapping[str, object]) -> None:
-        names = {"", owner.name} if isinstance(owner, Object) else {""}
+        names = {"", owner.owner} if isinstance(owner, Object) else {""}
         self.attributes |= {(name, key): value for name in names for key, value in values.items()}
 
     def _enter(self, name: str, given: Mapping[str, object], around: Mapping[str, object]) -> object:
@@ -218,6 +288,7 @@ class _Script:
                 unknown = Unread(f"`{node.name}.{target.id}` has no value in the file")
                 value = self.arguments.get(target.id, unknown if item.value is None else self.value(item.value))
                 self.attributes[node.name, target.id] = value
+                self.fields.add(target.id)
                 if item.value is not None and self.attributes.setdefault(("", target.id), value) != value:
                     self.attributes["", target.id] = Unread(f"several classes have a field `{target.id}`")
 
@@ -232,12 +303,12 @@ class _Script:
             return found[1]
         return "" if role == "Config" and found[1] == "Training" and found[2] != "Trainer" else None
 
-    def _give(self, owner: str, values: Mapping[str, object], line: int) -> None:
+    def _give(self, owner: str, values: Mapping[str, object], line: int, config: int = -1) -> None:
         for key, value in values.items():
             if key == "model_init_kwargs" and isinstance(value, dict):
-                self._give(owner, value, line)
+                self._give(owner, value, line, config)
             elif key not in _LEFT_OUT:
-                self.given.append((owner, key, value, self.lines.get(key, line)))
+                self.given.append((owner, key, value, self.lines.get(key, line), config))
 
     def value(self, node: ast.expr) -> object:
         """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
@@ -249,8 +320,7 @@ class _Script:
             case ast.List() | ast.Tuple():
                 return [self.value(each) for each in node.elts]
             case ast.Dict():
-                pairs = zip(node.keys, node.values, strict=True)
-                return {key.value: self.value(each) for key, each in pairs if isinstance(key, ast.Constant)}
+                return self._mapping(node)
             case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
                 return -number
             case ast.JoinedStr():
@@ -269,22 +339,39 @@ class _Script:
             case ast.IfExp():
                 holds, either, otherwise = (self.value(each) for each in (node.test, node.body, node.orelse))
                 known = isinstance(holds, bool) or otherwise is None
+                self._decide(node.test, holds)
+                if isinstance(holds, Unread) and "Config(" in ast.unparse(node.body):
+                    self.remarks.append(f"line {node.lineno}: it is taken that `{ast.unparse(node.test):.60}`")
                 return (otherwise if holds is False else either) if known else _computed(node)
             case ast.Call():
                 return self._call(node, _name(node.func))
             case ast.BinOp():
                 left, right = self.value(node.left), self.value(node.right)
-                if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add):
-                    return left + right
+                if isinstance(node.op, ast.Add) and isinstance(left, str | list) and type(left) is type(right):
+                    return operator.add(left, right)
+                if isinstance(node.op, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
+                    return left | right
                 try:
                     return calculate(node, lambda part: left if part is node.left else right)
                 except ValueError:
                     return _computed(node)
         return _computed(node)
 
+    def _mapping(self, node: ast.Dict) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, each in zip(node.keys, node.values, strict=True):
+            value = self.value(each)
+            if isinstance(key, ast.Constant):
+                found[str(key.value)], self.lines[str(key.value)] = value, each.lineno
+            elif key is None and isinstance(value, dict):
+                found |= value
+            else:
+                self.remarks.append(f"line {each.lineno}: its entries cannot be read: {ast.unparse(each):.60}")
+        return found
+
     def _attribute(self, node: ast.Attribute) -> object:
         owner = self.value(node.value) if isinstance(node.value, ast.Name | ast.Attribute) else None
-        own = (owner.name, node.attr) if isinstance(owner, Object) else ("", "")
+        own = (owner.owner, node.attr) if isinstance(owner, Object) else ("", "")
         if own in self.attributes or node.attr in self.arguments:
             return self.attributes.get(own, self.arguments.get(node.attr))
         unknown = _NOT_GIVEN if self.has_options else Unread(f"`{ast.unparse(node):.60}` has no value in the file")
@@ -312,17 +399,21 @@ class _Script:
         if isinstance(owner, list) and name.startswith("parse_"):
             return self._parsed(owner, values[0] if values else None, node.lineno)
         if (kind := self._kind(name, "Trainer")) is not None:
-            self.trainers.append((kind, node.lineno))
+            made = (each.made for each in (named.get("args"), *values) if isinstance(each, Object))
+            self.trainers.append((kind, node.lineno, max(made, default=-1)))
             self.has_adapters = self.has_adapters or named.get("peft_config") is not None
-            self._give(kind, {**dict(zip(("model", "reward_funcs"), values, strict=False)), **named}, node.lineno)
+            places = _PLACES.get(kind, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+            self._give(kind, dict(zip(places, values, strict=False)) | named, node.lineno)
         elif (kind := self._kind(name, "Config")) is not None:
-            self._give(kind, named, node.lineno)
-            self._set_attributes(Object(name), named)
-            return Object(name)
+            config = Object(name, made=len(self.configs))
+            self.configs.append((kind, node.lineno))
+            self._give(kind, named, node.lineno, config.made)
+            self._set_attributes(config, named)
+            return config
         elif name in ("LoraConfig", "get_peft_model"):
             self.has_adapters = self.has_adapters or name == "get_peft_model"
-            if name == "get_peft_model" and "Fast" in ast.unparse(node.func):  # unsloth's own
-                named.setdefault("target_modules", "all-linear")
+            kind = "unsloth" if "Fast" in ast.unparse(node.func) else name
+            named = {**_PEFT.get(kind, {}), **({"target_modules": "all-linear"} if kind == "unsloth" else {}), **named}
             self._give(
                 _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
             )
@@ -332,21 +423,14 @@ class _Script:
             default = named.get("default", Unread("its option has no default"))
             for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
                 key = ("", option[2:].replace("-", "_"))
+                self.options.add(key[1])
                 flag = False if "action" in named and "default" not in named else default
                 if isinstance(self.attributes.get(key, _NOT_GIVEN), Unread):
                     self.attributes[key] = flag
         if name == "load_dataset" and name not in self.functions:
             return _rows(values, named)
-        if name == "loads" and values and isinstance(values[0], str):
-            return _json(values[0])
-        if name == "dict" and not values:
-            return named
-        if name == "get" and isinstance(owner, dict) and values and isinstance(values[0], str):
-            return owner.get(values[0], values[1] if len(values) == 2 else None)
-        if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
-            return values[1] if len(values) == 2 else named.get("default", _computed(node))
-        if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
-            return _converted(_TYPES[name], values[0])
+        if known := self._of_a_mapping_or_a_text(node, name, owner, values, named):
+            return known[0]
         if name in ("from_pretrained", *_TYPES, "get_peft_model", "prepare_model_for_kbit_training"):
             paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
             return next(each for each in (*values[:1], *paths) if each is not None)
@@ -357,6 +441,44 @@ class _Script:
         if returned is not None and not (rows and isinstance(returned, Rows | Unread)):
             return returned
         return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
+
+    def _of_a_mapping_or_a_text(
+        self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
+    ) -> list[object]:
+        """What a well-known function returns; empty for others."""
+        if name == "loads" and values and isinstance(values[0], str):
+            return [_converted(json.loads, values[0])]
+        if name == "dict" and all(isinstance(each, dict) for each in values):
+            return [dict(ChainMap(dict(named), *(each for each in values if isinstance(each, dict))))]
+        if name in ("update", "copy") and isinstance(owner, dict):
+            for each in [*values, named] if name == "update" else ():
+                self._put(owner, each if isinstance(each, dict) else {})
+            if not all(isinstance(each, dict) for each in values):
+                self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
+            return [owner if name == "update" else dict(owner)]
+        if name in ("append", "extend") and isinstance(owner, list) and values:
+            new = values[0] if name == "extend" else [values[0]]
+            is_known = isinstance(new, list) and not self.in_branch and not self.in_loop
+            owner += new if isinstance(new, list) and is_known else [_computed(node)]
+            return [owner]
+        if name == "concatenate_datasets" and values and isinstance(values[0], list):
+            return [values[0]]
+        if name == _OVERLONG:
+            return [{"name": name, "options": dict(zip(_LENGTHS, values, strict=False)) | dict(named)}]
+        if name == "getattr" and len(values) > 1 and _name(node.args[0]) == "torch":
+            return [values[1]]
+        if name in ("get", "pop", "setdefault") and isinstance(owner, dict) and values and isinstance(values[0], str):
+            found = owner.get(values[0], values[1] if len(values) == 2 else None)
+            if name == "pop" and not self.in_branch:
+                owner.pop(values[0], None)
+            elif name != "get":
+                self._put(owner, {values[0]: Unread("it is removed in a branch") if name == "pop" else found})
+            return [found]
+        if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
+            return [values[1] if len(values) == 2 else named.get("default", _computed(node))]
+        if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
+            return [_converted(_TYPES[name], values[0])]
+        return []
 
     def _parsed(self, classes: list[object], given: object, line: int) -> object:
         """The objects that a parser makes of a mapping; of a command line, they have the arguments and defaults."""
@@ -394,14 +516,14 @@ class _Script:
 
     def _arguments(self, node: ast.Call) -> dict[str, object]:
         """By name, those of `**` too."""
-        found: dict[str, object] = {}
+        found, name = dict[str, object](), _name(node.func)
         for each in node.keywords:
             value = self.value(each.value)
             if each.arg is not None:
                 found[each.arg], self.lines[each.arg] = value, each.value.lineno
             elif isinstance(value, dict):
                 found |= value
-            elif value != _NOT_GIVEN and self._kind(_name(node.func), "Config") is not None:
+            elif value != _NOT_GIVEN and (self._kind(name, "Config") is not None or name in ("dict", "update", *_PEFT)):
                 self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
         return found
 
@@ -421,19 +543,11 @@ def _computed(node: ast.expr) -> Unread:
     return Unread(f"it is computed: {ast.unparse(node):.60}")
 
 
-def _converted(kind: type, value: object) -> object:
+def _converted(convert: Callable[[Any], object], value: object) -> object:
     try:
-        converted: object = kind(value)
-    except ValueError as error:
-        return Unread(str(error))
-    return converted
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
+        return convert(value)
     except (ValueError, RecursionError) as error:
-        return Unread(f"it is no JSON: {error}")
+        return Unread(f"it cannot be read: {error}")
 
 
 def _rows(values: list[object], named: Mapping[str, object]) -> object:
@@ -453,22 +567,36 @@ def _rows(values: list[object], named: Mapping[str, object]) -> object:
 
 def _as_setting(key: str, value: object, remarks: list[str]) -> tuple[str, object]:
     """Data and rewards as the config names them."""
-    if isinstance(value, Rows):
-        remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in value.changes]
-        return key, value.source
+    parts = value if isinstance(value, list) else [value]
+    changes = [each for part in parts if isinstance(part, Rows) for each in part.changes]
+    remarks += [f"{key}: the script changes its rows ({each}); change the file too" for each in changes]
     if key == "report_to" and isinstance(value, list) and len(value) == 1:
         return key, value[0]
     if key != "reward_funcs" or isinstance(value, Unread):
-        return key, Unread("it is an object of the script") if isinstance(value, Object) else value
+        return key, _plain(value)
     return "reward.functions", {
         "default": [_as_reward(each, remarks) for each in (value if isinstance(value, list) else [value])]
     }
 
 
+def _plain(value: object) -> object:
+    """As a config can have it; `Unread` if it cannot have a part of it."""
+    if isinstance(value, Rows | Object):
+        return value.source if isinstance(value, Rows) else Unread("it is an object of the script")
+    if not isinstance(value, list | dict):
+        return value
+    parts = [_plain(part) for part in (value.values() if isinstance(value, dict) else value)]
+    found = dict(zip(value, parts, strict=True)) if isinstance(value, dict) else parts
+    return next((part for part in parts if isinstance(part, Unread)), found)
+
+
 def _as_reward(value: object, remarks: list[str]) -> object:
+    """None for one that cannot be read."""
     if isinstance(value, Unread):
-        remarks.append(f"reward_funcs: {value.why}; reward.functions names reward functions")
-        return "custom"
+        remarks.append(f"reward_funcs: {value.why}; add what it does to reward.functions")
+        return None
+    if isinstance(value, dict):
+        return value
     if not isinstance(value, Object):
         return {"name": "model", "options": {"path": str(value)}}
     if value.name == "accuracy_reward" and value.module.startswith("trl"):

@@ -35,7 +35,14 @@ def read_foreign(path: Path) -> ForeignSettings:
         raise UserError(f"{path} cannot be migrated: {error}") from error
 
 
+_NO_SETTINGS = {".ipynb": "it is a notebook: `jupyter nbconvert --to script` makes a script of it, to be migrated"} | (
+    dict.fromkeys((".jsonl", ".parquet", ".csv", ".arrow"), "it is a file of data: name it in data.train_files")
+)
+
+
 def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignSettings:
+    if path.suffix in _NO_SETTINGS and path.is_file():
+        raise UserError(_NO_SETTINGS[path.suffix])
     text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
     if "\0" in text or not text.strip():
         raise UserError("it is not a text file" if text.strip() else "it is empty")
@@ -84,6 +91,8 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
     settings.remarks += [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
     settings.remarks += script.remarks
     lines = [*enumerate(text.splitlines(), 1)]
+    passed = (number for number, line in lines if re.search(r"^[^#]*[\s\"]\$\{?[@*]", line))
+    settings.remarks += [f"line {number}: $@ stands for options that the file does not give" for number in passed]
     for key in settings.values:
         places = (number for number, line in lines if re.search(rf"^[^#]*(?<![\w.]){re.escape(key)}(?![\w.])", line))
         settings.lines.setdefault(key, next(places, 0))

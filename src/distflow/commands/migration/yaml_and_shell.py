@@ -65,7 +65,8 @@ class ShellScript:
         depth = 0
         for line, words in _lines(text, self._put):
             if words[:1] == ["for"] and words[2:3] == ["in"]:
-                several = _unread("it has a different value in each turn of a loop")
+                turns = re.sub(r"[^\w.,+/-]", "", ",".join(words[3:]))
+                several = _unread(f"it has a different value in each turn of a loop: {turns}")
                 self._set(words[1], words[3] if len(words) == 4 else several, False)
             while words and (words[0] in (*_PREFIXES, *_OPENING, *_CLOSING)):
                 depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
@@ -144,7 +145,7 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
             continue
         if len(held) > _LONGEST:
             raise UserError(f"line {line}: a quotation mark is not closed")
-        lexer = shlex.shlex(put(held), posix=True, punctuation_chars=True)
+        lexer = shlex.shlex(_without_redirections(put(held)), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         try:
             words = list(lexer)
@@ -168,6 +169,16 @@ _COMMENT = re.compile(r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|(?:(?<=\s)|^)\#[^\n]*"
 def _without_comments(text: str) -> str:
     """A comment may have any quotation marks, and a quotation a number sign."""
     return _COMMENT.sub(lambda found: found[1] or "", text)
+
+
+_QUOTED = r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")"""
+_TARGET = rf"(?:{_QUOTED}|[^\s;|&<>()]+)"
+_REDIRECTION = re.compile(rf"{_QUOTED}|(?:(?<!\S)\d+)?(?:&>>?|>[>|]?|<(?!<))&?\s*{_TARGET}", re.DOTALL)
+
+
+def _without_redirections(text: str) -> str:
+    """`> log` and `2>&1` are no values of the option before them."""
+    return _REDIRECTION.sub(lambda found: found[1] or " ", text)
 
 
 def read_options(words: list[str], into: Callable[[str, object], None]) -> None:
@@ -229,6 +240,9 @@ def scalar(text: str) -> object:
         return {"true": True, "false": False}.get(word.lower())
     if word.startswith("[") and word.endswith("]"):
         return [scalar(part.strip(" '\"")) for part in word[1:-1].split(",") if part.strip()]
+    pairs = [part.partition(":") for part in word[1:-1].split(",")] if word[:1] + word[-1:] == "{}" else []
+    if pairs and all(sign and "{" not in value for _, sign, value in pairs):
+        return {name.strip(" '\""): scalar(value.strip(" '\"")) for name, _, value in pairs}
     if numbers := _NUMBERS_OF_RANGE.fullmatch(word):  # as ROLL names devices
         return [*range(int(numbers[1]), min(int(numbers[2]), 10_000))]
     for number in (int, float):
@@ -247,7 +261,9 @@ def identify(values: dict[str, object]) -> ForeignSettings:
         raise UserError(str(error)) from error
     tree = OmegaConf.create(values)
     keys = [each.key for name in values for each in settings_of_value(str(name), values[name], "") if not each.is_group]
-    read = {key: _value(tree, key) for key in keys if not key.startswith(("defaults", "hydra"))}
+    read = dict[str, object]()
+    for key in (key for key in keys if not key.startswith(("defaults", "hydra"))):
+        read |= _leaves(key, _value(tree, key))
     if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:  # AReaL's fine-tuning
         read = {re.sub(r"^model\.", "actor.", key): value for key, value in read.items()}
     tables = all_tables()
@@ -260,6 +276,13 @@ def identify(values: dict[str, object]) -> ForeignSettings:
             "it is not a config of TRL, OpenRLHF, verl, ROLL or AReaL, or one of an unknown version"
         )
     return ForeignSettings(system, method_of(system, read), read)
+
+
+def _leaves(key: str, value: object) -> dict[str, object]:
+    """A section that is the interpolation of another has its settings."""
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {own: leaf for name, part in value.items() for own, leaf in _leaves(f"{key}.{name}", part).items()}
 
 
 def _value(tree: object, key: str) -> object:
@@ -278,7 +301,8 @@ def method_of(system: str, values: Mapping[str, object]) -> str:
         return "grpo" if is_rl else "ppo" if "num_ppo_epochs" in values else "sft"
     if system == "AReaL" and (values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"):
         return "rm"
-    of_rl = {"verl": ("actor_rollout_ref.",), "ROLL": ("actor_infer.", "rewards.", "rollout_"), "AReaL": ("gconfig.",)}
+    of_rl = {"verl": ("actor_rollout_ref.",), "ROLL": ("actor_infer.", "rewards.", "rollout_")}
+    of_rl["AReaL"] = ("gconfig.", "critic.")
     if not any(key.startswith(of_rl.get(system, ("",))) for key in values):
         return "sft"
     by_default = "" if system == "AReaL" and "critic.path" not in values else "gae"

@@ -36,7 +36,8 @@ def model_source(config: Config) -> Iterator[Finding]:
 def remote_code(config: Config) -> Iterator[Finding]:
     """A model's code runs only if it is pinned."""
     model = config.actor_rollout_ref.model
-    if not model.trust_remote_code or not model.path or Path(model.path).expanduser().is_dir():
+    path = Path(model.path or "").expanduser()  # an absolute one is a folder, of this machine or of another
+    if not model.trust_remote_code or not model.path or path.is_dir() or path.is_absolute():
         return
     if model.revision is not None and _COMMIT.fullmatch(model.revision) and not model.path.startswith("builtin:"):
         return

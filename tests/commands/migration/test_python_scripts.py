@@ -1,0 +1,296 @@
+"""A setting of a script that uses TRL keeps its meaning, or is named."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.commands.migration.conversion import compose, convert
+from distflow.commands.migration.read_files import read_foreign
+from distflow.config import flatten
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+CORRECTION, LR = "algorithm.rollout_correction", f"{ACTOR}.optim.lr"
+START = "from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer\nfrom peft import LoraConfig\n"
+PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--big', action='store_true')\n"
+FLAG = START + PARSER + "args = p.parse_args()\nkw = {'beta': 0.1}\n"
+GRPO = "GRPOTrainer(model='m', train_dataset='d/d', args="
+
+
+def grpo(settings: str, trainer: str = "") -> str:
+    return f"{START}{GRPO}GRPOConfig({settings}), {trainer}).train()\n"
+
+
+def sft(settings: str) -> str:
+    return f"{START}SFTTrainer(model='m', train_dataset='d/d', args=SFTConfig({settings})).train()\n"
+
+
+# name: (kind of file, text, what the config has, what is said)
+READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
+    "the length of a response": ("py", grpo(""), {"data.max_response_length": 512}, ()),
+    "several configs": (
+        "py",
+        START + "a = GRPOConfig(beta=0.1, warmup_steps=3, max_steps=100)\nb = GRPOConfig(learning_rate=2e-6)\n"
+        f"b.max_steps = 7\n{GRPO}b).train()\n",
+        {
+            LR: 2e-6,
+            f"{ACTOR}.use_kl_loss": False,
+            f"{ACTOR}.optim.lr_warmup_steps": -1,
+            "trainer.total_training_steps": 7,
+        },
+        ("the GRPOConfig in line 4 is read, not in line 3",),
+    ),
+    "the config that the trainer gets": (
+        "py",
+        START + f"a, b = GRPOConfig(beta=0.1, output_dir='x'), GRPOConfig(output_dir='y')\n{GRPO}a).train()\n",
+        {f"{ACTOR}.kl_loss_coef": 0.1, "trainer.default_local_dir": "x"},
+        (),
+    ),
+    "configs in a loop": (
+        "py",
+        START + "a = GRPOConfig(beta=0.1)\nb = GRPOConfig(learning_rate=2e-6)\n"
+        f"for each in (a, b):\n    {GRPO}each).train()\n",
+        {LR: 2e-6, f"{ACTOR}.use_kl_loss": False},
+        ("the GRPOConfig in line 4 is read, not in line 3",),
+    ),
+    "entries of a mapping": (
+        "py",
+        START + "common = dict(beta=0.1, num_generations=4)\nkw = {**common, 'learning_rate': 2e-6, 'max_steps': 9}\n"
+        "kw.update({'max_steps': 3}, temperature=0.5)\nkw['top_p'] = 0.9\nkw |= {'seed': 5}\nkw.pop('beta')\n"
+        f"kw = dict(kw, top_k=7)\n{GRPO}GRPOConfig(**kw)).train()\n",
+        {
+            **{LR: 2e-6, "trainer.total_training_steps": 3, "trainer.seed": 5, f"{ACTOR}.use_kl_loss": False},
+            **{f"{ROLLOUT}.n": 4, f"{ROLLOUT}.temperature": 0.5, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.top_k": 7},
+        },
+        (),
+    ),
+    "what a list gets": (
+        "py",
+        "from trl.rewards import get_soft_overlong_punishment\n"
+        + START
+        + "from datasets import concatenate_datasets, load_dataset\n"
+        + "rewards = ['r/m']\nrewards.append(get_soft_overlong_punishment(512, 16))\nrewards += [f(1)]\n"
+        "rows = concatenate_datasets([load_dataset('a/b', split='train'), load_dataset('c/d', split='train')])\n"
+        "GRPOTrainer('m', rewards, GRPOConfig(beta=0.1), rows, load_dataset('e/f', split='test')).train()\n",
+        {
+            **{"data.train_files": ("a/b::train", "c/d::train"), "data.val_files": ("e/f::test",)},
+            **{"reward.overlong.buffer_tokens": 16, f"{ACTOR}.kl_loss_coef": 0.1, f"{MODEL}.path": "m"},
+        },
+        ("reward_funcs: it is computed: f(1)",),
+    ),
+    "arguments of a trainer by their places": (
+        "py",
+        START + "SFTTrainer('m', SFTConfig(learning_rate=2e-6), None, 'd/d').train()\n",
+        {f"{MODEL}.path": "m", "data.train_files": ("d/d",), LR: 2e-6},
+        (),
+    ),
+    "entries that cannot be read": (
+        "py",
+        START
+        + f"from others import more\nkw = {{**more, 'beta': 0.1}}\nkw.update(more)\n{GRPO}GRPOConfig(**kw)).train()\n",
+        {f"{ACTOR}.kl_loss_coef": 0.1},
+        ("line 4: its entries cannot be read: more", "line 5: its other arguments cannot be read"),
+    ),
+    "sums that go on": (
+        "py",
+        START + "n, steps = 2, 0\nn *= 2\nfor _ in range(3):\n    steps += 100\n"
+        f"{GRPO}GRPOConfig(num_generations=n, max_steps=steps)).train()\n",
+        {f"{ROLLOUT}.n": 4, "trainer.total_training_steps": None},
+        ("line 7: max_steps: it is changed in a loop",),
+    ),
+    "a line of a mapping": (
+        "py",
+        START + f"kw = {{\n    'beta': 0.1,\n    'top_entropy_quantile': 0.2,\n}}\n{GRPO}GRPOConfig(**kw)).train()\n",
+        {},
+        ("line 5: top_entropy_quantile=0.2: ",),
+    ),
+    "a choice by an option": (
+        "py",
+        FLAG + f"if args.big:\n    kw['num_generations'] = 4\nif args.big:\n    print('big')\n"
+        f"{GRPO}GRPOConfig(learning_rate=1e-5 if args.big else 2e-6, **kw)).train()\n",
+        {LR: 2e-6, f"{ROLLOUT}.n": 8},
+        (
+            "line 8: `args.big` is False by the defaults of the script's options; the other case is left out",
+            "line 12: `args.big` is False by the defaults",
+        ),
+    ),
+    "a choice that is not known": (
+        "py",
+        START + "import os\nkw = {'beta': 0.1}\nif os.environ['X']:\n    kw.update(beta=0.2, num_generations=4)\n"
+        f"{GRPO}GRPOConfig(**kw), peft_config=LoraConfig() if os.environ['Y'] else None).train()\n",
+        {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_alpha": 8.0},
+        (
+            "beta: it has a different value in a branch",
+            "num_generations: it has a different value in a branch",
+            "line 7: it is taken that `os.environ['Y']`",
+        ),
+    ),
+    "adapters of a command": (
+        "sh",
+        "trl grpo --model_name_or_path m --dataset_name d/d --use_peft",
+        {f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 32.0},
+        ("lora_dropout=0.05: adapters have no dropout",),
+    ),
+    "adapters of a command with their sizes": (
+        "sh",
+        "trl grpo --model_name_or_path m --dataset_name d/d --use_peft --lora_alpha 4 --lora_dropout 0.0",
+        {f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 4.0},
+        (),
+    ),
+    "options of the script's own": (
+        "sh",
+        "python x.py --size 4 --learning_rate 2e-6",
+        {LR: 2e-6, f"{ROLLOUT}.n": 4},
+        (),
+    ),
+    "no adapters": (
+        "sh",
+        "trl grpo --model_name_or_path m --dataset_name d/d --use_peft false",
+        {f"{MODEL}.lora_rank": 0},
+        (),
+    ),
+    "a share of the run": (
+        "py",
+        sft("eval_strategy='steps', eval_steps=0.1, save_steps=0.25, max_steps=200"),
+        {"trainer.test_freq": 20, "trainer.save_freq": 50, "trainer.total_training_steps": 200},
+        (),
+    ),
+    "a share of a run whose length is not known": (
+        "py",
+        sft("eval_strategy='steps', eval_steps=0.1, save_strategy='epoch'"),
+        {"trainer.save_freq_epochs": 1},
+        ("trainer.test_freq: 0.1 is a share of the run, whose number of steps is not in the file",),
+    ),
+    "a warm-up by a share": (
+        "py",
+        grpo("warmup_steps=0.1"),
+        {f"{ACTOR}.optim.lr_warmup_steps": -1, f"{ACTOR}.optim.warmup_ratio": 0.1},
+        (),
+    ),
+    "vLLM": (
+        "py",
+        grpo("use_vllm=True"),
+        {
+            f"{ROLLOUT}.name": "vllm",
+            f"{CORRECTION}.rollout_is": "sequence",
+            f"{CORRECTION}.rollout_is_threshold": (0.0, 3.0),
+        },
+        (),
+    ),
+    "vLLM with another correction": (
+        "py",
+        grpo("use_vllm=True, vllm_importance_sampling_mode='token_truncate', vllm_importance_sampling_cap=2.0"),
+        {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0},
+        (),
+    ),
+    "vLLM without a correction": (
+        "py",
+        grpo("use_vllm=True, vllm_importance_sampling_correction=False"),
+        {f"{ROLLOUT}.name": "vllm", f"{CORRECTION}.rollout_is": None},
+        (),
+    ),
+    "no vLLM": ("py", grpo("use_vllm=False"), {f"{ROLLOUT}.name": "embedded", f"{CORRECTION}.rollout_is": None}, ()),
+    "long prompts": (
+        "py",
+        grpo("max_prompt_length=64"),
+        {"data.max_prompt_length": 64, "data.filter_overlong_prompts": False, "data.truncation": "left"},
+        (),
+    ),
+    "options of a scheduler": (
+        "py",
+        grpo("lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.2, 'power': 2}"),
+        {f"{ACTOR}.optim.min_lr_ratio": 0.2},
+        ("lr_scheduler_kwargs.power=2: the scheduler has no such option",),
+    ),
+    "a least rate": (
+        "py",
+        grpo("learning_rate=2e-6, lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs=dict(min_lr=1e-6)"),
+        {f"{ACTOR}.optim.min_lr_ratio": 0.5, LR: 2e-6},
+        (),
+    ),
+    "a least rate of a rate that is not read": (
+        "py",
+        grpo("learning_rate=f(), lr_scheduler_kwargs=dict(min_lr=1e-6)"),
+        {f"{ACTOR}.optim.min_lr_ratio": 0.0},
+        (f"{ACTOR}.optim.min_lr_ratio: it is computed: f()", "learning_rate: it is computed: f()"),
+    ),
+    "thinking": ("py", grpo(""), {"data.enable_thinking": True}, ()),
+    "thinking is switched off": (
+        "py",
+        grpo("chat_template_kwargs={'enable_thinking': False, 'style': 'short'}"),
+        {"data.enable_thinking": False, "data.apply_chat_template_kwargs": {"style": "short"}},
+        (),
+    ),
+    "strings that end a response": (
+        "py",
+        grpo("generation_kwargs={'stop_strings': ['</a>']}"),
+        {f"{ROLLOUT}.stop": ("</a>",)},
+        (),
+    ),
+    "the dtype of the weights": (
+        "py",
+        grpo("model_init_kwargs={'torch_dtype': 'float32'}"),
+        {f"{MODEL}.dtype": "bfloat16"},
+        (),
+    ),
+    "the dtype of the computation": (
+        "py",
+        grpo("model_init_kwargs={'dtype': 'float32'}, bf16=False"),
+        {f"{MODEL}.dtype": "float32"},
+        (),
+    ),
+    "a part that is no text": (
+        "py",
+        START + "class Own:\n    def __init__(self, n):\n        self.n = n\n"
+        f"{GRPO}GRPOConfig(generation_kwargs={{'stop': [Own(1)], 'seed': f()}}), callbacks=[Own(2)]).train()\n",
+        {},
+        (
+            "line 6: generation_kwargs: it is an object of the script",
+            "line 6: callbacks: it is an object of the script",
+        ),
+    ),
+    "reward functions of which one is not read": (
+        "py",
+        "from trl.rewards import accuracy_reward, get_soft_overlong_punishment\n"
+        + grpo(
+            "max_completion_length=64, reward_weights=[1.0, 0.5, 0.2, 3.0]",
+            "reward_funcs=[accuracy_reward, f(1), get_soft_overlong_punishment(64, soft_punish_cache=16), 'r/m']",
+        ),
+        {"reward.overlong.buffer_tokens": 16, "reward.overlong.factor": 0.2},
+        ("reward_funcs: it is computed: f(1); add what it does to reward.functions",),
+    ),
+    "a penalty that ends elsewhere": (
+        "py",
+        "from trl.rewards import get_soft_overlong_punishment\n"
+        + grpo("max_completion_length=64", "reward_funcs=[get_soft_overlong_punishment(32, 16), 'r/m']"),
+        {"reward.overlong.buffer_tokens": 16},
+        ("get_soft_overlong_punishment: it ends at 32 tokens",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> None:
+    suffix, text, wanted, said = READ[name]
+    (tmp_path / "x.py").write_text(
+        START + "from transformers import HfArgumentParser\nclass Own:\n    size: int = 8\n"
+        "own, args = HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()\n"
+        f"args.num_generations = own.size\n{GRPO}args).train()\n"
+    )
+    (tmp_path / f"x.{suffix}").write_text(text)
+    draft = convert(read_foreign(tmp_path / f"x.{suffix}"), 1)
+    found = flatten(compose(draft).config)
+    assert {key: found[key] for key in wanted} == wanted
+    for part in said:
+        assert any(part in line for line in draft.missing), (part, draft.missing)
+    others = [line for line in draft.missing if not any(part in line for part in said)]
+    assert not [line for line in others if not line.startswith(("max_length: ", "assistant_only_loss="))], others
+    assert not any("Unread(" in line or "Object(" in line for line in draft.missing)
+
+
+def test_a_reward_function_that_is_not_read_leaves_the_others(tmp_path: Path) -> None:
+    _, text, _, _ = READ["reward functions of which one is not read"]
+    (tmp_path / "x.py").write_text(text)
+    draft = convert(read_foreign(tmp_path / "x.py"), 1)
+    functions = flatten(compose(draft).config)["reward.functions"]
+    assert isinstance(functions, dict)
+    assert [(part.name, part.weight) for part in functions["default"]] == [("math", 1.0), ("model", 3.0)]

@@ -1,0 +1,286 @@
+"""A setting of a command or of a YAML file keeps its meaning, or is named."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.commands.migration.conversion import compose, convert
+from distflow.commands.migration.read_files import read_foreign
+from distflow.config import flatten
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+VERL = f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {MODEL}.path=m "
+GRPO, PPO = f"{VERL} algorithm.adv_estimator=grpo ", f"{VERL} algorithm.adv_estimator=gae critic.model.path=m "
+SIZES = f"data.train_batch_size=512 {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.ppo_epochs=2 "
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data "
+AREAL = (
+    "experiment_name: x\ntrial_name: y\ngconfig: {n_samples: 4}\ntrain_dataset: {path: a/b, batch_size: 8}\n"
+    "actor: {path: m, optimizer: {lr: 2e-6}}\ncluster: {fileroot: /tmp/e}\n"
+)
+CRITIC = AREAL + "critic: {path: m, is_critic: true, dtype: bfloat16, optimizer: '${actor.optimizer}'}\n"
+GSM8K = AREAL.replace("a/b", "openai/gsm8k")
+CONSTANT = {"critic.optim.scheduler": "constant_with_warmup", "critic.optim.warmup_ratio": 0.001}
+ROLL = (
+    "pretrain: m\nrollout_batch_size: 8\nnum_return_sequences_in_group: 8\nactor_train: "
+    "{device_mapping: 'list(range(0,16))', data_args: {file_name: [a.jsonl], domain_interleave_probs: {a: 0.5}}}\n"
+)
+WORKER = "worker_cls: roll.pipeline.rlvr.rewards."
+MATH, MEAN = f"{WORKER}math_rule_reward_worker.MathRuleRewardWorker", "query_filter_config: {type: mean_filter, "
+IFEVAL = f"{WORKER}ifeval_rule_reward_worker.GeneralRuleRewardWorker"
+JUDGE = f"{WORKER}llm_judge_reward_worker.LLMJudgeRewardWorker, judge_prompt: P"
+RULE = "x --remote_rm_url rule.py"
+FILTERS = "algorithm.filter_groups"
+
+
+def filtered(*bands: str) -> str:
+    """ROLL's domains a, b, ..., each with a filter of its group means."""
+    found = [f"  {'abc'[place]}: {{{MATH}, {band}}}\n" for place, band in enumerate(bands)]
+    return ROLL + "rewards:\n" + "".join(found)
+
+
+# name: (kind of file, text, what the config has, what is said)
+READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
+    "thinking is switched off": (
+        "sh",
+        GRPO + "+data.apply_chat_template_kwargs.enable_thinking=False",
+        {"data.enable_thinking": False},
+        (),
+    ),
+    "thinking is switched off in a mapping": (
+        "sh",
+        GRPO + "+data.apply_chat_template_kwargs={enable_thinking:False}",
+        {"data.enable_thinking": False},
+        (),
+    ),
+    "a template's own argument": (
+        "sh",
+        GRPO + '\'+data.apply_chat_template_kwargs={"style": "short"}\'',
+        {"data.apply_chat_template_kwargs": {"style": "short"}},
+        (),
+    ),
+    "batches of a filter": (
+        "sh",
+        GRPO + f"data.gen_batch_size=640 data.train_batch_size=256 {ROLLOUT}.n=4 algorithm.filter_groups.enable=True "
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        {f"{FILTERS}.max_num_gen_batches": 25, "data.train_batch_size": 256},
+        (),
+    ),
+    "the code of a folder of another machine": (
+        "sh",
+        GRPO.replace("path=m", "path=/mnt/models/m") + f"{MODEL}.trust_remote_code=True",
+        {f"{MODEL}.trust_remote_code": True},
+        (),
+    ),
+    "several values in turn": (
+        "sh",
+        f"for lr in 1e-6 '3e-6'; do\n{GRPO} {ACTOR}.optim.lr=$lr data.seed=3\ndone\n",
+        {"data.seed": 3},
+        (f"line 2: {ACTOR}.optim.lr: it has a different value in each turn of a loop: 1e-6,3e-6",),
+    ),
+    "a setting that its preset contradicts": (
+        "sh",
+        GRPO + "algorithm.kl_ctrl.horizon=5 +data.apply_chat_template_kwargs.enable_thinking=maybe",
+        {"data.train_files": ("a.parquet",)},
+        ("algorithm.kl_ctrl.horizon=5: a fixed coefficient ignores it", "data.enable_thinking=maybe: "),
+    ),
+    "steps of a warm-up": (
+        "sh",
+        GRPO + SIZES + f"{ACTOR}.optim.lr_warmup_steps=10",
+        {f"{ACTOR}.optim.lr_warmup_steps": 320, f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.ppo_mini_batch_size": 32},
+        (),
+    ),
+    "steps of a warm-up by verl's sizes": (
+        "sh",
+        GRPO + f"{ACTOR}.optim.lr_warmup_steps=10",
+        {f"{ACTOR}.optim.lr_warmup_steps": 40},
+        (),
+    ),
+    "steps of a critic's warm-up": (
+        "sh",
+        PPO + SIZES + "critic.optim.lr_warmup_steps=10 critic.ppo_epochs=1",
+        {"critic.optim.lr_warmup_steps": 160, f"{ACTOR}.optim.lr_warmup_steps": -1, "critic.ppo_epochs": 1},
+        (),
+    ),
+    "a warm-up by a share": (
+        "sh",
+        GRPO + f"{ACTOR}.optim.lr_warmup_steps=-1",
+        {f"{ACTOR}.optim.lr_warmup_steps": -1},
+        (),
+    ),
+    "steps of a warm-up by a size that is unread": (
+        "sh",
+        GRPO + f"{ACTOR}.ppo_mini_batch_size=$MINI {ACTOR}.optim.lr_warmup_steps=10",
+        {f"{ACTOR}.optim.lr_warmup_steps": -1},
+        (f"{ACTOR}.optim.lr_warmup_steps: the variable MINI is not set", f"line 1: {ACTOR}.ppo_mini_batch_size: "),
+    ),
+    "machines whose number is unread": (
+        "sh",
+        GRPO + f"trainer.n_gpus_per_node=8 trainer.nnodes=$NODES {ACTOR}.strategy=fsdp2",
+        {"trainer.n_gpus_per_node": 8, f"{ACTOR}.strategy": "fsdp"},
+        ("line 1: trainer.nnodes: the variable NODES is not set",),
+    ),
+    "verl's adaptive controller": (
+        "sh",
+        GRPO + "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive",
+        {
+            **{"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.mean": "sequence"},
+            **{"algorithm.kl_ctrl.target_kl": 0.1, "algorithm.kl_ctrl.horizon": 10000},
+        },
+        (),
+    ),
+    "an adaptive controller": (
+        "sh",
+        OPENRLHF + "a/b --kl_target 6",
+        {
+            **{"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.mean": "sequence"},
+            **{"algorithm.kl_ctrl.target_kl": 6.0, "algorithm.kl_ctrl.horizon": 10000},
+        },
+        (),
+    ),
+    "a redirection": ("sh", OPENRLHF + "a/b --n_samples_per_prompt 4 2>&1 | tee log", {f"{ROLLOUT}.n": 4}, ()),
+    "redirections amid options": (
+        "sh",
+        OPENRLHF + "a/b > l --n_samples_per_prompt 4 2>>err --save_path 'a > b' &> 'm n' < in --seed 7 >& all",
+        {f"{ROLLOUT}.n": 4, "trainer.seed": 7, "data.train_files": ("a/b",)},
+        ("save_path='a > b'",),
+    ),
+    "options that are passed on": ("sh", "set -e\n" + GRPO + '"$@"\n', {}, ("line 2: $@",)),
+    "several data sets": (
+        "sh",
+        OPENRLHF + "'a/b, c/d' --eval_dataset e/f,g/h",
+        {"data.train_files": ("a/b", "c/d"), "data.val_files": ("e/f", "g/h")},
+        (),
+    ),
+    "devices of two nodes": ("yaml", ROLL, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}, ()),
+    "devices that fill no node": (
+        "yaml",
+        ROLL.replace("16", "12"),
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 6},
+        (f"{ACTOR}.ppo_mini_batch_size: 1.5 there, rounded up",),
+    ),
+    "a tag of two domains": (
+        "yaml",
+        filtered("tag_included: [t]", "tag_included: [t]"),
+        {"data.domains": {}, "data.train_files": ("a.jsonl",)},
+        ("the tag 't' is named twice", "data.tag_key=tag: "),
+    ),
+    "a filter by means": (
+        "yaml",
+        filtered(
+            MEAN + "filter_args: {threshold_up: 0.9, threshold_down: 0.1}}", "query_filter_config: {type: no_filter}"
+        ),
+        {f"{FILTERS}.enable": True, f"{FILTERS}.metric": "score", f"{FILTERS}.mean_range": (0.1, 0.9)},
+        (),
+    ),
+    "filters that differ": (
+        "yaml",
+        filtered(MEAN + "filter_args: {threshold_up: 0.9}}", MEAN + "filter_args: {threshold_up: 0.8}}"),
+        {f"{FILTERS}.mean_range": (-1.0, 0.9)},
+        ("rewards.*.query_filter_config: one mean_range holds for all domains",),
+    ),
+    "a filter by the standard deviation": (
+        "yaml",
+        filtered("query_filter_config: {type: std_filter, filter_args: {std_threshold: 0.2}}"),
+        {f"{FILTERS}.enable": False},
+        ("rewards.a.query_filter_config.filter_args.std_threshold=0.2: use algorithm.filter_groups.enable",),
+    ),
+    "the folder of a trial": (
+        "yaml",
+        AREAL,
+        {"trainer.default_local_dir": "/tmp/e/x/y", "trainer.resume_mode": "never", "trainer.project_name": "x"},
+        ("rewards and columns: AReaL's script has them",),
+    ),
+    "a switch of YAML": ("yaml", AREAL + "recover: {mode: on}\n", {"trainer.resume_mode": "auto"}, ()),
+    "a section that is another's": ("yaml", CRITIC, {"critic.optim.lr": 2e-6, **CONSTANT}, ()),
+    "mini-batches of a critic": (
+        "yaml",
+        CRITIC.replace("is_critic", "ppo_n_minibatches: 2, is_critic"),
+        {"critic.ppo_mini_batch_size": 4, f"{ACTOR}.ppo_mini_batch_size": 2},
+        (),
+    ),
+    "GSM8K of AReaL": (
+        "yaml",
+        GSM8K + "valid_dataset: {path: openai/gsm8k}\n",
+        {
+            **{"data.train_files": ("openai/gsm8k:main:train",), "data.val_files": ("openai/gsm8k:main:test",)},
+            "data.prompt_key": "question",
+            "data.prompt_template": "{prompt}\nPlease put your final answer within \\boxed{{}}.",
+        },
+        (),
+    ),
+    "a norm of which only the mean is given": (
+        "yaml",
+        AREAL.replace("optimizer", "adv_norm: {mean_level: group}, optimizer"),
+        {"algorithm.adv_norm.mean_level": "group", "algorithm.adv_norm.std_level": "batch"},
+        (),
+    ),
+    "a critic without options of generation": (
+        "yaml",
+        CRITIC.replace("gconfig: {n_samples: 4}\n", ""),
+        {"dag.pipeline": "ppo", f"{ROLLOUT}.n": 1, "critic.optim.lr": 2e-6},
+        (),
+    ),
+    "a folder of GSM8K": ("yaml", GSM8K.replace("openai", "/data"), {"data.train_files": ("/data/gsm8k",)}, ()),
+}
+
+
+def migrated(folder: Path, suffix: str, text: str) -> tuple[dict[str, object], list[str]]:
+    (folder / f"x.{suffix}").write_text(text)
+    draft = convert(read_foreign(folder / f"x.{suffix}"), None)
+    return flatten(compose(draft).config), draft.missing
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> None:
+    suffix, text, wanted, said = READ[name]
+    found, missing = migrated(tmp_path, suffix, text)
+    assert {key: found[key] for key in wanted} == wanted
+    for part in said:
+        assert any(part in line for line in missing), (part, missing)
+    unsaid = [line for line in missing if not any(part in line for part in said)]
+    assert not [line for line in unsaid if not line.startswith(("rewards and columns", "line 1: algorithm.kl_ctrl."))]
+
+
+def test_domains_have_their_rewards_filters_files_and_shares(tmp_path: Path) -> None:
+    """Each as `data.domains` names them; what of a reward worker has no counterpart is named."""
+    rewards = (
+        f"rewards:\n  a: {{{MATH}, {MEAN}filter_args: {{threshold_down: 0.1}}}}, world_size: 8, infer_batch_size: 2}}\n"
+        f"  b: {{{IFEVAL}, reward_type: soft, response_length_penalty_coef: 0.1}}\n  c: {{{IFEVAL}}}\n"
+        f"  d: {{{JUDGE}, judge_model_type: inference, model_args: {{model_name_or_path: j/j, dtype: bf16}}, "
+        "generating_args: {temperature: 0.8, max_new_tokens: 64, top_p: 0.9}}\n"
+        f"  e: {{{JUDGE}, judge_model_type: api, judge_model_name: j, judge_api_url: 'http://h/v1'}}\n"
+    )
+    found, missing = migrated(tmp_path, "yaml", ROLL + rewards)
+    domains = found["data.domains"]
+    assert isinstance(domains, dict)
+    named = {name: [(part.name, dict(part.options)) for part in domain.reward] for name, domain in domains.items()}
+    assert named == {
+        "a": [("math", {})],
+        "b": [("ifeval_share", {})],
+        "c": [("ifeval", {})],
+        "d": [("judge", {"model": "j/j", "temperature": 0.8, "answer_tokens": 64})],
+        "e": [("judge", {"model": "j", "base_url": "http://h/v1"})],
+    }
+    assert {name for name, domain in domains.items() if domain.filter_groups is None} == {"a"}
+    said = (
+        *("rewards.b: ifeval_share reads IFEval's columns", "rewards.c: ifeval reads IFEval's columns"),
+        *("rewards.d: serve its judge", "rewards.d.judge_prompt=P: ", "rewards.d.judge_model_type=inference: "),
+        *("rewards.d.generating_args.top_p=0.9: ", "rewards.e.judge_prompt=P: "),
+        "rewards.b.response_length_penalty_coef=0.1: ",
+    )
+    for part in said:
+        assert any(line.startswith(part) for line in missing), (part, missing)
+    assert len(missing) == len(said), missing
+
+
+def test_data_sets_with_shares_are_domains(tmp_path: Path) -> None:
+    found, missing = migrated(tmp_path, "sh", OPENRLHF + f"{RULE} --prompt_data a/b-1,c/d --prompt_data_probs 0.7,0.3")
+    domains = found["data.domains"]
+    assert isinstance(domains, dict)
+    assert {name: (domain.train_files, domain.weight) for name, domain in domains.items()} == {
+        "a_b_1": (("a/b-1",), 0.7),
+        "c_d": (("c/d",), 0.3),
+    }
+    assert not missing
+    _, missing = migrated(tmp_path, "sh", OPENRLHF + f"{RULE} --prompt_data a/b,c/d --prompt_data_probs 0.7")
+    assert any(line.startswith("data.domains: it cannot be computed") for line in missing)
