@@ -15,10 +15,11 @@ from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
 from distflow.audit.recorded_step import AuditedRun, Wrong, check, is_builtin
 from distflow.audit.rollout_engine import TWIN_NATS
+from distflow.audit.samples import accuracies, parts_of_domain
+from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.data.prompts import PromptRow
 from distflow.models.sharding import is_spread
-from distflow.rewards.reward_results import Score
 from distflow.rollout.engine import SamplingParams, Stream
 
 LIMIT = 1e-6
@@ -50,22 +51,26 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts = {"set": name, "kind": kind, "row": group.row, "sample": i}
             facts |= {"domain": asked.domain, "tag": asked.tag}
             right = None if row.get("score") is None else (row["acc"] or 0.0) >= 1 - LIMIT
-            wrong = _wrong_score(record, asked, row, is_ours and not has_workflow)
+            wrong = _wrong_score(run.spec.config, record, asked, row, is_ours and not has_workflow)
             wrong = wrong or (_wrong_request(run, record, asked) if is_ours else "")
             found.append({**facts, "right": right, "versions": row.get("versions", []), "wrong": wrong})
     return found
 
 
-def _wrong_score(record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], is_ours: bool) -> str:
+def _wrong_score(config: Config, record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], is_ours: bool) -> str:
     if not row:
         return ""
     own = (row["response"], asked.ground_truth)
     if (row["prompt"], row["ground_truth"]) != (asked.prompt_text, asked.ground_truth):
         return "has the prompt or ground truth of another"
-    given = [score for _, call, score in record.scored if (call.get("solution_str"), call.get("ground_truth")) == own]
-    accuracies = [each.extra.get("acc", each.value) for each in given if isinstance(each, Score)]
+    given = [
+        (part, score)
+        for part, call, score in record.scored
+        if (call.get("solution_str"), call.get("ground_truth")) == own
+    ]
+    stated = accuracies(parts_of_domain(config, asked.domain), given)
     by_sample = is_ours and record.scored and all("solution_str" in call for _, call, _ in record.scored)
-    if row["acc"] is None or not (given or by_sample) or any(abs(row["acc"] - each) < 1e-4 for each in accuracies):
+    if row["acc"] is None or not (given or by_sample) or any(abs(row["acc"] - each) < 1e-4 for each in stated):
         return ""
     return "has the accuracy of another"
 
