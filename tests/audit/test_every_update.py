@@ -62,6 +62,16 @@ def a_part_missing(patch: Patch) -> None:
     patch.setattr(torch_engine, "sum_gradients", halved)
 
 
+def twice_the_loss(patch: Patch) -> None:
+    """The optimizer and the clipping see a gradient that is consistent in itself."""
+    backward = torch.Tensor.backward
+    patch.setattr(torch.Tensor, "backward", lambda self: backward(self * 2.0))
+
+
+def a_micro_batch_left_out(patch: Patch) -> None:
+    patch.setattr(torch.Tensor, "backward", lambda self: None)
+
+
 def scaled(factor: float, shift: float = 0.0, node_id: str = "calculate_advantages") -> Plant:
     def change(batch: Batch) -> None:
         batch["advantages"] = batch["advantages"] * factor + shift
@@ -74,6 +84,8 @@ def scaled(factor: float, shift: float = 0.0, node_id: str = "calculate_advantag
     [
         pytest.param(never_cleared, "gradients.: .* began with gradients left over", marks=slow),
         pytest.param(never_clipped, "gradients.: .* was given a gradient of norm", marks=slow),
+        pytest.param(twice_the_loss, "gradients.: .* entered the gradient 2 times instead of once"),
+        pytest.param(a_micro_batch_left_out, "gradients.: .* entered the gradient 0 times instead of once", marks=slow),
         pytest.param(a_part_missing, "gradients.: .*(of norm|is not the sum of the micro-batches')"),
     ],
 )
