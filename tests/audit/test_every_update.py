@@ -11,6 +11,7 @@ import torch
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.rollout.embedded import sampler
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
@@ -137,6 +138,27 @@ def test_a_sync_and_a_validation_that_are_left_out(playground: Playground, monke
     monkeypatch.setattr(ValidationRunner, "validate", lambda self, step: {})
     with pytest.raises(TrustError, match="the validation after step 2 is due by trainer.test_freq, but was not made"):
         playground.run("grpo", *TWO, *validating, name="not-validated")
+
+
+VALIDATING = ("data.allow_overlap=true", "trainer.test_freq=1")
+
+
+def test_greedy_responses_that_are_sampled(playground: Playground, monkeypatch: Patch) -> None:
+    draw = sampler.draw_by_law
+
+    def planted(policy: Any, logits: Any, law: Any, *more: Any) -> Any:
+        return draw(policy, logits, law._replace(greedy=False), *more)
+
+    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(sampler, "draw_by_law", planted))
+    with pytest.raises(TrustError, match=rf"validation after step {BEGIN + 1} found .* than the most likely one"):
+        playground.run("grpo", *TWO, *VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
+
+
+@slow
+def test_greedy_responses(playground: Playground) -> None:
+    validating = (*VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
+    for name, more in (("plain", ()), ("ahead", ("async.max_staleness=2",))):
+        assert playground.run("grpo", *TWO, *validating, *more, name=name).notes("error") == []
 
 
 @slow
