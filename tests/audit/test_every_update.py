@@ -11,6 +11,7 @@ import torch
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.rollout.embedded import sampler
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
@@ -62,6 +63,16 @@ def a_part_missing(patch: Patch) -> None:
     patch.setattr(torch_engine, "sum_gradients", halved)
 
 
+def twice_the_loss(patch: Patch) -> None:
+    """The optimizer and the clipping see a gradient that is consistent in itself."""
+    backward = torch.Tensor.backward
+    patch.setattr(torch.Tensor, "backward", lambda self: backward(self * 2.0))
+
+
+def a_micro_batch_left_out(patch: Patch) -> None:
+    patch.setattr(torch.Tensor, "backward", lambda self: None)
+
+
 def scaled(factor: float, shift: float = 0.0, node_id: str = "calculate_advantages") -> Plant:
     def change(batch: Batch) -> None:
         batch["advantages"] = batch["advantages"] * factor + shift
@@ -74,6 +85,8 @@ def scaled(factor: float, shift: float = 0.0, node_id: str = "calculate_advantag
     [
         pytest.param(never_cleared, "gradients.: .* began with gradients left over", marks=slow),
         pytest.param(never_clipped, "gradients.: .* was given a gradient of norm", marks=slow),
+        pytest.param(twice_the_loss, "gradients.: .* entered the gradient 2 times instead of once"),
+        pytest.param(a_micro_batch_left_out, "gradients.: .* entered the gradient 0 times instead of once", marks=slow),
         pytest.param(a_part_missing, "gradients.: .*(of norm|is not the sum of the micro-batches')"),
     ],
 )
@@ -125,6 +138,27 @@ def test_a_sync_and_a_validation_that_are_left_out(playground: Playground, monke
     monkeypatch.setattr(ValidationRunner, "validate", lambda self, step: {})
     with pytest.raises(TrustError, match="the validation after step 2 is due by trainer.test_freq, but was not made"):
         playground.run("grpo", *TWO, *validating, name="not-validated")
+
+
+VALIDATING = ("data.allow_overlap=true", "trainer.test_freq=1")
+
+
+def test_greedy_responses_that_are_sampled(playground: Playground, monkeypatch: Patch) -> None:
+    draw = sampler.draw_by_law
+
+    def planted(policy: Any, logits: Any, law: Any, *more: Any) -> Any:
+        return draw(policy, logits, law._replace(greedy=False), *more)
+
+    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(sampler, "draw_by_law", planted))
+    with pytest.raises(TrustError, match=rf"validation after step {BEGIN + 1} found .* than the most likely one"):
+        playground.run("grpo", *TWO, *VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
+
+
+@slow
+def test_greedy_responses(playground: Playground) -> None:
+    validating = (*VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
+    for name, more in (("plain", ()), ("ahead", ("async.max_staleness=2",))):
+        assert playground.run("grpo", *TWO, *validating, *more, name=name).notes("error") == []
 
 
 @slow

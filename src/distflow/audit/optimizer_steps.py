@@ -213,7 +213,8 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
 
 @check(
     "gradients",
-    "a mini-batch's gradient starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm",
+    "a mini-batch's gradient starts from zero and is the sum of the gradients of its micro-batches' losses, each "
+    "counted once, clipped to max_grad_norm",
     needs="a train engine that exposes its model",
     limit=f"{LIMIT:g} relative",
 )
@@ -225,6 +226,12 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
             raise Wrong(
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
                 f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
+            )
+        weights = [float(sum(micro.weights)) for micro in update.micros if micro.weights is not None]
+        if odd := [weight for weight in weights if weight != 1.0]:
+            raise Wrong(
+                f"the loss of a micro-batch of the {update.role} entered the gradient {odd[0]:g} times instead of once "
+                f"({len(odd)} of {len(weights)} micro-batches): it was scaled, left out, or used again"
             )
         if (update.norm is not None or update.stripes) and not update.metrics.get("skipped"):
             _clipped(recorded, update)

@@ -105,13 +105,20 @@ class OpenEngine(Protocol):
 @dataclass
 class MicroRecord:
     """One call of the loss: the samples, and for those in `rows` the values of each output and its gradient, `(rows,
-    response_length)` on the CPU. share: of the mini-batch's loss."""
+    response_length)` on the CPU. share: of the mini-batch's loss. weights: those with which backward passes started at
+    the loss; None if it has no gradient."""
 
     uids: list[str]
     rows: list[int]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
     share: Tensor | float = 0.0
+    weights: list[Tensor] | None = None
+
+    def watch(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            self.weights = []
+            loss.register_hook(self.weights.append)
 
     @property
     def recorded(self) -> list[str]:
@@ -236,6 +243,7 @@ class UpdateWatch:
                     output.register_hook(partial(seen.add_gradient, name))
         loss, sums = self.record.loss(outputs, micro, counts)
         seen.share = loss.detach()
+        seen.watch(loss)
         return loss, sums
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
@@ -315,8 +323,10 @@ class GradientWatch:
         return self._record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        self._record.micros.append(MicroRecord(list(micro["uid"]), [], {}))
-        return self._record.loss(outputs, micro, counts)
+        self._record.micros.append(seen := MicroRecord(list(micro["uid"]), [], {}))
+        loss, sums = self._record.loss(outputs, micro, counts)
+        seen.watch(loss)
+        return loss, sums
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         return self._record.loss.finish(sums, counts)

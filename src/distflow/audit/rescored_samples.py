@@ -15,7 +15,7 @@ from typing import Any
 from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, MEAN_TOO_HIGH, MEAN_TOO_LOW, TOO_FEW_SCORES
 from distflow.audit.record_calls_and_updates import GroupRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, Wrong, check
-from distflow.audit.samples import ROUNDING, filtered_values, functions_of, parts_of_domain
+from distflow.audit.samples import ROUNDING, accuracies, filtered_values, functions_of, parts_of_domain
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of
@@ -35,7 +35,7 @@ _DECIDES_WITHIN_S = 5.0
 @check(
     "reward_results",
     "each reward function was called with the sample's own text and ground truth; the sample has its score, and a "
-    "second call returns the same score; the accuracy follows from one of the scores",
+    "second call returns the same score; the accuracy is that of the function that decides it",
     needs="deterministic functions of reward.functions; for batched functions only the arguments are checked",
     limit=f"equal, {MOST} samples, as far as time allows",
 )
@@ -169,17 +169,16 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
 
 
 def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -> None:
-    """Check that `acc`, by which groups are filtered and samples count as right, is from one of the sample's scores."""
-    called = [(name, given, own) for name, given, own in record.scored if name in functions_of(recorded, sample)]
+    """Check that `acc`, by which groups are filtered and samples count as right, is from the function that decides."""
     if not sample["valid"] or sample.get("reward_errors") is not None or not recorded.is_ours("acc"):
         return
     text = _arguments(recorded, sample)["solution_str"]
-    scores = [own for _, given, own in called if given.get("solution_str") == text and isinstance(own, Score)]
-    accuracies = [acc if isinstance(acc := own.extra.get("acc"), float) else own.value for own in scores]
-    if accuracies and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in accuracies):
+    given = [(name, own) for name, call, own in record.scored if call.get("solution_str") == text]
+    stated = accuracies(parts_of_domain(recorded.config, sample["domain"]), given)
+    if stated and not any(abs(float(sample["acc"]) - each) <= LIMIT for each in stated):
         raise Wrong(
-            f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but its reward functions gave "
-            f"{', '.join(f'{each:g}' for each in accuracies)}: it belongs to another sample"
+            f"sample {sample['uid']} has the accuracy {float(sample['acc']):g}, but the reward function that decides "
+            f"it gave {', '.join(f'{each:g}' for each in stated)}: it is another sample's or another function's"
         )
 
 
@@ -256,7 +255,7 @@ def audit_judge_answers(recorded: RecordedStep) -> str | None:
     judges = {
         (domain, part.name): part.options
         for domain in {str(sample["domain"]) for sample in recorded.samples}
-        for part in parts_of_domain(recorded, domain)
+        for part in parts_of_domain(recorded.config, domain)
         if part.name == "judge" and part.options.get("store")
     }
     if not judges or not recorded.is_ours("reward_parts"):

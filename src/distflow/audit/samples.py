@@ -4,6 +4,7 @@ engine's response to the row's prompt; the loss mask is on exactly the policy's 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,13 +21,15 @@ from distflow.audit.recorded_step import (
     doubles,
     is_builtin,
 )
-from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
+from distflow.builtin_names import CUSTOM_REWARD, ESTIMATORS, REWARDS, WHOLE_SCORE
+from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
+from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rollout.engine import Generation
 from distflow.scheduling.group_states import PromptGroup
 
@@ -306,12 +309,31 @@ def does_not_apply(sample: Sample) -> list[str]:
 
 def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
     """Names and weights of the reward functions of the sample's domain."""
-    return {part.name: part.weight for part in parts_of_domain(recorded, sample["domain"])}
+    return {part.name: part.weight for part in parts_of_domain(recorded.config, sample["domain"])}
 
 
-def parts_of_domain(recorded: RecordedStep, name: str) -> Sequence[RewardPart]:
-    domain, functions = recorded.config.data.domains.get(name), recorded.config.reward.functions
+def parts_of_domain(config: Config, name: str) -> Sequence[RewardPart]:
+    domain, functions = config.data.domains.get(name), config.reward.functions
     return (domain and domain.reward) or functions.get(name) or functions.get("default") or ()
+
+
+def accuracies(parts: Sequence[RewardPart], given: Iterable[tuple[str, RewardResult]]) -> list[float]:
+    """Of the one function that decides whether a response is right: of positive weight, if any is; that states it in
+    `acc`, before a built-in that compares with the answer, before the user's; then of the largest weight. given: by
+    each function."""
+    scores = [(name, own) for name, own in given if isinstance(own, Score) and DOES_NOT_APPLY not in own.extra]
+    states = {name for name, own in scores if own.extra.get("acc") is not None}
+    known = [part for part in parts if part.name in {name for name, _ in scores}]
+    known = [part for part in known if part.weight > 0] or known
+
+    def place(part: RewardPart) -> tuple[bool, bool, bool, float]:
+        builtin = None if part.name == CUSTOM_REWARD else REWARDS.get(part.name)
+        compares = builtin is not None and builtin.needs_answer
+        return part.name not in states, not compares, builtin is not None, -part.weight
+
+    deciding = min(known, key=place).name if known else ""
+    stated = [(own.value, own.extra.get("acc")) for name, own in scores if name == deciding]
+    return [value if acc is None else cast(float, acc) for value, acc in stated]
 
 
 def filtered_values(metric: str, group: Iterable[Sample]) -> list[float]:

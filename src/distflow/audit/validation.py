@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples
+from distflow.audit.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
 from distflow.audit.model_forward import MAX_LOGITS, log_probs_of, vocabulary_of
 from distflow.audit.record_calls_and_updates import GroupRecord, OpenEngine
-from distflow.audit.recorded_step import AuditedRun, Wrong, check, is_builtin
+from distflow.audit.recorded_step import AuditedRun, Wrong, check, doubles, is_builtin
 from distflow.audit.rollout_engine import TWIN_NATS
+from distflow.audit.samples import accuracies, parts_of_domain
+from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.data.prompts import PromptRow
 from distflow.models.sharding import is_spread
-from distflow.rewards.reward_results import Score
 from distflow.rollout.engine import SamplingParams, Stream
 
 LIMIT = 1e-6
@@ -50,22 +51,34 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts = {"set": name, "kind": kind, "row": group.row, "sample": i}
             facts |= {"domain": asked.domain, "tag": asked.tag}
             right = None if row.get("score") is None else (row["acc"] or 0.0) >= 1 - LIMIT
-            wrong = _wrong_score(record, asked, row, is_ours and not has_workflow)
+            wrong = _wrong_score(run.spec.config, record, asked, row, is_ours and not has_workflow)
             wrong = wrong or (_wrong_request(run, record, asked) if is_ours else "")
-            found.append({**facts, "right": right, "versions": row.get("versions", []), "wrong": wrong})
+            facts |= {"right": right, "versions": row.get("versions", []), "wrong": wrong}
+            if kind == "greedy" and record.generated and group.row == _drawn_row(group.version, sets[name]):
+                request, result = record.generated[0]
+                facts["drawn"] = (request.prompt_ids, tuple(result.generations[0].token_ids))
+            found.append(facts)
     return found
 
 
-def _wrong_score(record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], is_ours: bool) -> str:
+def _drawn_row(version: int, rows: Sequence[PromptRow]) -> int:
+    return random.Random(version).randrange(len(rows))
+
+
+def _wrong_score(config: Config, record: GroupRecord, asked: PromptRow, row: Mapping[str, Any], is_ours: bool) -> str:
     if not row:
         return ""
     own = (row["response"], asked.ground_truth)
     if (row["prompt"], row["ground_truth"]) != (asked.prompt_text, asked.ground_truth):
         return "has the prompt or ground truth of another"
-    given = [score for _, call, score in record.scored if (call.get("solution_str"), call.get("ground_truth")) == own]
-    accuracies = [each.extra.get("acc", each.value) for each in given if isinstance(each, Score)]
+    given = [
+        (part, score)
+        for part, call, score in record.scored
+        if (call.get("solution_str"), call.get("ground_truth")) == own
+    ]
+    stated = accuracies(parts_of_domain(config, asked.domain), given)
     by_sample = is_ours and record.scored and all("solution_str" in call for _, call, _ in record.scored)
-    if row["acc"] is None or not (given or by_sample) or any(abs(row["acc"] - each) < 1e-4 for each in accuracies):
+    if row["acc"] is None or not (given or by_sample) or any(abs(row["acc"] - each) < 1e-4 for each in stated):
         return ""
     return "has the accuracy of another"
 
@@ -103,8 +116,9 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
 @check(
     "validation",
     "each validation prompt was generated once as configured, greedily or sampled, by the newest weights, and "
-    "scored against its own ground truth; the reported accuracies follow from the recorded scores; a loss is the "
-    "mean over all tokens of the data's responses, and on one row equals that of the model's own forward pass",
+    "scored against its own ground truth; the tokens of a drawn greedy response are the most likely ones; the reported "
+    "accuracies follow from the recorded scores; a loss is the mean over all tokens of the data's responses, and on "
+    "one row equals that of the model's own forward pass",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )
@@ -134,6 +148,9 @@ def audit_validation(seen: Validated) -> str | None:
             raise Wrong(f"{who} is of weight version {row['versions']}, and {seen.version} is the newest")
     if is_loss:
         _check_loss(seen, sets)
+    for row in seen.rows:
+        if "drawn" in row:
+            _check_greedy(seen, row)
     expected = _metrics(seen.rows)
     for name in sorted(expected.keys() | seen.metrics.keys()):
         reported, counted = seen.metrics.get(name, math.nan), expected.get(name, math.nan)
@@ -160,6 +177,31 @@ def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
         raise Wrong(
             f"row {row['row']} of '{row['set']}' has the loss {row['loss']:.6g}, but {expected:.6g} by the model's own "
             "forward: it is of other weights, another temperature or other tokens"
+        )
+
+
+def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
+    """Each token of a drawn greedy response is the most likely one by the trained model's own forward."""
+    run, (prompt, ids), actor = seen.run, row["drawn"], seen.run.resources.actor
+    is_known = isinstance(actor, OpenEngine) and not is_spread(actor.model) and not run.spec.config.dag.policies
+    if not is_known or run.spec.options.update_frequency > 1 or not ids:  # else the weights may have moved since
+        return
+    assert isinstance(actor, OpenEngine)
+    if (len(prompt) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
+        return
+    run.bring()
+    tokens, sample = torch.tensor(ids), {"prompt_ids": torch.tensor(prompt), "response_ids": torch.tensor(ids)}
+    (gap,) = forward_samples(
+        run,
+        actor,
+        [sample],
+        lambda logits, _: logits.amax(-1) - logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0],
+    )
+    if is_beyond(gap := doubles(gap), EXACT if run.is_exact else ROUNDED):
+        raise Wrong(
+            f"the greedy response to row {row['row']} of '{row['set']}' has another token than the most likely one at "
+            f"token {int(gap.argmax())}, which is e^{float(gap.max()):.3g} times as likely: it was sampled, or is of "
+            "other weights"
         )
 
 
