@@ -191,19 +191,26 @@ def process_of(command: CliRun, ground: Playground) -> int:
     raise AssertionError(f"{ground.folder.name} has ended: {command.said()}")
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in range(2, 8))])
+BY_HAND = [*(("local", seed) for seed in range(2, 8)), ("ray", 1), ("ray", 2)]
+
+
+@pytest.mark.timeout(1800)  # six starts
+@pytest.mark.parametrize(
+    ("launcher", "seed"), [("local", 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BY_HAND)]
+)
 def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
-    grounds: dict[str, Playground], tmp_path: Path, seed: int
+    grounds: dict[str, Playground], tmp_path: Path, launcher: str, seed: int
 ) -> None:
-    """Without Ray, the command is killed twice and then a run alone, each at a drawn record of a run's journal. However
-    fast one is beside the other, neither ends before: each start may write 40 records, and a step writes 10."""
+    """The command is killed twice and then a run alone, each at a drawn record of a run's journal; alone they are
+    without Ray. However fast one is beside the other, neither ends before: each start may write 40 records, and a step
+    writes 10."""
     drawn, steps = random.Random(seed), 14
     graphs = {"small": (), "large": ("algorithm.adv_estimator=rloo",)}
     own = (f"trainer.total_training_steps={steps}", "trainer.num_threads=1")
     keys = {name: [*KEYS, *more, *own] for name, more in graphs.items()}
     files = {name: f"{ground.folder}/{name}.yaml" for name, ground in grounds.items()}
     words = ["train", *files.values(), *(f"{name}:{key}" for name in NAMES for key in keys[name])]
-    words += ["trainer.n_gpus_per_node=2"]
+    words += ["trainer.n_gpus_per_node=2", f"trainer.launcher={launcher}"]
     for start, victim in enumerate(["command", "command", drawn.choice(NAMES)]):
         watched = grounds[drawn.choice(NAMES) if victim == "command" else victim]
         for ground in grounds.values():
