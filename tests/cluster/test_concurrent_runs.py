@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
-# It waits while the test says so, and tells that it does.
+# It tells that it was asked, and waits while the test says so, or while the run's journal has `limit` records.
 REWARD = """
 import time
 from pathlib import Path
@@ -27,9 +28,15 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+def must_wait():
+    if not (HERE / "limit").exists():
+        return (HERE / "wait").exists()
+    return (HERE / "run" / "ledger.jsonl").read_bytes().count(b"\\n") >= int((HERE / "limit").read_text())
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     (HERE / "asked").touch()
-    while (HERE / "wait").exists():
+    while must_wait():
         time.sleep(0.01)
     return sum(map(ord, solution_str)) % 7 / 6
 """
@@ -168,6 +175,13 @@ def num_records(ground: Playground) -> int:
     return ledger.read_bytes().count(b"\n") if ledger.exists() else 0
 
 
+def limit(ground: Playground, records: int) -> None:
+    """Its reward waits once the journal has so many."""
+    aside = ground.folder / "limit-aside"
+    aside.write_text(str(records))
+    aside.replace(ground.folder / "limit")
+
+
 def process_of(command: CliRun, ground: Playground) -> int:
     """The process of one of the runs."""
     for pid in children_of(command.pid):
@@ -177,24 +191,37 @@ def process_of(command: CliRun, ground: Playground) -> int:
     raise AssertionError(f"{ground.folder.name} has ended: {command.said()}")
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in range(2, 8))])
+BY_HAND = [*(("local", seed) for seed in range(2, 8)), ("ray", 1), ("ray", 2)]
+
+
+@pytest.mark.timeout(1800)  # six starts
+@pytest.mark.parametrize(
+    ("launcher", "seed"), [("local", 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BY_HAND)]
+)
 def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
-    grounds: dict[str, Playground], tmp_path: Path, seed: int
+    grounds: dict[str, Playground], tmp_path: Path, launcher: str, seed: int
 ) -> None:
-    """Without Ray, the command is killed twice and then a run alone, each at a drawn record of a run's journal."""
-    drawn = random.Random(seed)
+    """The command is killed twice and then a run alone, each at a drawn record of a run's journal; alone they are
+    without Ray. However fast one is beside the other, neither ends before: each start may write 40 records, and a step
+    writes 10."""
+    drawn, steps = random.Random(seed), 14
     graphs = {"small": (), "large": ("algorithm.adv_estimator=rloo",)}
-    own = ("trainer.total_training_steps=8", "trainer.num_threads=1")
+    own = (f"trainer.total_training_steps={steps}", "trainer.num_threads=1")
     keys = {name: [*KEYS, *more, *own] for name, more in graphs.items()}
     files = {name: f"{ground.folder}/{name}.yaml" for name, ground in grounds.items()}
     words = ["train", *files.values(), *(f"{name}:{key}" for name in NAMES for key in keys[name])]
-    words += ["trainer.n_gpus_per_node=2"]
+    words += ["trainer.n_gpus_per_node=2", f"trainer.launcher={launcher}"]
     for start, victim in enumerate(["command", "command", drawn.choice(NAMES)]):
         watched = grounds[drawn.choice(NAMES) if victim == "command" else victim]
+        for ground in grounds.values():
+            limit(ground, num_records(ground) + 40)
         wanted = num_records(watched) + drawn.randrange(1, 30)
         command = CliRun(tmp_path / f"{start}.log", words)
         command.wait_for(lambda watched=watched, wanted=wanted: num_records(watched) >= wanted)
         os.kill(command.pid if victim == "command" else process_of(command, watched), signal.SIGKILL)
+        if victim != "command":
+            for ground in grounds.values():
+                limit(ground, sys.maxsize)
         assert command.status() == (-signal.SIGKILL if victim == "command" else 1), command.said()
         assert victim == "command" or f"{victim}: FAILED (status -9)" in command.said()
     last = CliRun(tmp_path / "last.log", words)
@@ -204,4 +231,4 @@ def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
         alone = CliRun(tmp_path / f"{name}.log", ["train", files[name], *keys[name], folder])
         assert alone.status() == 0, alone.said()
         same_run(Left(ground.folder / "run"), Left(ground.folder / "alone"))
-        assert verify(ground.folder / "run" / "ledger.jsonl").consumed == 4 * 8
+        assert verify(ground.folder / "run" / "ledger.jsonl").consumed == 4 * steps

@@ -142,7 +142,7 @@ def is_stopped(pid: int) -> bool:
 @pytest.mark.by_hand
 def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
     plan(Fault("rollout.generate", rank=0, again=True))
-    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* resumes from the start"):
+    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* resumes from the beginning"):
         run(ground, *ONE_GENERATES, *STEPS, name="again")
     assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
 
