@@ -238,6 +238,12 @@ def sound(token_level_rewards, response_mask, group_index):
     advantages = (scores - means)[:, None] * response_mask
     return advantages, advantages
 
+@register_adv_est("in_place", scope="group")
+def in_place(token_level_rewards, response_mask):
+    token_level_rewards *= response_mask
+    token_level_rewards -= 0.5
+    return token_level_rewards * response_mask, response_mask.clone()
+
 @register_adv_est("noisy")
 def noisy(token_level_rewards, response_mask, group_index):
     advantages = torch.rand_like(response_mask) * response_mask
@@ -249,6 +255,11 @@ def padded_loss(log_probs, advantages, loss_mask):
 
 @register_policy_loss("sound_loss")
 def sound_loss(log_probs, advantages, loss_mask):
+    return -log_probs * advantages * loss_mask, {}
+
+@register_policy_loss("loss_in_place")
+def loss_in_place(log_probs, advantages, loss_mask):
+    advantages *= 0.5
     return -log_probs * advantages * loss_mask, {}
 
 @register_policy_loss("deaf_loss")
@@ -270,9 +281,14 @@ def aggregated_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_
     return agg_loss(-log_prob * advantages, response_mask, loss_agg_mode), zero, zero, zero
 """
 USERS = {
-    "padded_mean": (f"{ALGORITHM}.adv_estimator=padded_mean", "the estimator padded_mean reads outside the mask"),
-    "mixed": (f"{ALGORITHM}.adv_estimator=mixed", "the estimator mixed mixes groups"),
-    "noisy": (f"{ALGORITHM}.adv_estimator=noisy", "the estimator noisy is not deterministic"),
+    "padded_mean": (
+        f"{ALGORITHM}.adv_estimator=padded_mean",
+        "padded_mean reads outside the mask|padded_mean mixes groups",
+    ),
+    "mixed": (f"{ALGORITHM}.adv_estimator=mixed", "mixed mixes groups"),
+    "in_place": (f"{ALGORITHM}.adv_estimator=in_place", "in_place changes its argument token_level_rewards in place"),
+    "loss_in_place": (f"{ACTOR}.policy_loss=loss_in_place", "'loss_in_place' changes its argument advantages in place"),
+    "noisy": (f"{ALGORITHM}.adv_estimator=noisy", "noisy is not deterministic"),
     "sound": (f"{ALGORITHM}.adv_estimator=sound", None),
     "padded_loss": (f"{ACTOR}.policy_loss=padded_loss", "the loss 'padded_loss' reads outside the mask"),
     "deaf_loss": (f"{ACTOR}.policy_loss=deaf_loss", "the loss 'deaf_loss' sends no gradient to any token"),
@@ -301,7 +317,8 @@ def test_user_functions_are_audited_for_general_properties(
         assert warnings == []
         assert "user_code" in audits(run)[0].fields["proven"]
     else:
-        assert len(warnings) == 1 and message in warnings[0]
+        found = message.split("|")
+        assert len(warnings) == len(found) and all(map(str.__contains__, warnings, found)), warnings
         assert "user_code" in dict(audits(run)[0].fields["unproven"])
     unproven = "loss" if "loss" in name else "advantages"
     assert unproven in dict(audits(run)[0].fields["unproven"])

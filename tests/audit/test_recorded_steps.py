@@ -1,5 +1,6 @@
 """Single checks on small steps that are recorded by hand."""
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.audit import log_probs
+from distflow.audit import log_probs, metrics
 from distflow.audit.log_probs import audit_log_probs
+from distflow.audit.metrics import audit_sample_rows
 from distflow.audit.optimizer_steps import (
     audit_each_sample_once,
     audit_gradients,
@@ -30,6 +32,7 @@ from distflow.graph import NodeRole
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.pipelines import nodes
+from distflow.runtime.step_metrics import sample_rows
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import OneRank
 from distflow.training.optimizer import make_optimizer, make_schedule
@@ -281,3 +284,13 @@ def test_a_column_may_not_change_between_mini_batches(column: str) -> None:
     step.updates += [update(step), update(step, later)]
     with pytest.raises(Wrong, match=f"{column} of sample 0-0 in mini-batch 2 of the actor differs from its value"):
         audit_mini_batches.run(step)
+
+
+@pytest.mark.parametrize("told", [math.nan, 0.5])
+def test_nan_in_a_column_is_nan_in_the_samples_file(told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = sampled_batch()
+    batch["advantages"] = torch.full_like(batch.flat("response_mask"), math.nan)
+    rows = [{**row, "advantage": told} for row in sample_rows(batch)]
+    monkeypatch.setattr(metrics, "sample_rows", lambda batch: rows)
+    with nullcontext() if math.isnan(told) else pytest.raises(Wrong, match="has 0.5 as the advantage .* it is nan"):
+        assert audit_sample_rows.run(recorded(batch)) is None

@@ -100,6 +100,25 @@ def test_a_field_that_nobody_has(config):
     assert "did you mean 'token_level_reward'?" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("token_level_score", "did you mean 'token_level_scores'?"),  # derived
+        ("lam_bda", "did you mean 'lam'?"),
+        (
+            "xyzzy",
+            "no such column; known: acc, loss_mask, response_mask, scores, token_level_rewards, token_level_scores",
+        ),
+    ],
+)
+def test_a_hint_is_a_column_before_it_is_a_key(config, name, told):
+    def f(batch): ...
+
+    function = node(reads=("response_mask", name), writes="values")(f)
+    message = fails(one(function, node_role="ADVANTAGE"), config, ["scores", "response_mask"])
+    assert told in message
+
+
 def test_an_optional_field_that_nobody_has_is_fine(config):
     def f(responses, ref_log_prob=None): ...
 
@@ -189,9 +208,17 @@ def test_a_registered_column_needs_no_second_declaration(config):
     assert bound_pipeline.fields["my_counts"].dtype == "int64"
 
 
-@pytest.mark.parametrize("writes", [{"values": "sample"}, {"prompts": "sample"}, {"my_word": "samples"}])
-def test_a_declaration_that_cannot_be(writes):
-    with pytest.raises(ValueError, match="is already|is not an axis; did you mean 'sample'"):
+@pytest.mark.parametrize(
+    ("writes", "told"),
+    [
+        ({"values": "sample"}, "is already"),
+        ({"prompts": "sample"}, "is already"),
+        ({"my_word": "samples"}, "is not an axis; did you mean 'sample'"),
+        ({"my_word": "token"}, "is not an axis: one number per token of a response is 'response'"),
+    ],
+)
+def test_a_declaration_that_cannot_be(writes, told):
+    with pytest.raises(ValueError, match=told):
         node(writes=writes)
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config import load_config
 from distflow.errors import UserError
+from distflow.launch.make_spec import make_spec
 from tests.e2e.runs import Playground
 
 OWN = """
@@ -38,6 +40,24 @@ def no_such_method(token_level_rewards, response_mask):
 
 def fails(token_level_rewards, response_mask):
     raise KeyError("only in a run")
+
+def verl_per_token(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
+    return -log_prob * advantages, 0, 0, 0
+
+def ascent(log_probs, advantages, loss_mask):
+    return log_probs * advantages * loss_mask, {}
+
+def verl_ascent(old_log_prob, log_prob, advantages, response_mask, **kwargs):
+    return ((log_prob - old_log_prob).exp() * advantages * response_mask).mean(), *torch.zeros(3)
+
+def deaf(log_probs, advantages, loss_mask):
+    return -log_probs, {}
+
+def imitates(log_probs, loss_mask):
+    return -log_probs, {}
+
+def rises_on_gains(log_probs, old_log_probs, advantages, loss_mask):
+    return -(log_probs - old_log_probs).exp() * advantages.clamp(min=0) - log_probs, {}
 """
 LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimator"
 
@@ -48,6 +68,7 @@ LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimato
         (LOSS, "detached", "no gradient with respect to log_probs"),
         (LOSS, "one_number", "must return .loss per token, statistics by name., but returned one number"),
         (LOSS, "alone", "a tensor of shape .* alone"),
+        (LOSS, "verl_per_token", r"4 scalars, but returned tensor of shape \(4, 5\), 0, 0, 0: .*agg_loss"),
         (LOSS, "no_such_name", r"NameError: .*'logprobs' is not defined.* \(at own.py:25\)"),
         (ESTIMATOR, "no_such_method", r"AttributeError: .*'summed' \(at own.py:28\)"),
         (ESTIMATOR, "advantages_alone", "1 values for the fields advantages, returns"),
@@ -66,3 +87,21 @@ def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path: Path) 
     (tmp_path / "own.py").write_text(OWN)
     run = Playground(tmp_path).run("grpo", f"{LOSS}={tmp_path}/own.py:reads_more", "trainer.total_training_steps=1")
     assert len(run.metrics()) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "note"),
+    [
+        ("ascent", "seems to have its sign reversed"),
+        ("verl_ascent", "seems to have its sign reversed"),
+        ("deaf", "does not depend on advantages, which it takes"),
+        ("imitates", None),
+        ("rises_on_gains", None),
+    ],
+)
+def test_a_loss_that_advantages_do_not_steer_is_noted(tmp_path: Path, function: str, note: str | None) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    lines, keys = list[str](), Playground(tmp_path).overrides("run", f"{LOSS}={tmp_path}/own.py:{function}")
+    make_spec(load_config("grpo", keys), say=lines.append)
+    found = [line for line in lines if line.startswith("note: the loss")]
+    assert len(found) == (note is not None) and all(f"own.py:{function}' {note}" in line for line in found)

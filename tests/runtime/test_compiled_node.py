@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -291,3 +292,51 @@ def test_whose_fault_an_error_is() -> None:
     except RuntimeError as err:
         err.__traceback__ = err.__traceback__.tb_next if err.__traceback__ else None
         assert not isinstance(node_error(bound_node, err), UserError)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("column", "values", "found"),
+    [
+        ("returns", [[1.0, 2.0, 0, 0], [3.0, float("nan"), 4.0, 5.0]], "nan into the column 'returns' for sample 0-1"),
+        ("scores", [float("-inf"), 1.0], "-inf into the column 'scores' for sample 0-0"),
+        ("scores", [1.0, 2.0], None),
+        ("valid", [True, False], None),
+    ],
+)
+def test_what_is_not_finite_is_told_with_node_column_and_sample(
+    column: str, values: Any, found: str | None, plane: str
+) -> None:
+    @node(writes=column)
+    def writes(response_mask):  # type: ignore[no-untyped-def]
+        return torch.tensor(values)
+
+    with pytest.raises(UserNodeError, match=f"node 'x' wrote {found}.*{__name__}") if found else nullcontext():
+        either(step(writes), plane)
+
+
+def test_what_is_not_finite_may_stand_where_nothing_counts() -> None:
+    """On tokens of a tool, and in samples without a score."""
+
+    @node(writes="returns")
+    def writes(response_mask):  # type: ignore[no-untyped-def]
+        return torch.where(response_mask > 0, torch.tensor([[1.0], [torch.nan]]), torch.inf)
+
+    batch = group(valid=(True, False))
+    batch["response_mask"] = torch.tensor([1.0, 0, 1, 1, 1, 1])
+    learn(step(writes), batch)
+
+
+@BOTH
+@pytest.mark.parametrize("returns", ["nothing", "another", "the same", "a clone"])
+def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(returns: str, plane: str) -> None:
+    @node(writes=() if returns == "nothing" else "returns")
+    def changes(response_mask):  # type: ignore[no-untyped-def]
+        mine = response_mask.clone() if returns == "a clone" else response_mask
+        mine[:, -1] *= 100
+        return {"nothing": None, "another": mine + 1}.get(returns, mine)
+
+    refused = returns in ("nothing", "another")
+    message = "node 'x' changed its column 'response_mask' in place, which has no effect: return it and name it"
+    with pytest.raises(UserNodeError, match=message) if refused else nullcontext():
+        either(step(changes), plane)

@@ -75,12 +75,15 @@ class ScalarLossAdapter:
         }
         with bind_counts(counts, self.scale) as bound:
             result = self.loss.fn(**{k: v for k, v in arguments.items() if self._takes_all or k in self._takes})
-        if not isinstance(result, tuple) or len(result) != len(SCALAR_LOSS_RETURNS):
+        pg_loss, *means = result if isinstance(result, tuple) and result else (result,)
+        is_number = isinstance(pg_loss, Tensor) and pg_loss.numel() == 1
+        if not is_number or len(means) != len(SCALAR_LOSS_RETURNS) - 1:
+            kinds = (f"tensor of shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x) for x in (pg_loss, *means))
             raise UserError(
                 f"policy loss '{self.loss.name}' must return ({', '.join(SCALAR_LOSS_RETURNS)}), "
-                f"{len(SCALAR_LOSS_RETURNS)} scalars: unused ones may be torch.zeros(())"
+                f"{len(SCALAR_LOSS_RETURNS)} scalars, but returned {', '.join(kinds)}: unused ones may be "
+                "torch.zeros(()), and distflow.algorithms.agg_loss makes pg_loss of losses per token"
             )
-        pg_loss, *means = result
         self.uses_agg_loss = bound.used
         if not bound.used:
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))

@@ -1,5 +1,6 @@
 """Check: a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,8 +48,8 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
         return _tensors(fn(*positional, **keyword), mask)
 
-    found = _examine(name, call, (positional, keyword), mask, "advantages")
-    if not {"random", "outside"} & found.keys() and _mixes_groups(recorded):
+    found = _examine(name, call, (positional, keyword), mask, "advantages", [*inspect.signature(fn).parameters])
+    if "random" not in found and _mixes_groups(recorded):
         found["groups"] = (
             f"{name} mixes groups: for one group alone it gives other advantages than in the batch. "
             'If that is intended, register it with scope="global"'
@@ -68,10 +69,10 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
         fn, positional, keyword = inputs
         return _tensors(fn(*positional, **keyword), batch["response_mask"])
 
-    rows = [row for row, group in enumerate(groups) if group == groups[0]]
+    longest = groups[int(recorded.batch.lengths("response").argmax())]  # alone it is as wide as the batch
+    rows = [row for row, group in enumerate(groups) if group == longest]
     alone = recorded.batch.select(rows)
-    length = alone["response_mask"].shape[1]
-    together = tuple(tensor[rows][:, :length] for tensor in advantages(recorded.batch))
+    together = tuple(tensor[rows] for tensor in advantages(recorded.batch))
     return not _equal(advantages(alone), together)
 
 
@@ -124,12 +125,20 @@ def _scalar_loss(adapter: ScalarLossAdapter) -> list[str] | None:
     ]
 
 
-def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: str) -> dict[str, str]:
-    """Findings by kind that apply to any function. call: returns tensors under the mask. result: for messages."""
-    found, findings = call(*arguments), dict[str, str]()
+def _examine(
+    name: str, call: Call, arguments: Arguments, mask: Tensor, result: str, parameters: Sequence[str] = ()
+) -> dict[str, str]:
+    """Findings by kind that apply to any function. call: returns tensors under the mask. result: for messages.
+    parameters: the names of positional arguments."""
+    positional, keyword = first = _cloned(arguments)
+    found, findings = call(*first), dict[str, str]()
+    named = {**dict(zip(parameters, positional, strict=False)), **keyword}
+    if changed := [name for name, value in named.items() if isinstance(value, Tensor) and value._version]:
+        what = "changes its argument " + ", ".join(changed) + " in place"
+        findings["in place"] = f"{name} {what}: other functions may get the changed numbers. Change a clone"
     if not all(bool(tensor[:, : mask.shape[1]][mask > 0].isfinite().all()) for tensor in found):
         findings["not finite"] = f"{name} gives non-finite numbers on tokens of the policy"
-    if not _equal(found, call(*arguments)):
+    if not _equal(found, call(*_cloned(arguments))):
         what = f"a second call with the same arguments gives different {result}"
         findings["random"] = f"{name} is not deterministic: {what}; it cannot be audited"
     elif not _equal(found, _widened(call, arguments, mask)):
@@ -138,6 +147,12 @@ def _examine(name: str, call: Call, arguments: Arguments, mask: Tensor, result: 
             f"{result}. These numbers depend on which samples share the batch; multiply by the mask before summing"
         )
     return findings
+
+
+def _cloned(arguments: Arguments) -> Arguments:
+    positional, keyword = arguments
+    clone = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
+    return [clone(value) for value in positional], {name: clone(value) for name, value in keyword.items()}
 
 
 def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ...]:

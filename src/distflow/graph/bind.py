@@ -7,13 +7,14 @@ from inspect import Parameter, signature
 from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
-from distflow.errors import hint
+from distflow.errors import hint, nearest
 from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
 from distflow.graph.node_spec import NodeRole, NodeType, Plane
 from distflow.graph.wiring import Wiring
+from distflow.import_target import is_ours
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ def bind_pipeline(graph_id: str, nodes: Iterable[Node], config: object, data_fie
     wiring.check()
     for node_id in wiring.order:
         for name in contracts[node_id].reads:
-            if not wiring.has(node_id, canonical(name), frozenset(loaded)):
+            if canonical(name) not in wiring.columns(node_id, loaded):
                 raise MissingColumn(_missing(wiring, configured[node_id], name, loaded), canonical(name))
     bound = tuple(_bind_node(wiring, configured[key]) for key in wiring.order)
     return BoundPipeline(
@@ -255,13 +256,13 @@ def bind_alone(node: Node, config: object) -> BoundNode:
 
 def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterable[str]) -> str:
     """The error message for a missing field, with the likeliest reason."""
-    before = [wiring.vertices[other] for other in wiring.before[reader.node.node_id]]
-    known = {*loaded, *(written for vertex in before for written in vertex.writes), *reader.names()}
+    columns, keys = wiring.columns(reader.node.node_id, loaded), reader.names()
     message = f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no such column"
-    message += hint(name, known)
+    message += hint(name, keys if nearest(name, keys) and not nearest(name, columns) else columns)
     for node_id in wiring.order:
         vertex = wiring.vertices[node_id]
         may_write = vertex.contract.form is not Form.WIRED or "batch" in vertex.contract.reserved
+        may_write = may_write and not is_ours(vertex.node.fn)
         if may_write and not vertex.writes and node_id != reader.node.node_id:
             return f"{message}; if '{node_id}' writes it, declare that with @node(writes=...)"
     return message

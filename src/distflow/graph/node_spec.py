@@ -124,7 +124,8 @@ def node(
         for name, axis in writes.items():
             known = [member.value for member in Axis]
             if axis not in known:
-                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is not an axis{hint(axis, known)}")
+                meant = hint(axis, known) if axis != "token" else ": one number per token of a response is 'response'"
+                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is not an axis{meant}")
             register_field(name, "object" if axis == Axis.OBJECT.value else "float32", axis)
     spec = NodeSpec(
         writes=None if writes is None else as_names(writes, "@node: writes"),

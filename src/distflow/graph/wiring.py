@@ -1,7 +1,7 @@
 """Order in a graph (topological order, cycles, ancestors), and checks of its wiring: which node writes what others
 read, in what order and plane."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -157,12 +157,12 @@ class Wiring:
             if name in DERIVED and all(name in self.vertices[writer].reads for writer in others):
                 names += (source for source in DERIVED[name] if source not in names)
 
-    def has(self, node_id: str, name: str, loaded: frozenset[str]) -> bool:
-        """Whether the field exists when the node runs: written before, loaded with the data, or derived."""
+    def columns(self, node_id: str, loaded: Iterable[str]) -> set[str]:
+        """The fields that exist when the node runs: written before, loaded with the data, or derived."""
         known = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
         while derived := [n for n, sources in DERIVED.items() if n not in known and known.issuperset(sources)]:
             known.update(derived)
-        return name in known
+        return known
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]

@@ -37,7 +37,8 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         say(f"your code: {code}")
     loaded = follow_pipeline(follow_machines(loaded))
     reading = read_config(loaded)
-    try_algorithms(loaded.config, reading.pipeline)
+    for note in try_algorithms(loaded.config, reading.pipeline):
+        say(f"note: {note}")
     # First, since rows from Python code are stored in the folder, which another run may be using.
     with claimed(loaded.config.trainer.run_dir), lasting(say, "reading models and data"):
         loaded = with_models_of_runs(loaded, say)

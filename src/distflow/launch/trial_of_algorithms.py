@@ -31,34 +31,48 @@ LENGTHS = (3, 5, 4, 2)
 """Lengths of responses: two to each of two prompts."""
 
 
-def try_algorithms(config: Config, pipeline: BoundPipeline) -> None:
-    """Raises UserError for a user's loss or estimator that a run could not use."""
+def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
+    """Notes on probable mistakes. Raises UserError for a user's loss or estimator that a run could not use."""
     if not is_rl(config):
-        return
+        return []
     with torch.random.fork_rng(devices=()):
-        for node in filter(takes_policy_loss, pipeline.training_nodes):
-            _try_loss(node.fn.keywords["objective"])  # type: ignore[attr-defined]  # a partial
+        losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
+        found = [note for objective in losses if (note := _try_loss(objective))]
         _try_estimator(config, pipeline)
+    return found
 
 
-def _try_loss(objective: PolicyObjective) -> None:
+def _try_loss(objective: PolicyObjective) -> str | None:
+    """How the gradient depends on advantages, on-policy, if that is probably a mistake."""
     if is_ours(objective.policy_loss.fn):
-        return
+        return None
     batch = made_up({*objective.reads, *objective.optional, "loss_mask", "advantages", "old_log_probs"})
     if batch is None:
-        return
-    shape = batch["loss_mask"].shape
-    outputs = {"log_probs": (-torch.rand(shape)).requires_grad_(), "entropy": torch.rand(shape).requires_grad_()}
+        return None
+    shape, name, advantages = batch["loss_mask"].shape, objective.policy_loss.name, torch.randn(sum(LENGTHS))
+    log_probs, gradients = (-torch.rand(shape)).requires_grad_(), list[Tensor]()
+    for column in {"old_log_probs", "prox_log_probs", "rollout_log_probs"} & {*batch.names}:
+        batch[column] = log_probs
     try:
-        objective(outputs, batch, objective.counts(batch))
+        for signed in (advantages, -advantages):
+            batch["advantages"] = signed
+            outputs = {"log_probs": log_probs, "entropy": torch.rand(shape).requires_grad_()}
+            loss, _ = objective(outputs, batch, objective.counts(batch))
+            gradients += torch.autograd.grad(loss, log_probs)
     except UserError as error:
         raise UserError(f"actor_rollout_ref.actor.policy_loss: {error}") from error
     except MISTAKES as error:
-        name = objective.policy_loss.name
         what = f"policy loss '{name}' raised {type(error).__name__}: {error} (at {users_place(error) or name})"
         raise UserError(f"actor_rollout_ref.actor.policy_loss: {what}") from error
     except Exception:  # the user's own, see above
-        return
+        return None
+    changes = gradients[0] - gradients[1]
+    if not changes.any() and "advantages" in inspect.signature(objective.policy_loss.fn).parameters:
+        return f"the loss '{name}' does not depend on advantages, which it takes"
+    if (changes * batch.pad(advantages, Axis.RESPONSE))[batch.mask(Axis.RESPONSE)].gt(0).all():
+        what = "it is minimised, and would lower the probability of tokens with positive advantages and raise others"
+        return f"the loss '{name}' seems to have its sign reversed: {what}"
+    return None
 
 
 def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:

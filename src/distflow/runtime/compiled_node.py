@@ -2,7 +2,7 @@
 and stored. Training and rollout loops iterate over such steps."""
 
 from collections import UserDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,8 @@ from distflow.config import Config
 from distflow.data.batch import Batch, Written
 from distflow.data.sample import Sample
 from distflow.errors import TrustError, UserError, hint
-from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeType, PipelineError
+from distflow.graph import SCORE_FIELDS, BoundNode, Drop, NodeOutput, NodeRole, NodeType, PipelineError
+from distflow.graph.fields import Axis
 from distflow.import_target import is_async, is_ours
 from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import Waits
@@ -38,6 +39,9 @@ Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
 
 Watched = Callable[[TrainEngine, Batch, LossFn], LossFn]
 """(engine, mini-batch, loss function) → the loss function to call: that one, or one that records its arguments."""
+
+Versions = Mapping[str, tuple[Tensor, int]]
+"""A column that a function gets, and how often it had been changed in place, by name."""
 
 NodeState = dict[str, dict[str, Any]]
 """JSON values of each node, by its id; they persist across steps and are in every checkpoint."""
@@ -218,6 +222,7 @@ class Step:
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
                 positional, keyword = self.inputs(batch, {"batch": batch, "ctx": ctx})
+                before = self._versions(positional, keyword)
                 output = self.fn(*positional, **keyword)
                 break
             except (NodeError, TrustError, UserError):
@@ -226,12 +231,11 @@ class Step:
                 if not retries_left:
                     raise node_error(self.node, err) from err
         with self._fitting():
-            columns, measured = self._read(output, len(batch))
-            if isinstance(columns, Batch):
-                return batch.merge(columns), measured
-            out = batch.only(batch.names)
-            for name, value in columns.items():
+            columns, measured = self._read(output, len(batch), before)
+            out = batch.merge(columns) if isinstance(columns, Batch) else batch.only(batch.names)
+            for name, value in () if isinstance(columns, Batch) else columns.items():
                 out[name] = value
+            self._check_finite(out, self.node.contract.writes if isinstance(columns, Batch) else columns)
             return out, measured
 
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
@@ -241,7 +245,7 @@ class Step:
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
-                output = await self._call(group, ctx, plain_calls, timeout_s * len(group), retries_left)
+                output, before = await self._call(group, ctx, plain_calls, timeout_s * len(group), retries_left)
                 break
             except (NodeError, UserError):
                 raise
@@ -249,11 +253,12 @@ class Step:
                 if not retries_left:
                     raise node_error(self.node, err) from err
         with self._fitting():
-            return self._keep(group, output)
+            return self._keep(group, output, before)
 
     async def _call(
         self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, deadline_s: float, retries_left: int
-    ) -> object:
+    ) -> tuple[object, Versions]:
+        """(what the function returned, the versions of its arguments before)."""
         identity = (self.node.node_id, group.stream, retries_left)
 
         async def call_user(function: Callable[[], Awaitable[Any]], within_s: float, *more: object) -> Any:
@@ -263,45 +268,76 @@ class Step:
         if "batch" in self.node.contract.reserved:
             call["batch"] = group.batch()
         positional, keyword = self.inputs(group, call)
+        before = self._versions(positional, keyword)
         try:
             if not is_async(self.fn):
-                return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity)
+                return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity), before
             if is_ours(self.node.fn):  # waits for engine and reward functions, which have their own deadlines
-                return await self.fn(*positional, **keyword)
+                return await self.fn(*positional, **keyword), before
             work = partial(self.fn, *positional, **keyword)
-            return await run_async(work, deadline_s, plain_calls.turn, *identity)
+            return await run_async(work, deadline_s, plain_calls.turn, *identity), before
         except DeadlinePassed as err:
             what = f"did not return within {deadline_s:g} s (reward.timeout_s for each sample){err}"
             raise output_error(self.node, what) from None
 
-    def _keep(self, group: Group, output: object) -> Drop | None:
+    def _keep(self, group: Group, output: object, before: Versions) -> Drop | None:
         if isinstance(output, Drop):
             return output
         made = output.batch if isinstance(output, NodeOutput) else output
         if isinstance(made, list) and made and all(isinstance(sample, Sample) for sample in made):
             group.set_samples(made)
             output = NodeOutput(None, output.metrics, output.weight) if isinstance(output, NodeOutput) else None
-        columns, measured = self._read(output, len(group))
-        group.write(_changed(group.batch(), columns) if isinstance(columns, Batch) else columns)
+        columns, measured = self._read(output, len(group), before)
+        written = _changed(group.batch(), columns) if isinstance(columns, Batch) else columns
+        group.write(written)
+        self._check_finite(group.batch(), written)
         group.measured.append(measured)
         return None
 
-    def _read(self, output: object, num_samples: int) -> tuple[Batch | Mapping[str, Written], Measured]:
-        """(columns, metrics) of what the function returned."""
+    def _versions(self, positional: Sequence[object], keyword: Mapping[str, object]) -> Versions:
+        """Of the columns that a user's function gets; of none for an estimator, which the audit examines."""
+        contract = self.node.contract
+        if is_ours(self.node.fn) or self.node.node_role is NodeRole.ADVANTAGE:
+            return {}
+        named = {**dict(zip(contract.by_position, positional, strict=False)), **keyword}
+        return {name: (x, x._version) for name, x in named.items() if isinstance(x, Tensor) and not x.is_inference()}
+
+    def _check_finite(self, batch: Batch, names: Iterable[str]) -> None:
+        """Raises NodeError if a user's function wrote NaN or infinity for a sample that has a score."""
+        for name in () if is_ours(self.node.fn) else names:
+            values, axis = batch.flat(name), batch.field(name).axis
+            if not isinstance(values, Tensor) or bool((finite := values.isfinite()).all()):
+                continue
+            every = torch.arange(len(batch))
+            rows = every if axis is Axis.SAMPLE else every.repeat_interleave(batch.lengths(axis))
+            counts = batch.flat("valid")[rows] & (batch.flat("response_mask") > 0 if axis is Axis.RESPONSE else True)
+            if len(wrong := (~finite & counts).nonzero()):
+                place = int(wrong[0])
+                uid, value = batch["uid"][int(rows[place])], float(values[place])
+                raise output_error(self.node, f"wrote {value} into the column '{name}' for sample {uid}")
+
+    def _read(
+        self, output: object, num_samples: int, before: Versions
+    ) -> tuple[Batch | Mapping[str, Written], Measured]:
+        """(columns, metrics) of what the function returned. Raises NodeError if it changed a column that it got, and
+        does not return that."""
         measured: Measured = ({}, float(num_samples))
         if isinstance(output, NodeOutput):
             weight = float(num_samples) if output.weight is None else output.weight
             measured, output = (dict(output.metrics or {}), weight), output.batch
-        if output is None:
-            return {}, measured
-        if isinstance(output, Batch):
-            return output, measured
         columns = dict[str, Written]()
-        for name, value in (output if isinstance(output, Mapping) else self._by_name(output)).items():
+        returned: Mapping[str, object] = {}
+        if output is not None and not isinstance(output, Batch):
+            returned = output if isinstance(output, Mapping) else self._by_name(output)
+        for name, value in returned.items():
             if not isinstance(value, Tensor | np.ndarray | Sequence):
                 raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
             columns[name] = value
-        return columns, measured
+        for name, (tensor, version) in before.items():
+            if tensor._version != version and all(value is not tensor for value in columns.values()):
+                what = f"changed its column '{name}' in place, which has no effect"
+                raise output_error(self.node, f"{what}: return it and name it in writes, or change a clone")
+        return output if isinstance(output, Batch) else columns, measured
 
     def _by_name(self, output: object) -> dict[str, object]:
         writes = self.node.contract.writes
