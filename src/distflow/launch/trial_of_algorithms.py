@@ -1,8 +1,7 @@
-"""A user's loss and estimator are called once before a model is loaded, on a batch that is made up: a result of the
-wrong form, a loss without a gradient, or a name that does not exist, is found in milliseconds and not after the first
-rollout.
+"""Calls a user's loss and estimator on a made-up batch before a model is loaded: a result of the wrong form, a loss
+without a gradient, or a name that does not exist, is found in milliseconds instead of after the first rollout.
 
-What else a function raises by itself is left to the run: the batch has numbers of no meaning.
+Other errors that a function raises are left to the run, since the batch's numbers are meaningless.
 """
 
 import inspect
