@@ -193,7 +193,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
     ("arguments", "said"),
     [
         ({"data": ["1+1="]}, "data: row 1 of the list is str"),
-        ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict, no rows"),
+        ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict of columns: give a list of rows"),
         ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
         ({"reward": lambda reply: 0}, r"reward: <lambda> takes \(reply\): a reward function takes some of"),
         ({"data": 5}, "data is of type int, no rows: give a list"),

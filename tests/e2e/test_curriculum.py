@@ -117,7 +117,7 @@ def test_rows_are_passed_over_and_come_back_in_a_resumed_run_too(ground: Playgro
     weights, again = whole.weights(8), killed.weights(8)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     (ground.folder / "moved.jsonl").write_text((ground.folder / "code.jsonl").read_text().replace("ab", "ba"))
-    with pytest.raises(UserError, match="was saved with another data"):
+    with pytest.raises(UserError, match="was saved with different data"):
         ground.run("grpo", *moved, "trainer.total_training_steps=9", name="skips_killed")
 
 

@@ -117,8 +117,8 @@ class AuditSchedule:
         if self._spent_s <= max(SHARE * run_s, least_s):
             return ""
         why = (
-            f"the first {NUM_FIRST} audits, and short checks of the first {NUM_FIRST_LOOKS} steps, are made "
-            f"independent of their cost ({self._first_s:.1f} s)"
+            f"the first {NUM_FIRST} audits and the short checks of the first {NUM_FIRST_LOOKS} steps always run, "
+            f"whatever they cost ({self._first_s:.1f} s)"
         )
         why = "trust.audit_freq=1 audits every step" if self.frequency == 1 else why
         share = f"{self._spent_s / run_s:.1%} of the run's time, more than {SHARE:.0%}"

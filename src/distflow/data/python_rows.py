@@ -69,11 +69,11 @@ def _iterable(values: Any, name: str) -> object:
     """An iterable of rows. Raises UserError for whole tables and for splits."""
     if isinstance(values, Mapping):
         splits = [key for key, value in values.items() if hasattr(value, "column_names")]
-        what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(values).__name__}"
+        what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(values).__name__} of columns"
         how = f"give one, e.g. {name}=dataset[{splits[0]!r}]" if splits else "give a list of rows, each a dict"
-        raise UserError(f"{name} is {what}, no rows: {how}")
+        raise UserError(f"{name} is {what}: {how}")
     if not (callable(values) or hasattr(values, "__iter__")):
-        raise UserError(f"{name} is of type {type(values).__name__}, no rows: give a list of rows, each a dict")
+        raise UserError(f"{name} is of type {type(values).__name__}: give a list of rows, each a dict")
     if callable(values) and not hasattr(values, "__iter__"):
         values = values()
     if hasattr(values, "notna") and hasattr(values, "to_dict"):  # pandas, whose empty cells are NaN

@@ -128,7 +128,7 @@ class Data:
             return ""
         return (
             f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0][0]} and "
-            f"{both[0][1]}: their accuracy says nothing about new ones (data.allow_overlap=true if intended)"
+            f"{both[0][1]}: accuracy on them does not measure generalisation (data.allow_overlap=true if intended)"
         )
 
 
