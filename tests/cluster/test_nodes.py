@@ -155,7 +155,7 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
     try:
         wait_until(lambda: run.poll() is not None or num_saved(), "a checkpoint", WITHIN_S)
         (second,) = cluster.worker_nodes
-        third = cluster.add_node(num_cpus=2, object_store_memory=200_000_000)
+        third = cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=200_000_000)  # as the second, for others
         cluster.wait_for_nodes()
         cluster.remove_node(second, allow_graceful=False)
         wait_until(lambda: run.poll() is not None or started() == [0, 1], "another start", WITHIN_S)
