@@ -196,7 +196,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict of columns: give a list of rows"),
         ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
         ({"reward": lambda reply: 0}, r"reward: <lambda> takes \(reply\): a reward function takes some of"),
-        ({"data": 5}, "data is of type int, no rows: give a list"),
+        ({"data": 5}, "data is of type int: give a list"),
         ({"resume": True}, "resume=True: write 'auto', 'never'"),
         ({"reward": "math"}, "reward is 'math': pass a function"),
         ({"reward": threading.Lock().acquire}, "reward: acquire has no signature"),

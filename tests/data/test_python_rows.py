@@ -75,7 +75,7 @@ def test_nested_values_of_a_data_frame(tmp_path: Path) -> None:
         ([ROWS[0], 3], "row 2 of the list is int"),
         ({"prompt": ["1+1="], "answer": ["2"]}, "data is a dict of columns: give a list of rows, each a dict"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "give one, e.g. data=dataset['train']"),
-        (3, "is of type int, no rows: give a list of rows"),
+        (3, "is of type int: give a list of rows"),
         (lambda: 3, "gives int, which cannot be iterated over"),
     ],
 )
