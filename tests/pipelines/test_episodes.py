@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -109,6 +110,15 @@ def test_a_workflow_that_cancels_itself_is_an_error_of_its_episode_alone(stalene
     assert sorted(sample.valid for sample in group.samples) == [False, True]
     (wrong,) = [sample for sample in group.samples if not sample.valid]
     assert "has cancelled itself" in str(wrong.outcome)
+
+
+def test_a_forgotten_await_is_asked_for() -> None:
+    async def run(chat: Chat, row: Row) -> float:
+        with closing(chat.ask((7,))) as reply:
+            return float(reply.text == "7")  # type: ignore[attr-defined]
+
+    group = asyncio.run(run_group(run, Engine(), 0))
+    assert "has no attribute 'text': is `await` missing? (at test_episodes.py" in str(group.samples[0].outcome)
 
 
 @STALENESS

@@ -84,6 +84,14 @@ def test_exhausted_tickets_are_an_error_that_says_why_and_what_to_do():
         assert part in str(caught.value)
 
 
+def test_exhausted_tickets_of_rejected_episodes_name_the_workflow():
+    queue = edge_with(3, consumer_batch=3)
+    for number in range(3):
+        queue.drop(number, "rejected")
+    with pytest.raises(Exhausted, match=r"3 rejected\): the workflow returned None, which rejects the episode"):
+        queue.ready(0, exhausted=True)
+
+
 def test_exhausted_tickets_may_go_on_with_what_there_is():
     queue = exhausted_edge(2, "continue")
     assert queue.ready(0, exhausted=True) == (0, 1)

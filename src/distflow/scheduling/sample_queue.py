@@ -278,7 +278,9 @@ class SampleQueue:
         num_left, last, dropped = queue.num_complete, queue.last_due, queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
         remedy = "use prompts of suitable difficulty or raise algorithm.filter_groups.max_num_gen_batches"
-        if num_left:
+        if [*dropped] == ["rejected"]:
+            remedy = "the workflow returned None, which rejects the episode: return a score for more of them"
+        elif num_left:
             remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
         whose = f" of the domain '{name}'" if name else ""
         later = f" and those up to step {last + 1}" if last is not None and last > step else ""

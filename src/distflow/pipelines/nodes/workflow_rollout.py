@@ -386,7 +386,8 @@ class _Episodes:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the boundary to user code
             place = f" (at {found})" if (found := users_place(error)) else ""
-            return self._error(f"{type(error).__name__}: {error}{place}"[:1000])
+            hint = ": is `await` missing?" if "coroutine" in str(error) else ""
+            return self._error(f"{type(error).__name__}: {error}{hint}{place}"[:1000])
         if outcome is not None and not self._trained(chat):
             who = " of an agent that is trained" if self.agents else ""
             return self._error(f"an episode ended without a token of the policy: it must await chat.ask{who}")
