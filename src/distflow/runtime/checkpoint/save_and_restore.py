@@ -102,9 +102,10 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
             group = "data." if what == "data" else "actor_rollout_ref.model."
             keys = [change for change in diff(config, spec.config) if change[0].startswith(group)]
             shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in keys)
+            other = "different data" if what == "data" else f"a different {what}"
             raise UserError(
-                f"{checkpoint.path} was saved with {'' if what == 'data' else 'a '}different {what}: rows, tokens or the "
-                f"reference would not be the same.\n{shown or '  the keys are the same: files that they name have changed'}\n"
+                f"{checkpoint.path} was saved with {other}: rows, tokens or the reference would not be the "
+                f"same.\n{shown or '  the keys are the same: files that they name have changed'}\n"
                 f"{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
             )
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
