@@ -1,4 +1,4 @@
-"""A user's loss and estimator are called once before a model is loaded, on a batch that is made up: a result of the
+"""A user's loss, estimator and nodes are called before a model is loaded, on a batch that is made up: a result of the
 wrong form, a loss without a gradient, or a name that does not exist, is found in milliseconds and not after the first
 rollout.
 
@@ -18,7 +18,7 @@ from distflow.config.derived_settings import is_rl
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.graph.fields import STANDARD_FIELDS, Axis
+from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.runtime.compiled_node import NodeContext, compile_steps
@@ -39,7 +39,7 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
     with torch.random.fork_rng(devices=()):
         losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
         found = [note for objective in losses if (note := _try_loss(objective))]
-        _try_estimator(config, pipeline)
+        _try_nodes(config, pipeline)
     return found
 
 
@@ -76,34 +76,36 @@ def _try_loss(objective: PolicyObjective) -> str | None:
     return None
 
 
-def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
-    own = find_adv_est(config.algorithm.adv_estimator).fn
-    if is_ours(own):
-        return
-    for node in pipeline.training_nodes:
-        is_own, contract = inspect.unwrap(innermost(node.fn)) is inspect.unwrap(innermost(own)), node.contract
-        if not is_own or contract.engines or contract.services:
+def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
+    """The user's estimator and nodes, but for those that need more than columns."""
+    estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
+    for node in pipeline.nodes:
+        fn, contract = inspect.unwrap(innermost(node.fn)), node.contract
+        needs_more = contract.engines or contract.services or {*contract.reserved} - {"config", "reduce"}
+        if is_ours(fn) or contract.is_async or needs_more:
             continue
         batch = made_up({*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}})
         if batch is None:
-            return
+            continue
         (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
         try:
             step(batch, NodeContext(config, 0, None))
         except NodeError as error:
             cause = error.__cause__
             if isinstance(cause, MISTAKES) or (cause is not None and users_place(cause) is None):
-                raise UserError(f"algorithm.adv_estimator: {error}") from error
+                key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
+                raise UserError(f"{key}: {error}") from error
         except UserError:  # of numbers that mean nothing
-            return
+            continue
 
 
 def made_up(names: Iterable[str]) -> Batch | None:
     """With these columns; None where one is of a kind that cannot be made up."""
     lengths, sizes = torch.tensor(LENGTHS), {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
-    for name in sorted(names):
-        known = STANDARD_FIELDS.get(name)
+    batch["uid"] = [f"{row // 2}-{row % 2}" for row in range(len(LENGTHS))]
+    for name in sorted({*names, "response_mask", "valid"} - {"uid"}):
+        known = find_field(name)
         column = _column(name, known.dtype, sizes[known.axis]) if known and known.axis in sizes else None
         if column is None:
             return None
