@@ -13,8 +13,6 @@ from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.prompts import PromptRow, PromptSet
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
-from distflow.graph.fields import STANDARD_FIELDS
-from distflow.import_target import is_ours
 from distflow.launch.check_extensions import find_gaps
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.data_sets import num_rows_of
@@ -150,14 +148,6 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         if tag not in tags:
             yield f"note: data.domains.{domain}.tags has '{tag}', but no used row has that tag{hint(tag, tags)}"
     yield from (f"note: {fault}" for fault in find_thread_faults())
-    nodes = reading.pipeline.nodes
-    own = [node for node in nodes if not is_ours(node.fn)]
-    takes_all = any({"batch", "samples", "group"} & {*node.contract.reserved} for node in own)
-    read = {*STANDARD_FIELDS, *(name for node in nodes for name in (*node.contract.reads, *node.contract.optional))}
-    for node in () if takes_all else own:
-        for name in node.contract.writes:
-            if name not in read:
-                yield f"note: no node reads the column '{name}' that node '{node.node_id}' writes"
     yield from _notes_on_rows(loaded, reading, data.looked_at)
     if config.actor_rollout_ref.actor.optim.lr > _HIGHEST_LR:
         yield f"note: actor_rollout_ref.actor.optim.lr={config.actor_rollout_ref.actor.optim.lr:g} is unusually high"

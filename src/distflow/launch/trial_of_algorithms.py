@@ -6,7 +6,7 @@ What else a function raises by itself is left to the run: the batch has numbers 
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.graph import BoundPipeline
+from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.select_pipeline import takes_policy_loss
@@ -32,7 +32,7 @@ LENGTHS = (3, 5, 4, 2)
 
 
 def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
-    """What is probably a mistake in them. Raises UserError for a loss or an estimator of the user's that a run could
+    """What is probably a mistake in them. Raises UserError for a loss, estimator or node of the user's that a run could
     not use."""
     if not is_rl(config):
         return []
@@ -40,7 +40,7 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
         losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
         found = [note for objective in losses if (note := _try_loss(objective))]
         _try_nodes(config, pipeline)
-    return found
+    return found + _unread(pipeline.nodes)
 
 
 def _try_loss(objective: PolicyObjective) -> str | None:
@@ -97,6 +97,16 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
                 raise UserError(f"{key}: {error}") from error
         except UserError:  # of numbers that mean nothing
             continue
+
+
+def _unread(nodes: Sequence[BoundNode]) -> list[str]:
+    """Columns that the user's nodes write and no node reads, unless one takes all."""
+    own = [node for node in nodes if not is_ours(node.fn)]
+    if any({"batch", "samples", "group"} & {*node.contract.reserved} for node in own):
+        return []
+    read = {*STANDARD_FIELDS, *(name for node in nodes for name in (*node.contract.reads, *node.contract.optional))}
+    written = [(name, node.node_id) for node in own for name in node.contract.writes if name not in read]
+    return [f"no node reads the column '{name}' that node '{node}' writes" for name, node in written]
 
 
 def made_up(names: Iterable[str]) -> Batch | None:
