@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distflow.audit import log_probs, metrics
+from distflow.audit.advantages import audit_advantages
 from distflow.audit.log_probs import audit_log_probs
 from distflow.audit.metrics import audit_sample_rows
 from distflow.audit.optimizer_steps import (
@@ -294,3 +295,14 @@ def test_nan_in_a_column_is_nan_in_the_samples_file(told: float, monkeypatch: py
     monkeypatch.setattr(metrics, "sample_rows", lambda batch: rows)
     with nullcontext() if math.isnan(told) else pytest.raises(Wrong, match="has 0.5 as the advantage .* it is nan"):
         assert audit_sample_rows.run(recorded(batch)) is None
+
+
+def test_a_node_that_rewrites_advantages_is_named_as_the_reason() -> None:
+    halve = SimpleNamespace(
+        node_id="halve",
+        node_role=NodeRole.DEFAULT,
+        fn=lambda advantages: advantages / 2,
+        contract=SimpleNamespace(writes=("advantages",)),
+    )
+    step = recorded(sampled_batch(), pipeline=(writer("advantages"), halve), trained=lambda: ["actor"])
+    assert audit_advantages.run(step) == "the user's node 'halve' writes advantages"

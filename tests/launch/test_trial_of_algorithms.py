@@ -1,5 +1,6 @@
 """A user's loss or estimator that a run could not use is refused before a model is loaded."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,42 @@ def imitates(log_probs, loss_mask):
 def rises_on_gains(log_probs, old_log_probs, advantages, loss_mask):
     return -(log_probs - old_log_probs).exp() * advantages.clamp(min=0) - log_probs, {}
 """
+NODES = """
+from distflow import NodeRole, node
+from distflow.graph import Drop, Node
+from distflow.pipelines.grpo import grpo_pipeline
+
+
+def with_node(name, function, writes="token_level_rewards"):
+    def pipeline():
+        graph = grpo_pipeline()
+        graph.add_node(Node(name, node(writes=writes, role=NodeRole.REWARD)(function)))
+        return graph
+    return pipeline
+
+
+def first(token_level_scores, response_mask):
+    return token_level_scores[:1]
+
+def doubles(token_level_scores, response_mask):
+    token_level_scores *= 2
+
+def no_such_name(token_level_scores, response_mask):
+    return token_level_scoers
+
+def divides(token_level_scores, response_mask):
+    return token_level_scores / 0
+
+def drops(token_level_scores, response_mask):
+    return Drop("dull")
+
+def sound(token_level_scores, response_mask):
+    return token_level_scores * 2
+
+rows, in_place, misspelt = with_node("rows", first), with_node("in_place", doubles, ()), with_node("x", no_such_name)
+infinite, dropping = with_node("x", divides), with_node("x", drops)
+unread = with_node("x", sound, {"unread": "response"})
+"""
 LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimator"
 
 
@@ -81,6 +118,26 @@ def test_what_a_run_could_not_use_is_refused(tmp_path: Path, key: str, function:
     with pytest.raises(UserError, match=f"{key}: .*{message}"):
         ground.run("grpo", f"{key}={tmp_path}/own.py:{function}", "trainer.total_training_steps=1")
     assert not list(tmp_path.rglob("metrics.jsonl")), "no run began"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("rows", r"node 'rows' returned something that does not fit.*shape \(1, 5\).*own.py:first"),
+        ("in_place", "node 'in_place' changed its column 'token_level_scores' in place"),
+        ("misspelt", "node 'x' raised NameError: .*'token_level_scoers'"),
+        ("infinite", None),
+        ("dropping", None),
+        ("unread", None),
+    ],
+)
+def test_nodes_are_tried_before_a_model_is_loaded(tmp_path: Path, pipeline: str, message: str | None) -> None:
+    (tmp_path / "own.py").write_text(NODES)
+    lines, keys = list[str](), Playground(tmp_path).overrides("run", f"dag.pipeline={tmp_path}/own.py:{pipeline}")
+    with pytest.raises(UserError, match=f"dag.pipeline: {message}") if message else nullcontext():
+        make_spec(load_config("grpo", keys), say=lines.append)
+    unread = "note: no node reads the column 'unread' that node 'x' writes"
+    assert [line for line in lines if line.startswith("note: no node")] == [unread] * (pipeline == "unread")
 
 
 def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_what_is_not_finite_is_told_with_node_column_and_sample(
     def writes(response_mask):  # type: ignore[no-untyped-def]
         return torch.tensor(values)
 
-    with pytest.raises(UserNodeError, match=f"node 'x' wrote {found}.*{__name__}") if found else nullcontext():
+    with pytest.raises(UserNodeError, match=f"^node 'x' wrote {found}.*{__name__}") if found else nullcontext():
         either(step(writes), plane)
 
 
@@ -337,6 +337,6 @@ def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(returns
         return {"nothing": None, "another": mine + 1}.get(returns, mine)
 
     refused = returns in ("nothing", "another")
-    message = "node 'x' changed its column 'response_mask' in place, which has no effect: return it and name it"
+    message = "^node 'x' changed its column 'response_mask' in place, which has no effect: return it and name it"
     with pytest.raises(UserNodeError, match=message) if refused else nullcontext():
         either(step(changes), plane)

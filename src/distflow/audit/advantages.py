@@ -22,10 +22,12 @@ from distflow.audit.recorded_step import (
     check_close,
     conversations_of,
     doubles,
+    is_builtin,
 )
 from distflow.audit.samples import functions_of, in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
+from distflow.graph import NodeRole
 
 Rows = list[tuple[list[float], list[float]]]
 """(advantages, returns) of each sample's tokens."""
@@ -52,6 +54,9 @@ def audit_advantages(recorded: RecordedStep) -> str | None:
     recorded = recorded.everyone
     registered = [find_adv_est(settings.adv_estimator) for _, settings, _ in recorded.by_algorithm()]
     if not recorded.is_ours("advantages", [estimator.fn for estimator in registered if estimator.formula]):
+        nodes = (node for node in recorded.run.pipeline.nodes if "advantages" in node.contract.writes)
+        if own := [n.node_id for n in nodes if n.node_role is not NodeRole.ADVANTAGE and not is_builtin(n.fn)]:
+            return f"the user's node '{own[0]}' writes advantages"
         return (
             "the estimator is the user's and has no formula: register_adv_est(NAME, formula=...) accepts a second "
             "implementation, (samples, options) -> [(advantages, returns) of each]"

@@ -1,11 +1,11 @@
-"""Calls a user's loss and estimator on a made-up batch before a model is loaded: a result of the wrong form, a loss
-without a gradient, or a name that does not exist, is found in milliseconds instead of after the first rollout.
+"""Calls a user's loss, estimator and nodes on a made-up batch before a model is loaded: a result of the wrong form, a
+loss without a gradient, or a name that does not exist, is found in milliseconds instead of after the first rollout.
 
 Other errors that a function raises are left to the run, since the batch's numbers are meaningless.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_rl
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.graph import BoundPipeline
-from distflow.graph.fields import STANDARD_FIELDS, Axis
+from distflow.graph import BoundNode, BoundPipeline
+from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.runtime.compiled_node import NodeContext, compile_steps
@@ -31,14 +31,14 @@ LENGTHS = (3, 5, 4, 2)
 
 
 def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
-    """Notes on probable mistakes. Raises UserError for a user's loss or estimator that a run could not use."""
+    """Notes on probable mistakes. Raises UserError for a user's loss, estimator or node that a run could not use."""
     if not is_rl(config):
         return []
     with torch.random.fork_rng(devices=()):
         losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
         found = [note for objective in losses if (note := _try_loss(objective))]
-        _try_estimator(config, pipeline)
-    return found
+        _try_nodes(config, pipeline)
+    return found + _unread(pipeline.nodes)
 
 
 def _try_loss(objective: PolicyObjective) -> str | None:
@@ -74,34 +74,46 @@ def _try_loss(objective: PolicyObjective) -> str | None:
     return None
 
 
-def _try_estimator(config: Config, pipeline: BoundPipeline) -> None:
-    own = find_adv_est(config.algorithm.adv_estimator).fn
-    if is_ours(own):
-        return
-    for node in pipeline.training_nodes:
-        is_own, contract = inspect.unwrap(innermost(node.fn)) is inspect.unwrap(innermost(own)), node.contract
-        if not is_own or contract.engines or contract.services:
+def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
+    """The user's estimator and nodes, but for those that need more than columns."""
+    estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
+    for node in pipeline.nodes:
+        fn, contract = inspect.unwrap(innermost(node.fn)), node.contract
+        needs_more = contract.engines or contract.services or {*contract.reserved} - {"config", "reduce"}
+        if is_ours(fn) or contract.is_async or needs_more:
             continue
         batch = made_up({*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}})
         if batch is None:
-            return
+            continue
         (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
         try:
             step(batch, NodeContext(config, 0, None))
         except NodeError as error:
             cause = error.__cause__
             if isinstance(cause, MISTAKES) or (cause is not None and users_place(cause) is None):
-                raise UserError(f"algorithm.adv_estimator: {error}") from error
+                key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
+                raise UserError(f"{key}: {error}") from error
         except UserError:  # due to meaningless numbers
-            return
+            continue
+
+
+def _unread(nodes: Sequence[BoundNode]) -> list[str]:
+    """Notes on columns that the user's nodes write and no node reads; none if a node takes all columns."""
+    own = [node for node in nodes if not is_ours(node.fn)]
+    if any({"batch", "samples", "group"} & {*node.contract.reserved} for node in own):
+        return []
+    read = {*STANDARD_FIELDS, *(name for node in nodes for name in (*node.contract.reads, *node.contract.optional))}
+    written = [(name, node.node_id) for node in own for name in node.contract.writes if name not in read]
+    return [f"no node reads the column '{name}' that node '{node}' writes" for name, node in written]
 
 
 def made_up(names: Iterable[str]) -> Batch | None:
     """A batch with these columns; None if one cannot be made up."""
     lengths, sizes = torch.tensor(LENGTHS), {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
-    for name in sorted(names):
-        known = STANDARD_FIELDS.get(name)
+    batch["uid"] = [f"{row // 2}-{row % 2}" for row in range(len(LENGTHS))]
+    for name in sorted({*names, "response_mask", "valid"} - {"uid"}):
+        known = find_field(name)
         column = _column(name, known.dtype, sizes[known.axis]) if known and known.axis in sizes else None
         if column is None:
             return None

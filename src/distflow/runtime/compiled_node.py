@@ -27,7 +27,7 @@ from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.group_columns import Group, rows_by_group
 from distflow.runtime.resources import Resources
-from distflow.runtime.run_errors_and_limits import NodeError, node_error, output_error
+from distflow.runtime.run_errors_and_limits import BadOutput, NodeError, node_error, output_error
 from distflow.runtime.user_calls.async_calls import deadline_paused, run_async
 from distflow.runtime.user_calls.reward_adapters import adapt
 from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
@@ -311,32 +311,30 @@ class Step:
             every = torch.arange(len(batch))
             rows = every if axis is Axis.SAMPLE else every.repeat_interleave(batch.lengths(axis))
             counts = batch.flat("valid")[rows] & (batch.flat("response_mask") > 0 if axis is Axis.RESPONSE else True)
-            if len(wrong := (~finite & counts).nonzero()):
-                place = int(wrong[0])
+            for place in (~finite & counts).nonzero()[:1, 0].tolist():
                 uid, value = batch["uid"][int(rows[place])], float(values[place])
                 raise output_error(self.node, f"wrote {value} into the column '{name}' for sample {uid}")
 
     def _read(
         self, output: object, num_samples: int, before: Versions
     ) -> tuple[Batch | Mapping[str, Written], Measured]:
-        """(columns, metrics) of what the function returned. Raises NodeError if it changed a column that it got, and
+        """(columns, metrics) of what the function returned. Raises BadOutput if it changed a column that it got, and
         does not return that."""
         measured: Measured = ({}, float(num_samples))
         if isinstance(output, NodeOutput):
             weight = float(num_samples) if output.weight is None else output.weight
             measured, output = (dict(output.metrics or {}), weight), output.batch
-        columns = dict[str, Written]()
-        returned: Mapping[str, object] = {}
-        if output is not None and not isinstance(output, Batch):
-            returned = output if isinstance(output, Mapping) else self._by_name(output)
-        for name, value in returned.items():
+        if isinstance(output, Drop):
+            raise output_error(self.node, "returned Drop in the training loop, where no group can be dropped")
+        columns, named = dict[str, Written](), {} if isinstance(output, Batch) or output is None else output
+        for name, value in (named if isinstance(named, Mapping) else self._by_name(named)).items():
             if not isinstance(value, Tensor | np.ndarray | Sequence):
                 raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
             columns[name] = value
         for name, (tensor, version) in before.items():
             if tensor._version != version and all(value is not tensor for value in columns.values()):
                 what = f"changed its column '{name}' in place, which has no effect"
-                raise output_error(self.node, f"{what}: return it and name it in writes, or change a clone")
+                raise BadOutput(f"{what}: return it and name it in writes, or change a clone")
         return output if isinstance(output, Batch) else columns, measured
 
     def _by_name(self, output: object) -> dict[str, object]:
@@ -354,6 +352,10 @@ class Step:
         """Reports errors inside as due to what the node returned."""
         try:
             yield
+        except NodeError:
+            raise
+        except BadOutput as err:
+            raise output_error(self.node, str(err)) from err
         except (ValueError, TypeError) as err:
             raise output_error(self.node, f"returned something that does not fit its batch: {err}") from err
 
