@@ -82,10 +82,16 @@ def _lines(path: Path, step: int | None = None) -> list[dict[str, Any]]:
     return found if step is None else [{"group_id": None, **line} for line in found if line["step"] == step]
 
 
-def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(ground: Playground) -> None:
-    keys = ("trainer.keep_best=true", "trainer.keep_best_metric=val_correct/al/mean", "trainer.test_freq=1")
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [("val_correct/al/mean", "did you mean 'all'"), ("val/accuracy", "choose one of .*val_correct/all/mean")],
+)
+def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(
+    ground: Playground, metric: str, said: str
+) -> None:
+    keys = ("trainer.keep_best=true", f"trainer.keep_best_metric={metric}", "trainer.test_freq=1")
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.total_epochs=1", "trainer.save_freq=1")
-    with pytest.raises(UserError, match="choose one of .*val_correct/all/mean"):
+    with pytest.raises(UserError, match=said):
         ground.run("grpo", *CHEAP, *keys, *data)
 
 
