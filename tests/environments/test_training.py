@@ -269,7 +269,7 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["=nobody"], "there is no built-in workflow of that name"),
+        (["=nobody"], "no built-in workflow has that name"),
         (["=game.py:nobody"], "has no 'nobody'"),
         (["=game.py:GAME"], "has no 'GAME'"),
         (

@@ -171,7 +171,7 @@ def test_one_process_judges_for_all_domains_as_one_part_of_the_score(tmp_path: P
     [
         ({"path": ""}, "the reward 'model' has no path"),
         ({"path": "{folder}/nowhere"}, "there is no such file or folder"),
-        ({"path": "{folder}", "dtype": "float8"}, "computes in bfloat16 or float32"),
+        ({"path": "{folder}", "dtype": "float8"}, "has dtype 'float8': write bfloat16 or float32"),
         ({"path": "{folder}", "device": "cuda:77"}, "has no device 'cuda:77'"),
         ({"path": "{folder}", "max_tokens": 0}, "max_tokens 1 or more"),
         ({"path": "{folder}", "max_lenght": 9}, "no option 'max_lenght'; did you mean 'max_length'"),

@@ -87,7 +87,7 @@ class Normalization:
         """
         if self.group_size is not None:
             if episode_index is None:
-                raise ValueError("group_size cuts groups by their episodes; give episode_index")
+                raise ValueError("group_size needs episode_index, because it splits groups by episode")
             runs = torch.div(episode_index, self.group_size, rounding_mode="floor")
             group_index = torch.unique(torch.stack([group_index, runs]), dim=1, return_inverse=True)[1]
         groups = Groups(group_index, valid)

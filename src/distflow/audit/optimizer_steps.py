@@ -438,6 +438,6 @@ def _same_moments(update: UpdateRecord, name: str, stripe: Stripe, wanted: dict[
         found = stripe.moved_moments.get(moment)
         if found is None or not bool(((found - expected).abs() <= MOMENT_LIMIT * size + 1e-30).all()):
             raise Wrong(
-                f"{moment} of {name} of the {update.role} is not the optimizer's formula of its gradient and of "
-                f"{moment} before the step: it was lost, or is kept in a lower precision than float32"
+                f"{update.role}: {moment} of {name} is not what the optimizer's formula gives for the gradient and the "
+                f"previous {moment}: it was lost, or is kept in a lower precision than float32"
             )

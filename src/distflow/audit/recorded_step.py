@@ -181,7 +181,7 @@ class RecordedStep:
         return samples_of(self.batch)
 
     def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
-        """The samples of each domain that has its own settings, and of all others under "", with those settings."""
+        """(domain, settings, samples) for each domain with its own settings; all other samples are under ""."""
         samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
         for sample in self.samples:
             samples[sample["domain"] if sample["domain"] in samples else ""].append(sample)

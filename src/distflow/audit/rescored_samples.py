@@ -140,7 +140,7 @@ def _check_calls(recorded: RecordedStep) -> None:
 
 
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
-    """The sample's score, None for an error; raises Wrong if another text was scored, or the score is another's."""
+    """The sample's score, None for an error. Raises Wrong if the scored text or the score is another sample's."""
     wanted = _arguments(recorded, sample)
     del wanted[PROMPT]  # a user's rollout may use a prompt other than the row's
     own = [

@@ -280,7 +280,8 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
             raise Wrong(f"group {number} was kept, but all its samples have the {what}")
         mean, (low, high) = math.fsum(values) / len(values), settings.mean_range or (-math.inf, math.inf)
         if not low - ROUNDING < mean < high + ROUNDING:
-            raise Wrong(f"group {number} was kept, but the mean of its {settings.metric} is {mean:g} (mean_range)")
+            outside = f"outside mean_range [{low:g}, {high:g}]"
+            raise Wrong(f"group {number} was kept, but its mean {settings.metric} is {mean:g}, {outside}")
 
 
 def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] | None:

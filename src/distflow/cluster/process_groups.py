@@ -120,8 +120,8 @@ class TorchCollective:
         return {name: by_name[name] for name in value}
 
     def _check_names(self, names: list[str]) -> None:
-        """Compare names by a hash, since tensors of different lengths would hang or mix up numbers; names are sent only
-        for the message."""
+        """Check by a hash that all ranks have the same names, since reducing tensors of different lengths would hang or
+        mix up numbers. The names themselves are sent only for the error message."""
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         largest, least = self._all_reduce(
             torch.tensor([digest, -digest], device=self._device), dist.ReduceOp.MAX

@@ -148,8 +148,8 @@ def _end_own() -> None:
 
 @contextmanager
 def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[dict[int, Bundle]]:
-    """The reserved bundle of each node of the plan: of this run, or of all runs that one command started. Raises what
-    `reserve` raises."""
+    """The reserved bundle of each node of the plan, for this run alone, or shared by all runs that one command started.
+    Raises what `reserve` raises."""
     nodes = sorted({rank.node for rank in plan.ranks})
     if shared := os.environ.get(SHARED_BUNDLES):
         group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(shared)))

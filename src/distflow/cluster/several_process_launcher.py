@@ -31,7 +31,7 @@ from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 from distflow.runtime.worker_place_and_dp_groups import Place
 
 _NUM_CALLS = 16
-"""Calls of one process that may wait at once."""
+"""Maximum number of calls from one process that are served at the same time."""
 _LOOKS_EVERY_S = 0.5
 
 

@@ -1,6 +1,6 @@
 """`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves both with a report;
-`distflow chat`: chats with a model, or a run's policy, in the terminal; `distflow serve`: serves it at the routes of
-OpenAI and Anthropic."""
+`distflow chat`: chats with a model, or a run's policy, in the terminal; `distflow serve`: serves one over routes
+compatible with OpenAI's and Anthropic's."""
 
 import argparse
 import asyncio

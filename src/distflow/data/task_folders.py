@@ -77,11 +77,15 @@ def read_task_folder(folder: Path) -> Task:
     for name, why in _UNSUPPORTED.items():
         table, _, key = name.rpartition(".")
         if (tables[table] if table else config).get(key):
-            raise ValueError(f"task.toml: {name}: {why if table and 'image' in key else f'the task {why}'}")
+            raise ValueError(
+                f"task.toml: {why if table and 'image' in key else f'{name}: the task {why}, which is not supported'}"
+            )
     if image := next((name for name in _IMAGES if (folder / "environment" / name).exists()), None):
         raise ValueError(_CONTAINER.format(f"environment/{image}"))
     if environment.get("os", "linux") != "linux" or verifier.get("environment_mode", "shared") != "shared":
-        raise ValueError("task.toml: the task wants another system than Linux, or a container of its own for the tests")
+        raise ValueError(
+            "task.toml: the task needs another system than Linux, or a separate container for tests: unsupported"
+        )
     if any(table.get("network_mode", "no-network") != "no-network" for table in tables.values()):
         raise ValueError("task.toml: network_mode: the task wants a network")
     instruction = (folder / "instruction.md").read_text("utf-8").strip()

@@ -25,9 +25,10 @@ class _Conversation:
 class Conversations:
     """The conversations of one episode. last: the reply to its last call.
 
-    A call extends a conversation if its messages begin with it, with the policy's replies as returned and the same
-    tools; the longest such conversation counts. A call that extends none is a branch, and so is each further answer to
-    one call, and a call that extends a conversation still waiting for a reply: calls are answered concurrently.
+    A call extends a conversation if it has the same tools and its messages begin with those of the conversation, with
+    the policy's replies as returned; of several such conversations, it extends the longest. A call that
+    extends none is a branch, and so is each further answer to one call, and a call that extends a conversation still
+    waiting for a reply: calls are answered concurrently.
     """
 
     def __init__(self, chat: Chat, format: str | None, max_calls: int) -> None:

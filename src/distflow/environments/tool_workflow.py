@@ -100,8 +100,8 @@ class HarborWorkflow:
             shell.close()
 
     async def __call__(self, chat: Chat, row: Row) -> Mapping[str, float]:
-        """Run an episode. Raises UserError for a row of other data; RuntimeError or OSError, errors of the episode, if
-        the task or its tests fail."""
+        """Run an episode. Raises UserError if the row is not from a task folder; RuntimeError or OSError, which are
+        errors of the episode, if the task or its tests fail."""
         found = row.extra_info.get(HARBOR)
         if not isinstance(found, Mapping):
             raise UserError(f"the row has no column '{HARBOR}': the data of this workflow must be a folder of tasks")

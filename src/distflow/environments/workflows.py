@@ -95,8 +95,8 @@ def load_workflow(name: str, options: Mapping[str, object]) -> Workflow:
     target = WORKFLOWS[name].target if name in WORKFLOWS else name
     if ":" not in target:
         raise UserError(
-            f"{KEY}={name}: there is no built-in workflow of that name{hint(name, WORKFLOWS)}. Built in are "
-            f"{', '.join(WORKFLOWS)}; write your own as module:function or file.py:function"
+            f"{KEY}={name}: no built-in workflow has that name{hint(name, WORKFLOWS)}. Built-in workflows: "
+            f"{', '.join(WORKFLOWS)}. To use your own, write module:function or file.py:function"
         )
     try:
         found: Any = load(target)

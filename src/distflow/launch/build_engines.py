@@ -96,7 +96,7 @@ def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
     mesh: DeviceMesh | None = get("mesh")
     if mesh is None:
         raise UserError(
-            "actor.strategy=fsdp shards weights over the training processes, and this run has one: set "
+            "actor.strategy=fsdp shards weights over the training processes, but this run has only one: set "
             "trainer.n_gpus_per_node=2, or actor.strategy=torch"
         )
     return Sharding(mesh, spread.compute_dtype, spread.on_host)

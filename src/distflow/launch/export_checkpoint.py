@@ -116,7 +116,7 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
         )
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-            warn(f"no Hugging Face folder of {path.name} (trainer.save_hf_model): {why[0]}")
+            warn(f"{path.name} could not be exported to a Hugging Face folder (trainer.save_hf_model): {why[0]}")
 
 
 def identity(checkpoint: Path) -> str:

@@ -1,5 +1,5 @@
-"""The model of a config without a run: in a chat, with prompts tokenised like the data's (`distflow chat`), behind the
-endpoint (`distflow serve`), or its rollout engine tested for all that a run expects (`distflow rollout check`)."""
+"""Uses a config's model without a run: chats with it, with prompts tokenised like the data (`distflow chat`), serves it
+(`distflow serve`), or tests whether its rollout engine does all that a run needs (`distflow rollout check`)."""
 
 import asyncio
 import sys

@@ -263,7 +263,7 @@ def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
     for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
         part = next((part for part in parts if str(name).startswith(f"{part}/")), str(name).partition("/")[0])
         key = str(name).removeprefix(part).removeprefix("/")
-        if key != "acc":  # `acc` is the row's
+        if key != "acc":  # `acc` is a field of the row already
             found.setdefault(part, {})[key] = value
     return found
 

@@ -50,8 +50,7 @@ def escaped_json(text: str) -> str:
 class TerminalOutput(io.TextIOBase):
     """Writes to the stream `below`, and outlives its terminal: output to a closed terminal is discarded.
 
-    The kernel fails writes to a closed terminal before SIGHUP arrives, and only that signal's handler stops the run in
-    order.
+    Writes to a closed terminal fail before SIGHUP arrives, but only the handler of SIGHUP stops the run cleanly.
     """
 
     def __init__(self, below: TextIO) -> None:

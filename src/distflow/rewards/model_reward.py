@@ -83,7 +83,7 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
     if not path:
         raise UserError("the reward 'model' has no path: write {name: model, options: {path: DIR}}")
     if dtype not in DTYPES:
-        raise UserError(f"the reward 'model' computes in {' or '.join(DTYPES)}, not in '{dtype}' (dtype)")
+        raise UserError(f"the reward 'model' has dtype '{dtype}': write {' or '.join(DTYPES)}")
     model = load_reward_model(path, dtype=getattr(torch, dtype), device=_device(device), revision=revision or None)
     tokenizer = load_tokenizer(path, revision=revision or None, generates=False)
     longest = longest_text(model.config, tokenizer)

@@ -77,7 +77,7 @@ class EngineWeights:
         return self._released or stripe_hashes(self.module.named_parameters(remove_duplicate=False))
 
     def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Load the weights of a version between two steps; None: the present weights get that version.
+        """Load the weights of a version between two steps. If `weights` is None, the present weights get that version.
 
         Raises ValueError, with nothing changed, if the version goes back, if names or shapes do not fit, or, on shared
         storage, if a sent tensor is not the module's own.

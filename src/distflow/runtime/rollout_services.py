@@ -44,7 +44,8 @@ class Abandoned(BaseException):
 
 @dataclass(eq=False)
 class _Loan:
-    """A computation for the waiting thread. taken: has begun there; set before `ended`. abandoned: was interrupted."""
+    """A computation for the waiting thread. taken: that thread has started it; set before `ended`. abandoned: it was
+    interrupted."""
 
     stretch: Stretch
     taken: bool = False

@@ -166,7 +166,7 @@ class Spec:
     no tensors (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
     ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics of the contribution of each
     active loss term. facts: must be the same in a resumed run and its checkpoint. description: the head of the report.
-    num_left_out: unused rows of "train" and "val DOMAIN". overlap: a warning of validation rows that are trained on.
+    num_left_out: unused rows of "train" and "val DOMAIN". overlap: a warning about validation rows that are trained on.
     """
 
     config: Config

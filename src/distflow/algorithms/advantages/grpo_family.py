@@ -2,7 +2,7 @@
 
 - Dr.GRPO (arXiv:2503.20783): no standard deviation, or that of the batch (Liu et al. 2025, arXiv:2508.08221; TRL's
   `scale_rewards`). CPGD (arXiv:2505.12504) and GSPO (arXiv:2507.18071) use GRPO's advantages with their own losses.
-- GDPO (Liu et al. 2026, arXiv:2601.05242): each part of the reward is normalised before they are summed.
+- GDPO (Liu et al. 2026, arXiv:2601.05242): the parts of the reward are normalised before they are summed.
 - GPG: group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 - Policy gradient for pass@k: only the best response of a group has an advantage (arXiv:2503.19595).
 - GRPO over turns: each turn of an episode is compared with the same turn of the group's other episodes.

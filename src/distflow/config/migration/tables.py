@@ -73,7 +73,7 @@ class Table:
     names: by key; `*` in a key stands for any part.
     values: for keys of both systems, the values that have another name here.
     tuning: names that mean something else in supervised fine-tuning and of reward models; there they come first.
-    defaults: the system's values of keys that are not set, by what is trained: grpo, ppo (both: rl), sft, rm (both:
+    defaults: the system's defaults of unset keys, by kind of training: grpo, ppo (both: rl), sft, rm (both:
     tuning), or all.
     computed: likewise our keys, with a formula of its keys and of `devices`, which stand as names with dots.
     beside_keys: other names of the system, with their counterparts here.

@@ -171,7 +171,7 @@ def subtract_kl(
     horizon: int,
     mean: KLMean,
 ) -> NodeOutput:
-    """`token_level_rewards`; the coefficient is the node's state, so that a resumed run continues with it."""
+    """Subtract the KL penalty from rewards. The coefficient is the node's state, so a resumed run continues with it."""
     coefficient = float(ctx.state.get("value", kl_coef))
     controller = KLController(coefficient, target_kl, horizon)
     rewards, kl = penalise(

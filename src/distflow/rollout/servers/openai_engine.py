@@ -65,7 +65,7 @@ class OpenAIEngine(HttpEngine):
         own = str(getattr(self.config, "_name_or_path", ""))
         found = [name for name in names if name == own or len(names) == 1]
         if not found:
-            raise UserError(f"{self.who} has the models {', '.join(names)}, and this run has {own or 'a folder'}")
+            raise UserError(f"{self.who} serves the models {', '.join(names)}, but not this run's {own or 'model'}")
         return found[0]
 
     async def _complete(self, body: Mapping[str, Any], timeout: httpx.Timeout | None = None) -> Mapping[str, Any]:

@@ -70,8 +70,8 @@ class TrainingStep(Generic[T]):
     """One rank's part of a step, and its training nodes' results.
 
     group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in order. batch: their
-    samples. On the way from the queue it is a list of their data, which holds the step's first group if the rank has
-    none, for its columns. metrics: of the groups of all ranks. reward_counts: since the last step, of workers that do
+    samples. On the way from the queue, it is a list of the groups' data; a rank without groups gets the step's first
+    group, for its columns. metrics: of the groups of all ranks. reward_counts: since the last step, of workers that do
     not train, passed to one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of
     each of this rank's groups.
     """

@@ -60,7 +60,7 @@ class WeightPort(Protocol):
 
 def check_receipt(receipt: WeightReceipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
     """hashes: of the weights that the engine must have. of: names the engine, e.g. " of worker 2". Raises TrustError if
-    it has another version or other weights."""
+    the engine has another version or other weights."""
     if receipt.version != version:
         raise TrustError(f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}")
     if receipt.shared and not receipt.hashes:
