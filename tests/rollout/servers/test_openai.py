@@ -99,7 +99,7 @@ def test_a_pause_holds_requests_back() -> None:
     ("args", "text"),
     [
         ({"returns": "texts"}, "returns no token ids or no log-probs"),
-        ({"names": ["one", "another"]}, "has the models one, another"),
+        ({"names": ["one", "another"]}, "serves the models one, another"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_at_the_start(args: dict[str, Any], text: str) -> None:
