@@ -38,7 +38,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     for number in range(2, 60 + 3 * len(solution_str.split())):
         primes += all(number % divisor for divisor in range(2, number))
     words = solution_str.split()
-    return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
+    return sum(word[1:].isdigit() and int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
 """
 
 

@@ -23,7 +23,7 @@ _NEVER = -50.0
 VERIFIER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     words = solution_str.split()
-    return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
+    return sum(word[1:].isdigit() and int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
 """
 
 

@@ -26,7 +26,7 @@ def test_advantages_moments_and_coefficients_do_not_depend_on_the_ranks(tmp_path
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert len(found["apart"]) == 2 * len(COLUMNS) and max(found["apart"].values()) < 1e-5
-        assert flat(found["own"]) == pytest.approx(flat(found["kept"]), rel=1e-9) and len(flat(found["own"])) == 12
+        assert flat(found["own"]) == pytest.approx(flat(found["kept"]), rel=1e-9) and len(flat(found["own"])) == 13
 
 
 def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:

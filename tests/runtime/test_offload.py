@@ -98,7 +98,8 @@ def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none
     audited = ["onload actor", "onload critic", "step actor", "offload actor weights moments", "step critic"]
     published = ["offload critic weights", "onload actor", "offload actor weights moments"]
     step = [*scored, *audited, *published]
-    assert [*canary, *step, *step, "generate"] == EVENTS
+    checked = ["onload actor", "onload critic", "offload actor weights moments", "offload critic weights"]
+    assert [*canary, *step, "generate", *checked, *step, "generate", *checked] == EVENTS
 
 
 class Recorded:

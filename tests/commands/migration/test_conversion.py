@@ -241,7 +241,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             f"{ACTOR}.use_kl_loss": False,
             f"{ACTOR}.optim.lr": 1e-6,
             f"{ACTOR}.optim.weight_decay": 0.0,
-            f"{ACTOR}.optim.scheduler": "constant_with_warmup",
+            f"{ACTOR}.optim.scheduler": "linear_with_warmup",
             f"{ACTOR}.optim.lr_warmup_steps": 5,
             f"{ROLLOUT}.n": 8,
             f"{ROLLOUT}.temperature": 0.9,

@@ -97,6 +97,26 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {f"{ROLLOUT}.n": 4, "trainer.total_training_steps": None},
         ("line 7: max_steps: it is changed in a loop",),
     ),
+    "adapters of another file": (
+        "py",
+        START + f"import own\n{GRPO}GRPOConfig(), peft_config=own.PEFT).train()\n",
+        {f"{MODEL}.lora_rank": 0},
+        ("line 4: peft_config: `own.PEFT` has no value in the file; set its entries",),
+    ),
+    "quantised weights": (
+        "py",
+        START + "from transformers import AutoModelForCausalLM, BitsAndBytesConfig\n"
+        "model = AutoModelForCausalLM.from_pretrained('m', quantization_config=BitsAndBytesConfig(load_in_4bit=True))\n"
+        "GRPOTrainer(model=model, train_dataset='d/d', args=GRPOConfig()).train()\n",
+        {},
+        ("quantised weights are not supported",),
+    ),
+    "an environment": (
+        "py",
+        START + f"{GRPO}GRPOConfig(), environment_factory=Env).train()\n",
+        {},
+        ("the workflow environment (docs/tools.md) plays one",),
+    ),
     "a line of a mapping": (
         "py",
         START + f"kw = {{\n    'beta': 0.1,\n    'top_entropy_quantile': 0.2,\n}}\n{GRPO}GRPOConfig(**kw)).train()\n",

@@ -145,6 +145,27 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         ("save_path='a > b'",),
     ),
     "options that are passed on": ("sh", "set -e\n" + GRPO + '"$@"\n', {}, ("line 2: $@",)),
+    "options of a newer version": (
+        "sh",
+        "python -m openrlhf.cli.train_ppo_ray --data.prompt_dataset a/b --actor.adam.lr 5e-7 "
+        "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4 --data.input_key q --actor.other 1",
+        {
+            "actor_rollout_ref.actor.optim.lr": 5e-7,
+            f"{ROLLOUT}.n": 4,
+            "data.prompt_key": "q",
+            "algorithm.adv_estimator": "grpo",
+        },
+        ("actor.other=1: OpenRLHF's table does not have it",),
+    ),
+    "ROLL's defaults": (
+        "yaml",
+        ROLL.replace("{device_mapping", "{model_args: {lora_rank: 32, lora_target: all}, device_mapping"),
+        {
+            **{"actor_rollout_ref.actor.optim.scheduler": "linear_with_warmup"},
+            **{f"{MODEL}.lora_alpha": 64.0, f"{MODEL}.target_modules": "all-linear"},
+        },
+        (),
+    ),
     "several data sets": (
         "sh",
         OPENRLHF + "'a/b, c/d' --eval_dataset e/f,g/h",

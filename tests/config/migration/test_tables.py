@@ -59,7 +59,7 @@ def test_a_key_comes_before_a_pattern_and_the_first_pattern_before_others(tmp_pa
 
 
 FILES = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
-GROUPS = {"answers", "keys", "fine_tuning", "values", "defaults", "computed", "beside_keys", "example"}
+GROUPS = {"answers", "keys", "fine_tuning", "values", "defaults", "computed", "beside_keys", "newer_names", "example"}
 METHODS = {"all", "rl", "tuning", "grpo", "rloo", "ppo", "sft", "rm", "end"}
 
 

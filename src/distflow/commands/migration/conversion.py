@@ -103,6 +103,10 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
         draft.missing.append(f"max_length: prompts and responses have separate limits, here half of {said}; {advice}")
     if theirs.system == "AReaL" and theirs.method in ("grpo", "ppo"):
         draft.missing.append(_IN_SCRIPT)
+    elif theirs.system == "AReaL" and theirs.method == "rm":
+        draft.missing.append(
+            "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, data.rejected_key"
+        )
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
     for key, value in sorted(values.items(), key=lambda item: _order(item[0])):

@@ -21,7 +21,7 @@ _PEFT = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "unsloth": {"r": 16, "lora_alp
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _LEFT_OUT = (
     *("args", "config", "model_name", "pretrained_model_name_or_path", "bias", "task_type", "inference_mode"),
-    *("optimizers", "data_collator", "peft_config", "ref_model", "quantization_config", "num_labels"),
+    *("optimizers", "data_collator", "ref_model", "num_labels"),
 )
 """Arguments that hold what the script made of others, which are read where they stand."""
 _OVERLONG, _LENGTHS = "get_soft_overlong_punishment", ("max_completion_len", "soft_punish_cache")
@@ -95,9 +95,12 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     for names, remark in script.decided:
         is_option = names & script.options or script.has_options and names & script.fields
         found.remarks += [remark] if is_option and not arguments else []
+    adapters_read = any(owner == _ADAPTERS for owner, *_ in script.given)
     for owner, key, value, at, config in script.given:
+        of_options = isinstance(value, Unread) and "get_peft_config" in value.why
         if (
             config in (-1, made)
+            and not (key == "peft_config" and (adapters_read or of_options))
             and owner in (kind, "", _ADAPTERS if script.has_adapters else kind)
             and value != _NOT_GIVEN
             and not (isinstance(value, Unread) and script.has_options and not owner)

@@ -106,7 +106,8 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
     if trainer is None or trainer["TRL"] and place and [*words, ""][place + 1] not in _METHODS:  # pip install trl
         return None
     system, values, own = str(trainer.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
-    read_options(own[:-1], values.__setitem__)
+    newer = all_tables()[system].newer_names if system in all_tables() else {}
+    read_options(own[:-1], lambda key, value: values.__setitem__(newer.get(key, key), value))
     named = {"TRL": own[0], "verl": "ppo_ray" if "main" in trainer[0] else "sft"}.get(system, trainer[system])
     if system != "script" and named not in _METHODS:
         raise UserError(f"line {line}: '{trainer[0]}' uses an unsupported method, or does not train")

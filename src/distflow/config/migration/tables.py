@@ -77,6 +77,7 @@ class Table:
     tuning), or all.
     computed: likewise our keys, with a formula of its keys and of `devices`, which stand as names with dots.
     beside_keys: other names of the system, with their counterparts here.
+    newer_names: what newer versions call its keys, with the names above.
     example: a well-known run of the system, and the same run here, for the docs.
     """
 
@@ -87,6 +88,7 @@ class Table:
     defaults: Mapping[str, Mapping[str, object]]
     computed: Mapping[str, Mapping[str, str]]
     beside_keys: Mapping[str, str]
+    newer_names: Mapping[str, str]
     example: Mapping[str, Any]
 
     def find(self, key: str, method: str = "") -> Name | None:
@@ -157,6 +159,7 @@ def read_table(path: Path) -> Table:
         defaults=raw.get("defaults", {}),
         computed=raw.get("computed", {}),
         beside_keys=raw.get("beside_keys", {}),
+        newer_names={key: name for keys, name in raw.get("newer_names", {}).items() for key in expand(keys)},
         example=raw.get("example", {}),
     )
 
