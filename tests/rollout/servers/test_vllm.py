@@ -4,14 +4,16 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import distflow
+from distflow.errors import TrustError
 from distflow.rollout.engine import GenerateRequest, Generation
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
@@ -274,6 +276,49 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
         names = ("reward/mean_score", "actor/grad_norm")
         for one, other in zip(of_vllm, run("embedded"), strict=True):
             assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+
+
+@pytest.mark.parametrize("lost", ["", "up_proj", None])
+def test_an_adapter_that_the_server_does_not_serve_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str | None
+) -> None:
+    """verl-project/verl#7495 (no update after the first) and unslothai/unsloth-zoo#941 (none of one projection), with
+    receipts of the right hashes. lost: in the names that are not updated; None is the healthy twin."""
+    original, first, right = VllmEngine.take, dict[str, torch.Tensor](), dict[str, str]()
+
+    async def take(engine: VllmEngine, files: Sequence[Path]) -> dict[str, str]:
+        right.update(await original(engine, files))
+        own = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        first.update({} if first else own)
+        served = {name: first[name] if lost is not None and lost in name else own[name] for name in own}
+        save_file(served, tmp_path / "served.safetensors")
+        await original(engine, [tmp_path / "served.safetensors"])
+        return {**right}
+
+    async def held_hashes(engine: VllmEngine) -> dict[str, str]:
+        return {**right}
+
+    monkeypatch.setattr(VllmEngine, "take", take)
+    monkeypatch.setattr(VllmEngine, "held_hashes", held_hashes)
+    write_tiny_model(tmp_path / "model", "llama", head_dim=32)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+    overrides = {
+        "actor_rollout_ref.model.path": str(tmp_path / "model"),
+        "actor_rollout_ref.model.lora_rank": 4,
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.python": str(PYTHON),
+        "trainer.default_local_dir": str(tmp_path / "run"),
+        "trainer.total_training_steps": 5,
+        "data.train_batch_size": 16,
+        "data.val_max_samples": 4,
+    }
+    if lost is None:
+        done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
+        assert done.num_steps == 5 and not done.events("finding") and not done.events("error")
+        return
+    with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
+        distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
 
 
 def score(solution_str: str, ground_truth: str) -> float:
