@@ -151,25 +151,3 @@ def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Sp
     assert sample_steps(tmp_path / "run", "dropped") == [1, 4]
     assert [row["uid"] for row in read_samples(tmp_path / "run", 4, "dropped")] == ["9-0"]
     assert read_samples(tmp_path / "run", 1, "dropped") == []
-
-
-@pytest.mark.parametrize(
-    ("parts", "acc", "told"),
-    [
-        ({"correct": 0.0, "n_chars": 4.0, "style": 0.5}, 4.5, "4.5, the sum of n_chars + style, counts as correct"),
-        ({"correct": 1.0, "n_chars": 4.0}, 1.0, None),
-        ({"correct": 0.5, "style": 0.25}, 0.75, None),
-        ({"points": 3.0}, 3.0, None),
-    ],
-)
-def test_an_accuracy_that_is_a_sum_of_parts_is_told_once(
-    spec: Spec, tmp_path: Path, parts: dict[str, float], acc: float, told: str | None
-) -> None:
-    batch = group()
-    batch["acc"], batch["reward_parts"], batch["scores"] = [0.0, acc], [{}, parts], [0.0, acc]
-    with record(spec, tmp_path / "run") as recorder:
-        recorder.training_step(1, {}, batch)
-        recorder.training_step(2, {}, batch)
-        recorder.status = "finished"
-    warnings = [event.message for event in read_events(tmp_path / "run") if event.kind == "warning"]
-    assert len(warnings) == (told is not None) and all(f"{told} (sample 0-1)" in warning for warning in warnings)

@@ -30,7 +30,7 @@ from distflow.observe.writing.timing import PhaseTimer, Waits
 from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores, summed_accuracy
+from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 
 TOKENS = "tokens"
@@ -205,7 +205,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.waits = Waits(
             lambda wait, ended: self._span(wait.who, Span(wait.since, ended, "wait", wait.what, on=wait.on))
         )
-        self._step, self._any_ended, self._sums_told = max(resumed_at or 0, 0), False, False
+        self._step, self._any_ended = max(resumed_at or 0, 0), False
         self._num_dropped, self.decoded = Counter[int](), Counter[str]()
         self.status, self.why = "failed", dict[str, str]()
 
@@ -297,9 +297,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
-        if not self._sums_told and (counted := summed_accuracy(batch)):
-            self._sums_told = True
-            self.note("warning", counted)
         for found in self._findings.step(step, metrics):
             if step < self._total_steps:  # the report's judgement, which follows, covers the whole run
                 self.note("finding", found)

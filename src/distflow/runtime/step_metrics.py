@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from math import comb, isclose
+from math import comb
 from operator import add
 from typing import Any
 
@@ -283,18 +283,6 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
     if is_trained:
         columns["masked"] = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def summed_accuracy(batch: Batch) -> str | None:
-    """A warning if accuracy counts a sum of parts, as of a workflow that returns neither acc nor score."""
-    if "acc" not in batch or "reward_parts" not in batch:
-        return None
-    for uid, acc, parts in zip(batch["uid"], batch["acc"].tolist(), batch["reward_parts"], strict=True):
-        added = [name for name, value in parts.items() if value]
-        if len(added) > 1 and acc > 1 and isclose(acc, sum(parts.values()), rel_tol=1e-5):
-            what = f"{acc:g}, the sum of {' + '.join(added)}, counts as correct (sample {uid})"
-            return f"accuracy counts a sum of parts of 1 or more: {what}. Return acc, or score"
-    return None
 
 
 def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:
