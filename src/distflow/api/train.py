@@ -45,18 +45,18 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
 
 
 def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True) -> "Spec":
-    """Write rows and reward into the run's folder, make the spec, and call the reward once. Raises UserError or
+    """Write rows and reward into the run's folder, make the spec, and try the reward. Raises UserError or
     PipelineError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's warning in a notebook without widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.runtime.rollout_services import call_rewards_once
+        from distflow.runtime.rollout_services import try_rewards
     _write(inputs, loaded.config)
     spec = make_spec(loaded, say)
     for line in describe(spec.config):
         say(line)
     if has_data:
-        for line in call_rewards_once(spec):
+        for line in try_rewards(spec):
             say(line)
     return spec
 

@@ -61,9 +61,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
             with importing():
                 from distflow.launch.evaluate import evaluate
                 from distflow.launch.make_spec import make_spec
-                from distflow.runtime.rollout_services import call_rewards_once
+                from distflow.runtime.rollout_services import try_rewards
             spec = make_spec(loaded, say=say)
-            for line in call_rewards_once(spec):
+            for line in try_rewards(spec):
                 say(line)
             found = evaluate(spec, say)
     for name, value in sorted(found.metrics.items()):

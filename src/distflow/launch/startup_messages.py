@@ -189,8 +189,8 @@ def _notes_on_rows(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str
         kinds[kind] += 1
         names = frozenset(row.extra_info or ())
         names_of[names] += 1
-        oddities = Counter(_oddities(row, data.tokenizer.unk_token_id))
-        odd += oddities
+        oddities = [*_oddities(row, data.tokenizer.unk_token_id)]
+        odd.update(oddities)
         keys: list[str | frozenset[str]] = [kind, names, *oddities]
         for what in keys:
             first.setdefault(what, row.origin)

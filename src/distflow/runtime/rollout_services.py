@@ -265,7 +265,7 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
             note(kind, message)
 
 
-def call_rewards_once(spec: Spec) -> list[str]:
+def try_rewards(spec: Spec) -> list[str]:
     """Call the user's reward functions on a right and a wrong response, before anything is loaded. Raises UserError if
     one gives no score; returns notes. Skipped if workers have their own environment variables, which the functions may
     read."""
