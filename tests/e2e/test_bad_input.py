@@ -248,9 +248,9 @@ def test_a_run_s_folder_of_another_config_data_or_tokenizer(
     assert '"allowed_change","keys":["actor_rollout_ref.actor.optim.lr"]' in journal
 
     ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(4)])
-    refused(capsys, 2, train(ground, *longer), "another data", "files that they name have changed", "--resume never")
+    refused(capsys, 2, train(ground, *longer), "different data", "files that they name have changed", "--resume never")
     ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(5)])
-    refused(capsys, 2, train(ground, *longer), "another data")
+    refused(capsys, 2, train(ground, *longer), "different data")
     assert (ground.folder / "run" / "metrics.jsonl").read_bytes().startswith(before)
 
 
@@ -261,7 +261,7 @@ def test_another_tokenizer(ground: Playground, capsys: pytest.CaptureFixture[str
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(ground.folder / "other")
     other = f"actor_rollout_ref.model.tokenizer_path={ground.folder}/other"
-    refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "another tokenizer")
+    refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "a different tokenizer")
 
 
 def test_another_model(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +270,7 @@ def test_another_model(ground: Playground, capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     write_tiny_model(ground.folder / "other", seed=5)
     other = f"actor_rollout_ref.model.path={ground.folder}/other"
-    refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "another model")
+    refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "a different model")
 
 
 def damage(checkpoint: Path) -> None:

@@ -49,7 +49,8 @@ def test_a_model_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path
     shutil.rmtree(ground.folder / "model")
     told = list[str]()
     write_hf_models(run.folder, told.append)
-    assert len(told) == 1 and "step-000001 (trainer.save_hf_model): distflow: " in told[0]
+    assert len(told) == 1 and "step-000001 could not be exported" in told[0]
+    assert "(trainer.save_hf_model): distflow: " in told[0]
     assert names(run.folder / "huggingface") == []
 
 
