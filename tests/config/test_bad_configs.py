@@ -594,6 +594,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("'domains' of the model 'a', which is {math: 1}, not", "a: {path: x, domains: {math: 1}}", ()),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
             ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
+            ("has 'sharded' of 'a', which is a reward model", "a: {path: x, sharded: true}", ()),
             ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
             ("choices of 'a' that are not at least two", "a: {path: x, judge: true, choices: [1]}", ()),
             ("choices of 'a' that are not at least two", "a: {path: x, judge: true, choices: [0, 2]}", ()),
@@ -601,6 +602,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
         )
     },
+    "a judge in shards of nothing": (
+        "grpo",
+        ["reward_model.models={a: {path: builtin:tiny, judge: true, sharded: true}}"],
+        "reward_model.models.a.sharded",
+        ("only fsdp shards weights", f"set {ACTOR}.strategy=fsdp"),
+    ),
     "a scoring model of no domain": (
         "grpo",
         [

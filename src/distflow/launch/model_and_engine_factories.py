@@ -120,8 +120,9 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
+            spread = build_engines.Spread(dtype, model.param_offload) if model.sharded else None
             parts = build_engines.JudgeParts(
-                target, dtype, options, template, model.answer_tokens, replies, model.choices
+                target, dtype, options, spread, template, model.answer_tokens, replies, model.choices
             )
             factories[name] = partial(build_engines.build_judge, key=key, source=source, parts=parts)
         else:

@@ -155,9 +155,10 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     if rollout.batch_invariant:
         yield Finding((f"{ROLLOUT}.batch_invariant",), "the rounding of a server depends on its batch", "remove it")
     for name, model in scoring_models(config.reward_model).items():
-        if model.judge:
+        if model.is_whole_judge:
             why = f"a judge has the engine of the rollout, and '{rollout.name}' is the server of one model"
-            yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name=embedded")
+            advice = f"set {ROLLOUT}.name=embedded, or sharded: true and {ACTOR}.strategy=fsdp"
+            yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, advice)
 
 
 def _allocation_decides(config: Config) -> bool:
@@ -217,6 +218,10 @@ def no_secrets(config: Config) -> Iterator[Finding]:
 def sharding(config: Config) -> Iterator[Finding]:
     """There are ranks to shard over, the optimizer accepts shards, and offloading is not requested twice."""
     if not is_sharded(config):
+        for name, model in scoring_models(config.reward_model).items():
+            if model.sharded and not re.search(r"\bfsdp\b", config.trainer.allocation or ""):  # which sets it
+                keys, why = (f"reward_model.models.{name}.sharded", f"{ACTOR}.strategy"), "only fsdp shards weights"
+                yield Finding(keys, why, f"set {ACTOR}.strategy=fsdp, or remove sharded")
         return
     if is_one_process(config):
         yield Finding(
