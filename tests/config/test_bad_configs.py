@@ -667,6 +667,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a GGUF file of another kind": ("grpo", [f"{MODEL}.gguf_file=a.bin"], f"{MODEL}.gguf_file", (".gguf",)),
     "options of no adapter": ("grpo", [f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha", ("lora_rank",)),
+    "an unmerged adapter elsewhere": (
+        "grpo",
+        [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_merge=false"],
+        f"{MODEL}.lora_merge",
+        ("vLLM", "lora_merge=true"),
+    ),
     "modules of no adapter": ("grpo", [f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", ("lora_rank",)),
     "an adapter on random weights": (
         "sft",

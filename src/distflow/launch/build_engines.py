@@ -265,19 +265,25 @@ class OwnServers(NamedTuple):
     meeting: Path
 
 
+def empty_policy(source: Source, adapt: Adapt | None, dtype: torch.dtype) -> nn.Module:
+    """Names and shapes of the weights that a server gets. adapt: adds the adapter that the server applies unmerged."""
+    with blaming("actor_rollout_ref.model.path"):
+        model: nn.Module = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
+    _cast(model, dtype)
+    return adapt(model) if adapt else model
+
+
 def build_rollout_of_server(
     get: Get,
     device: torch.device,
     engine: str,
-    dtype: torch.dtype,
-    source: Source,
+    empty: Callable[[], nn.Module],
     options: Options,
     servers: OwnServers,
 ) -> RolloutEngine:
-    """The weights are in the servers; here they only have names and shapes. servers: if none are given by address."""
-    with blaming("actor_rollout_ref.model.path"):
-        model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
-    _cast(model, dtype)
+    """The weights are in the servers, not here. empty: makes the model without them. servers: if none are given by
+    address."""
+    model = empty()
     urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * servers.number
     make: Any = load(engine)
     if ranks := get.rank.rollout_group:

@@ -180,6 +180,7 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> bu
     if optim.scheduler != "constant":
         warm_up = {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
         warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
+    merging = {} if role == "critic" or not settings.model.lora_rank else {"merge_adapter": settings.model.lora_merge}
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
     return build_engines.Trainer(
         TRAIN_ENGINES[settings.actor.strategy].target,
@@ -187,6 +188,7 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> bu
         partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
         {
             **_scorer_options(config, max_tokens),
+            **merging,
             "max_grad_norm": trained.max_grad_norm,
             "gradient_checkpointing": settings.model.enable_gradient_checkpointing,
         },
@@ -234,8 +236,12 @@ def _rollout_factory(config: Config) -> Factory:
         return partial(
             build_engines.build_rollout_of_server,
             engine=target,
-            dtype=dtype,
-            source=source,
+            empty=partial(
+                build_engines.empty_policy,
+                source,
+                None if config.actor_rollout_ref.model.lora_merge else configured_models.policy_adapter(config),
+                dtype,
+            ),
             options=options,
             servers=build_engines.OwnServers(num_servers, config.trainer.run_dir / ".meeting-server-"),
         )

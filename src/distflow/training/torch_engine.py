@@ -270,17 +270,19 @@ class TorchTrainEngine(TorchScorer):
         schedule: Schedule,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
+        merge_adapter: bool = True,
         group: engine.Collective | None = None,
         **scoring: Unpack[ScorerOptions],
     ) -> None:
         """max_grad_norm: gradients above it are scaled down to it; None for no limit. gradient_checkpointing: keep only
-        each layer's input, and recompute the layer in the backward pass. group: the ranks that share the mini-batch;
-        each sees its own part, all take the same step, bit for bit.
+        each layer's input, and recompute the layer in the backward pass. merge_adapter: whether `weights`
+        have an adapter merged. group: the ranks that share the mini-batch; each sees its own part, all take the same
+        step, bit for bit.
         """
         super().__init__(model, group=group or engine.OneRank(), **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.merge_adapter = max_grad_norm, merge_adapter
         self.num_steps = 0
         self._device = self.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -341,11 +343,12 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, LoRA merged; others are the model's own storage.
+        """The weights by their Hugging Face names, tied ones once, with an adapter merged, or its weights beside them;
+        others are the model's own storage.
 
         A sharded weight is gathered when read, by all ranks together.
         """
-        return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
+        return ((name, whole(tensor)) for name, tensor in named_weights(self.model, self.merge_adapter))
 
     def state(self) -> engine.TrainState:
         """Everything that training changes: trainable weights, the optimizer's state, the number of steps taken.

@@ -60,6 +60,11 @@ def lora(config: Config) -> Iterator[Finding]:
     if model.lora_rank > 0 and reads_pairs(config):
         what = "an adapter does not train the reward model's new head"
         yield Finding((f"{MODEL}.lora_rank", "dag.pipeline"), what, f"set {MODEL}.lora_rank=0")
+    rollout = config.actor_rollout_ref.rollout
+    if not model.lora_merge and (rollout.name != "vllm" or rollout.url):
+        what = "only a vLLM server that the run starts serves an adapter beside its weights"
+        keys = (f"{MODEL}.lora_merge", f"{ROLLOUT}.{'url' if rollout.name == 'vllm' else 'name'}")
+        yield Finding(keys, what, f"set {MODEL}.lora_merge=true")
     if model.target_modules == ():
         yield Finding((f"{MODEL}.target_modules",), "no module would get an adapter", "name modules, or all-linear")
 
