@@ -114,6 +114,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "gamma above 1": ("grpo", ["algorithm.gamma=1.1"], "algorithm.gamma", ("≤ 1",)),
     "lam below 0": ("ppo", ["algorithm.lam=-0.1"], "algorithm.lam", ("≥ 0",)),
     "temperature 0": ("grpo", [f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ("> 0", "val_kwargs.greedy")),
+    "an agent at temperature 0": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{temperature: 0}}}}"],
+        f"{ROLLOUT}.agents",
+        ("> 0", "'a'"),
+    ),
+    "an agent's top_k": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{top_k: 0}}}}", f"{ROLLOUT}.workflow=a.py:b"],
+        f"{ROLLOUT}.agents.a.top_k",
+        ("-1 (off)",),
+    ),
+    "an agent's temperature on a server": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{temperature: 0.5}}}}", f"{ROLLOUT}.workflow=a.py:b", f"{ROLLOUT}.name=openai"],
+        f"{ROLLOUT}.agents",
+        ("log-probs at temperature 1",),
+    ),
     "validation at temperature 0": (
         "grpo",
         [f"{ROLLOUT}.val_kwargs.temperature=0"],

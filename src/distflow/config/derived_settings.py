@@ -245,6 +245,18 @@ def policy_of_conversation(config: Config, name: str) -> str:
     return owners.get(name.partition(".")[0], next(iter(owners.values()))) if owners else ""
 
 
+def agent_sampling(config: Config, conversation: str) -> dict[str, float]:
+    """The sampling that the agent of a conversation overrides, by the names of `SamplingParams`."""
+    agents = config.actor_rollout_ref.rollout.agents
+    return agents.get(conversation.partition(".")[0], next(iter(agents.values()))).sampling if agents else {}
+
+
+def agent_temperatures(config: Config) -> dict[str, float | None]:
+    """The temperature of each agent, None for the run's or the domain's; empty if no agent has its own."""
+    found = {name: agent.temperature for name, agent in config.actor_rollout_ref.rollout.agents.items()}
+    return found if any(found.values()) else {}
+
+
 def trained_policies(config: Config) -> tuple[str, ...]:
     """The trained policies of agents; empty unless the agents have several policies."""
     agents, policies = config.actor_rollout_ref.rollout.agents, policies_of_agents(config)
