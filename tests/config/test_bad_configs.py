@@ -368,6 +368,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "dag.nodes",
         ("no such key", "dag.pipeline is module:function"),
     ),
+    "a preset as a pipeline": (
+        "grpo",
+        ["dag.pipeline=multi_agent"],
+        "dag.pipeline",
+        ("write distflow train multi_agent, or defaults: [multi_agent]",),
+    ),
     "a function without a module": ("grpo", ["dag.pipeline=build"], "dag.pipeline", ("module:fun",)),
     "a node without func": ("grpo", ["dag.pipeline=[{id: a}]"], "dag.pipeline", ("entry 1 without 'func'",)),
     "a node in siiRL's words": (

@@ -39,10 +39,13 @@ class Row:
 
 
 class Rewarded(Protocol):
-    """The result of the run's reward functions for a reply. accuracy: 1 is correct, whatever the score."""
+    """The result of the run's reward functions for a reply. accuracy: 1 is correct, whatever the score; 0 without one.
+    score: None if a reward function failed."""
 
     @property
     def accuracy(self) -> float: ...
+    @property
+    def score(self) -> float | None: ...
 
     def discounted(self, factor: float) -> "Rewarded":
         """The result with this factor on the score."""

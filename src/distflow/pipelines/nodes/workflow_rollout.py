@@ -415,8 +415,8 @@ class _Episodes:
     def _by_agent(self, chat: Chat, returned: object) -> object:
         """The episode's result, after putting each trained agent's score on its own replies: what it earned by
         `chat.reward` on those, the rest on its last one. Raises ValueError if an agent has no score."""
-        if returned is None:
-            return None
+        if returned is None or (isinstance(returned, RewardOutcome) and returned.score is None):
+            return returned
         talks = self._trained(chat)
         last = {each.agent: each for each in talks}
         if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:
