@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from distflow.builtin_names import WORKFLOWS
 from distflow.environments.agent_chats import KEY as AGENTS_KEY
 from distflow.environments.agent_chats import Agent, Agents, begin_agents
+from distflow.environments.areal_workflows import METHODS as AREALS_METHODS
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, ChatError, Prompt
 from distflow.errors import UserError, hint
@@ -171,7 +172,7 @@ def _fault(function: object) -> str:
 
 
 def _is_areals(found: object) -> bool:
-    return inspect.iscoroutinefunction(getattr(found, "arun_episode", None))
+    return any(inspect.iscoroutinefunction(getattr(found, name, None)) for name in AREALS_METHODS)
 
 
 def _check_options(name: str, function: Any, options: Mapping[str, object], skipped: int) -> None:
