@@ -114,6 +114,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "gamma above 1": ("grpo", ["algorithm.gamma=1.1"], "algorithm.gamma", ("≤ 1",)),
     "lam below 0": ("ppo", ["algorithm.lam=-0.1"], "algorithm.lam", ("≥ 0",)),
     "temperature 0": ("grpo", [f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ("> 0", "val_kwargs.greedy")),
+    "an agent at temperature 0": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{temperature: 0}}}}"],
+        f"{ROLLOUT}.agents",
+        ("> 0", "'a'"),
+    ),
+    "an agent's top_k": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{top_k: 0}}}}", f"{ROLLOUT}.workflow=a.py:b"],
+        f"{ROLLOUT}.agents.a.top_k",
+        ("-1 (off)",),
+    ),
+    "an agent's temperature on a server": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{temperature: 0.5}}}}", f"{ROLLOUT}.workflow=a.py:b", f"{ROLLOUT}.name=openai"],
+        f"{ROLLOUT}.agents",
+        ("log-probs at temperature 1",),
+    ),
     "validation at temperature 0": (
         "grpo",
         [f"{ROLLOUT}.val_kwargs.temperature=0"],
@@ -349,6 +367,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["dag.nodes=[{id: a, func: 'm:f'}]"],
         "dag.nodes",
         ("no such key", "dag.pipeline is module:function"),
+    ),
+    "a preset as a pipeline": (
+        "grpo",
+        ["dag.pipeline=multi_agent"],
+        "dag.pipeline",
+        ("write distflow train multi_agent, or defaults: [multi_agent]",),
     ),
     "a function without a module": ("grpo", ["dag.pipeline=build"], "dag.pipeline", ("module:fun",)),
     "a node without func": ("grpo", ["dag.pipeline=[{id: a}]"], "dag.pipeline", ("entry 1 without 'func'",)),

@@ -11,6 +11,7 @@ import torch
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import (
+    agent_temperatures,
     config_of_policy,
     is_rl,
     is_sharded,
@@ -128,7 +129,7 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
         else:
             scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
             spread = build_engines.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
-            scorer["temperatures"] = {}
+            scorer["temperatures"], scorer["agent_temperatures"] = {}, {}
             factories[name] = partial(
                 build_engines.build_reward_model, key=key, source=source, spread=spread, options=scorer
             )
@@ -201,6 +202,7 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
         "max_tokens_per_micro_batch": max_tokens,
         "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
         "temperatures": temperatures(config) if is_rl(config) else {},
+        "agent_temperatures": agent_temperatures(config) if is_rl(config) else {},
         "compute_dtype": None if is_sharded(config) else compute_dtype(config),
     }
 

@@ -98,6 +98,7 @@ def sampling(config: Config) -> Iterator[Finding]:
         (ROLLOUT, rollout.top_k, rollout.stop),
         (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k, ()),
         *((f"data.domains.{name}", own.top_k, own.stop) for name, own in config.data.domains.items()),
+        *((f"{ROLLOUT}.agents.{name}", own.top_k, own.stop) for name, own in rollout.agents.items()),
     ]
     for key, top_k, stop in sampled:
         if top_k == 0:
@@ -147,6 +148,9 @@ def rollout_server(config: Config) -> Iterator[Finding]:
         why = "the server reports log-probs at temperature 1, by which it is compared with the model"
         set_one = f"set {ROLLOUT}.temperature=1; {ROLLOUT}.val_kwargs.temperature may differ"
         yield Finding((f"{ROLLOUT}.temperature", f"{ROLLOUT}.name"), why, set_one)
+    if not entry.takes_weights and any(agent.temperature not in (None, 1) for agent in rollout.agents.values()):
+        why = "the server reports log-probs at temperature 1, by which it is compared with the model"
+        yield Finding((f"{ROLLOUT}.agents", f"{ROLLOUT}.name"), why, "remove the agents' temperatures")
     if rollout.url and len(given) > 1:
         yield Finding(
             tuple(given), "the server at that address was started with options of its own", "remove the others"
@@ -201,6 +205,7 @@ def sampling_of_server(config: Config) -> Iterator[Finding]:
     rollout = config.actor_rollout_ref.rollout
     given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
     given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p
+    given |= {f"{ROLLOUT}.agents.{name}.top_p": agent.top_p or 1.0 for name, agent in rollout.agents.items()}
     for key, value in given.items():
         if rollout.name == "sglang" and value != (0.0 if key.endswith("min_p") else 1.0):
             why = "SGLang does not report the log-probs of what its draws are then made from"
