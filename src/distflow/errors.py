@@ -6,7 +6,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +17,7 @@ import distflow
 
 _LEAST_SIMILARITY = 0.6  # of `difflib`: below it a guess is noise
 _MAX_LISTED = 12
+_from_python: ContextVar[bool] = ContextVar("from_python", default=False)
 
 
 class UserError(ValueError):
@@ -51,6 +54,26 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = count_of(len(self.problems), "problem")
         super().__init__(f"{count} in the config\n" + "\n".join(str(problem) for problem in self.problems))
+
+
+@contextmanager
+def called_from_python() -> Iterator[None]:
+    """Inside, advice names arguments of a Python call, not options of the command."""
+    token = _from_python.set(True)
+    try:
+        yield
+    finally:
+        _from_python.reset(token)
+
+
+def resume_advice(mode: str) -> str:
+    """`--resume never`, or `resume="never"` in a call from Python. mode: "never", a path or a placeholder."""
+    return f'resume="{mode}"' if _from_python.get() else f"--resume {mode}"
+
+
+def allow_change_advice(keys: Sequence[str]) -> str:
+    """`--allow-change KEY` for each key, or the argument of a call from Python."""
+    return f"allow_change={[*keys]}" if _from_python.get() else " ".join(f"--allow-change {key}" for key in keys)
 
 
 def count_of(number: int, noun: str) -> str:

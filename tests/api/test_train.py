@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import signal
 import threading
 from pathlib import Path
@@ -317,3 +318,14 @@ def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path
     with pytest.raises(RuntimeError, match="^b failed"):
         distflow.train_several(runs, {"trainer.n_gpus_per_node": 2})
     assert distflow.load_run(tmp_path / "a").status == "finished"
+
+
+def test_advice_on_resuming_is_for_the_call(folder: Path, run: distflow.Run) -> None:
+    with pytest.raises(UserError, match="with another config") as refused:
+        distflow.train(TINY, small(folder, trainer__seed=7), data=iter(ROWS), val_data=ROWS[:2], reward=lengths)
+    said = str(refused.value)
+    assert (
+        re.search(r"allow_change=\[.*'trainer.seed'", said) and 'resume="never" (existing' in said and "--" not in said
+    )
+    with pytest.raises(UserError, match=r"allow_change=\['nosuch.key'\]: there is no such key"):
+        distflow.train(TINY, small(folder), data=ROWS, reward=lengths, allow_change=["nosuch.key"])

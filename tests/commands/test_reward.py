@@ -28,6 +28,14 @@ def test_a_reward_without_and_one_with_faults(
         assert "call takes" in said and "no fault found" not in said
 
 
+def test_rows_without_an_answer_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "5 m in cm=", "answer": "500"}, {"prompt": "x"}, {"prompt": "y", "answer": None}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl"), "--workers", "1"])
+    said = capsys.readouterr().out
+    assert "on 1 row; 2 bad rows skipped, the first: " in said and "rows.jsonl:2: no answer in the column" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -58,6 +58,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "AReaL's staleness": ("grpo", ["async.max_head_offpolicyness=2"], "async.max_head_offpolicyness", ("staleness",)),
     # the grammar of overrides
     "no value": ("grpo", ["data.seed"], "'data.seed'", ("sets nothing", "write data.seed=VALUE")),
+    "spaces around": ("grpo", ["data.seed = 4"], "'data.seed = 4'", ("has spaces around its =", "write data.seed=4")),
     "as in YAML": ("grpo", ["data.seed: 3"], "'data.seed: 3'", ("write data.seed=3",)),
     "no key and no value": ("grpo", ["ppo"], "'ppo'", ("write key=value",)),
     "two equal signs": ("grpo", ["data.seed==3"], "'data.seed==3'", ("write data.seed=3",)),

@@ -39,6 +39,28 @@ def no_such_name(log_probs, advantages, loss_mask):
 def no_such_method(token_level_rewards, response_mask):
     return token_level_rewards.summed(), token_level_rewards
 
+def with_ctx(token_level_rewards, response_mask, ctx):
+    return token_level_rewards[:1], token_level_rewards[:1]
+
+def with_batch(batch):
+    return batch["response_mask"].sum(-1), batch["response_mask"].sum(-1)
+
+def misspelt_with_ctx(batch, ctx):
+    return scores, scores
+
+def reads_tokenizer(token_level_rewards, response_mask, ctx):
+    ctx.tokenizer.eos_token_id
+    return token_level_rewards, token_level_rewards
+
+def nothing(batch):
+    print(batch)
+
+async def waits(token_level_rewards, response_mask):
+    return token_level_rewards, token_level_rewards
+
+def no_loss(advantages):
+    return advantages, {}
+
 def fails(token_level_rewards, response_mask):
     raise KeyError("only in a run")
 
@@ -110,6 +132,12 @@ LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimato
         (ESTIMATOR, "no_such_method", r"AttributeError: .*'summed' \(at own.py:28\)"),
         (ESTIMATOR, "advantages_alone", "1 values for the fields advantages, returns"),
         (ESTIMATOR, "of_samples", "column 'advantages' is per response token"),
+        (ESTIMATOR, "nothing", "returned no advantages, returns: end it with return advantages, returns"),
+        (ESTIMATOR, "waits", "returned a coroutine: write `def`, not `async def`"),
+        (LOSS, "no_loss", r"(?!.*policy loss.*policy loss).*cannot be called: it takes no log_probs"),
+        (ESTIMATOR, "with_ctx", "returned something that does not fit"),
+        (ESTIMATOR, "with_batch", "column 'advantages' is per response token"),
+        (ESTIMATOR, "misspelt_with_ctx", "NameError: .*'scores' is not defined"),
     ],
 )
 def test_what_a_run_could_not_use_is_refused(tmp_path: Path, key: str, function: str, message: str) -> None:
@@ -140,9 +168,10 @@ def test_nodes_are_tried_before_a_model_is_loaded(tmp_path: Path, pipeline: str,
     assert [line for line in lines if line.startswith("note: no node")] == [unread] * (pipeline == "unread")
 
 
-def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "function"), [(LOSS, "reads_more"), (ESTIMATOR, "reads_tokenizer")])
+def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path: Path, key: str, function: str) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    run = Playground(tmp_path).run("grpo", f"{LOSS}={tmp_path}/own.py:reads_more", "trainer.total_training_steps=1")
+    run = Playground(tmp_path).run("grpo", f"{key}={tmp_path}/own.py:{function}", "trainer.total_training_steps=1")
     assert len(run.metrics()) == 1
 
 

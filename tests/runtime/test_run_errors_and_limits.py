@@ -33,7 +33,7 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
     [
         ("custom: it returned None", "Correct the named function (custom_reward_function.path, "),
         ("custom: no score within 3 s", "(data.answer_key); if it is slow, raise reward.timeout_s"),
-        ("workflow mine: KeyError: 'x' (at mine.py:3)", "Correct the workflow (rollout.workflow, "),
+        ("workflow mine: KeyError: 'x' (at mine.py:3)", "Correct the workflow (actor_rollout_ref.rollout.workflow, "),
     ],
 )
 def test_the_advice_is_for_what_failed(first: str, advice: str) -> None:

@@ -13,7 +13,7 @@ from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, 
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.compose.load_config import is_verls
 from distflow.config.derived_settings import is_one_process, is_rl, train_files
-from distflow.errors import UserError
+from distflow.errors import UserError, called_from_python
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +114,7 @@ class Rollouts:
         self._updates: list[dict[str, float]] = []
         self._num_submitted = self._num_requests = self._num_asked = 0
 
+    @called_from_python()
     def __enter__(self) -> "Rollouts":
         """Build engines and reward processes, and send the first weights. Raises what `distflow.train` raises."""
         from distflow.cluster.ray_launcher import open_ray

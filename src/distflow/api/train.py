@@ -17,7 +17,7 @@ from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 from distflow.config.compose.origins import base_preset
 from distflow.config.derived_settings import check_keys, launch_target, resume_override
 from distflow.data import random_states
-from distflow.errors import hint, nearest
+from distflow.errors import called_from_python, hint, nearest
 from distflow.import_target import load
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import claimed
@@ -121,6 +121,7 @@ def _checked_names(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_checked_names
+@called_from_python()
 def train(
     preset_or_config: PresetOrConfig,
     overrides: Overrides = (),

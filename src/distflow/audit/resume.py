@@ -15,6 +15,7 @@ from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, ch
 from distflow.config import changed_keys, config_from_dict
 from distflow.data import random_states
 from distflow.data.batch import Batch
+from distflow.errors import resume_advice
 from distflow.models.weight_fingerprint_and_soundness import bit_hash
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.resources import Resources
@@ -110,7 +111,8 @@ class Memory:
         if wrong:
             raise Wrong(
                 f"{', '.join(wrong[:3])} ({len(wrong)} in all): not what the run had in memory when it saved. It was "
-                "not restored, or has changed since, or the checkpoint has: resume from another one by --resume PATH"
+                "not restored, or has changed since, or the checkpoint has: resume from another one by "
+                f"{resume_advice('PATH')}"
             )
 
 

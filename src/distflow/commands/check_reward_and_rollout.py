@@ -77,7 +77,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
     target = _target(arguments.reward, arguments.response_key is not None)
     answer_key = arguments.answer_key if is_own(arguments.reward) else "answer"
     target = with_answer_key(target, arguments.options, answer_key)
-    rows, labels = _rows(arguments)
+    rows, labels, skipped = _rows(arguments)
     if is_large(arguments.reward):
         settings = alone("it", target, arguments.timeout)
     else:
@@ -95,7 +95,10 @@ def run_reward(arguments: argparse.Namespace) -> int:
             lines, fault = _lines(result, arguments.show), result.num_faults > 0
     finally:
         pool.close()
-    print("\n".join([f"{escape_control(arguments.reward, one_line=True)} on {count_of(len(rows), 'row')}", *lines]))
+    head = f"{escape_control(arguments.reward, one_line=True)} on {count_of(len(rows), 'row')}"
+    if skipped:
+        head += f"; {count_of(len(skipped), 'bad row')} skipped, the first: {escape_control(skipped[0], one_line=True)}"
+    print("\n".join([head, *lines]))
     return int(fault)
 
 
@@ -137,8 +140,9 @@ def _target(name: str, has_responses: bool) -> str:
     return custom_target(path, function or "compute_score")
 
 
-def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
-    """The rows, and whether their responses are right according to a column. Raises UserError if it does not say."""
+def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[str]]":
+    """The rows, whether their responses are right according to a column, and why others were skipped. Raises UserError
+    if the column does not say."""
     from distflow.builtin_names import REWARDS
     from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows
@@ -156,7 +160,7 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     with TemporaryDirectory() as folder:
         kwargs: dict[str, Any] = {"max_samples": arguments.rows or -1, "run_folder": Path(folder), "bad_rows": "skip"}
         try:
-            raw, _ = load_rows(arguments.data, columns, key="--data", **kwargs)
+            raw, bad = load_rows(arguments.data, columns, key="--data", **kwargs)
         except UserError as error:  # here options name the columns
             raise UserError(re.sub(r"data\.(\w+)_key", r"--\1-key", str(error))) from error
     labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
@@ -164,7 +168,8 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
         raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
     reads_messages = entry is not None and entry.reads_messages
-    return [_row(row, reads_messages, arguments.chat) for row in raw], [bool(found) for found in labels]
+    rows = [_row(row, reads_messages, arguments.chat) for row in raw]
+    return rows, [bool(found) for found in labels], bad.reasons
 
 
 def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":

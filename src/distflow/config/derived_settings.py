@@ -16,7 +16,7 @@ from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.schema import Config, schema_keys, with_values
 from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.config.rules import ACTOR
-from distflow.errors import UserError
+from distflow.errors import UserError, allow_change_advice
 
 
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
@@ -297,7 +297,7 @@ def with_own_policies(config: Config) -> dict[str, list[str]]:
 def check_keys(allow_change: Sequence[str]) -> None:
     for key in allow_change:
         if key not in schema_keys():
-            raise UserError(f"--allow-change {key}: there is no such key; {suggest(key, schema_keys())}")
+            raise UserError(f"{allow_change_advice([key])}: there is no such key; {suggest(key, schema_keys())}")
 
 
 Files = dict[str, tuple[str, ...]]

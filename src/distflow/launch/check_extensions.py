@@ -98,7 +98,8 @@ def faults_of(kind: Kind, part: Part) -> list[str]:
         faults = list(kind.faults(part))
     except ValueError as error:  # including a registry's error for a function that it cannot call
         faults = [f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)]
-    return [f"{part.key}: {kind.name} '{part.name}'{registered}: {fault}" for fault in faults]
+    named = f"{kind.name} '{part.name}'"  # with which some faults begin
+    return [f"{part.key}: {fault if fault.startswith(named) else f'{named}{registered}: {fault}'}" for fault in faults]
 
 
 def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
@@ -134,9 +135,9 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
     for kind, key, name in _choices(config):
         known = registries.get(kind.name, {}).get(name)
         if known is not None and error.column in inspect.signature(known.fn).parameters:
-            function = getattr(known.fn, "__qualname__", name)
+            function, shown = getattr(known.fn, "__qualname__", name), shown_name(known.fn)
             return UserError(
-                f"{key}: {kind.name} '{name}' ({shown_name(known.fn)}) takes '{error.column}', not a "
+                f"{key}: {kind.name} '{name}'{'' if shown == name else f' ({shown})'} takes '{error.column}', not a "
                 f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, put it after a *: "
                 f"def {function}(..., *, {error.column}=...)"
             )

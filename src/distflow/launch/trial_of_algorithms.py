@@ -21,7 +21,7 @@ from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.runtime.compiled_node import NodeContext, compile_steps
-from distflow.runtime.run_errors_and_limits import NodeError, users_place
+from distflow.runtime.run_errors_and_limits import NodeError, output_error, users_place
 from distflow.training.engine import OneRank
 
 MISTAKES = (NameError, AttributeError, ImportError)
@@ -79,22 +79,29 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
     estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
     for node in pipeline.nodes:
         fn, contract = inspect.unwrap(innermost(node.fn)), node.contract
-        needs_more = contract.engines or contract.services or {*contract.reserved} - {"config", "reduce"}
+        more = {*contract.reserved} & {"batch", "ctx"} if fn is estimator else set()
+        needs_more = contract.engines or contract.services or {*contract.reserved} - {"config", "reduce"} - more
         if is_ours(fn) or contract.is_async or needs_more:
             continue
-        batch = made_up({*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}})
+        named = {*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}}
+        batch = made_up(named | (_all_columns() - {*contract.writes} if "batch" in more else set()))
         if batch is None:
             continue
         (step,) = compile_steps([node], {"reduce": OneRank(), "dp_group": OneRank()})
         try:
-            step(batch, NodeContext(config, 0, None))
+            written, _ = step(batch, NodeContext(config, 0, None))
         except NodeError as error:
             cause = error.__cause__
-            if isinstance(cause, MISTAKES) or (cause is not None and users_place(cause) is None):
+            by_ctx = "ctx" in more and isinstance(cause, AttributeError)  # of what the made-up context lacks
+            if (isinstance(cause, MISTAKES) and not by_ctx) or (cause is not None and users_place(cause) is None):
                 key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
                 raise UserError(f"{key}: {error}") from error
         except UserError:  # due to meaningless numbers
             continue
+        else:
+            if fn is estimator and (missing := [name for name in contract.writes if name not in written]):
+                what = f"returned no {', '.join(missing)}: end it with return {', '.join(contract.writes)}"
+                raise UserError(f"algorithm.adv_estimator: {output_error(node, what)}")
 
 
 def _unread(nodes: Sequence[BoundNode]) -> list[str]:
@@ -119,6 +126,12 @@ def made_up(names: Iterable[str]) -> Batch | None:
             return None
         batch[name] = column
     return batch
+
+
+def _all_columns() -> set[str]:
+    """The standard columns that can be made up."""
+    sized = {name: known.dtype for name, known in STANDARD_FIELDS.items() if known.axis in (Axis.SAMPLE, Axis.RESPONSE)}
+    return {name for name, dtype in sized.items() if _column(name, dtype, 1) is not None}
 
 
 def _column(name: str, dtype: str, size: int) -> Tensor | None:

@@ -1,6 +1,7 @@
 """A node compiled for calling: everything fixed is closed over, a context passes the rest, and its output is checked
 and stored. Training and rollout loops iterate over such steps."""
 
+import inspect
 from collections import UserDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -326,6 +327,9 @@ class Step:
             measured, output = (dict(output.metrics or {}), weight), output.batch
         if isinstance(output, Drop):
             raise output_error(self.node, "returned Drop in the training loop, where no group can be dropped")
+        if inspect.iscoroutine(output):
+            output.close()
+            raise BadOutput("returned a coroutine: write `def`, not `async def`, or await what the function calls")
         columns, named = dict[str, Written](), {} if isinstance(output, Batch) or output is None else output
         for name, value in (named if isinstance(named, Mapping) else self._by_name(named)).items():
             if not isinstance(value, Tensor | np.ndarray | Sequence):

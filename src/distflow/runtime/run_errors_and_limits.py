@@ -24,7 +24,7 @@ _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno
 
 def repair_advice(first: str) -> str:
     """What to do about failures of the user's functions. first: the message of the first."""
-    what = "Correct the workflow (rollout.workflow, rollout.workflow_kwargs)"
+    what = "Correct the workflow (actor_rollout_ref.rollout.workflow, .workflow_kwargs)"
     if "workflow " not in first:
         what = (
             "Correct the named function (custom_reward_function.path, reward.functions, dag), or its ground truths "

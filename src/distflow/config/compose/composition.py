@@ -208,7 +208,8 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
         written = f"{found[1]}={found[2]}" if found else f"{line}=VALUE" if line in schema_keys() else "key=value"
         return "sets nothing", f"write {written}"
     if key != key.strip() or value[:1] in (" ", "="):
-        return "has more than one = between key and value", f"write {key.strip()}={value.strip(' =')}"
+        what = "has more than one =" if value[:1] == "=" else "has spaces around its ="
+        return what, f"write {key.strip()}={value.strip(' =')}"
     if value[:1] in ("[", "{"):
         return f"is not a list or mapping ({_reason(error)})", _CLOSE
     return f"cannot be read ({_reason(error)})", "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'"

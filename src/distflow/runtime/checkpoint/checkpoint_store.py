@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from safetensors import SafetensorError
 
-from distflow.errors import UserError
+from distflow.errors import UserError, resume_advice
 from distflow.observe.crash_safe_files import sync, write_atomically
 from distflow.runtime.checkpoint.files import (
     BEGUN,
@@ -94,7 +94,7 @@ class Checkpoint:
             what = f"{type(err).__name__}: {err}"
             raise CheckpointError(
                 f"the checkpoint {self.path} does not have the format of this version of distflow ({what}). Resume "
-                "with the version that wrote it, or start again with --resume never"
+                f"with the version that wrote it, or start again with {resume_advice('never')}"
             ) from err
 
 
@@ -286,8 +286,8 @@ class CheckpointStore:
             return checkpoint
         if faults:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again with --resume never, "
-                "or resume from a copy with --resume PATH"
+                f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again with "
+                f"{resume_advice('never')}, or resume from a copy with {resume_advice('PATH')}"
             )
         raise CheckpointError(f"there is no checkpoint in {self.folder} (trainer.default_local_dir)")
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from distflow.errors import UserError
+from distflow.errors import UserError, resume_advice
 from distflow.observe.writing.run_folder import EARLIER, MARK
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in, read_manifest
@@ -54,7 +54,8 @@ def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
     except LedgerError as err:
         damage = f"{err}: two runs may have written to it"
     elsewhere = (
-        f"{chosen.path.name} continues in another folder: --resume {chosen.path} trainer.default_local_dir=FOLDER"
+        f"{chosen.path.name} continues in another folder: {resume_advice(str(chosen.path))} "
+        "trainer.default_local_dir=FOLDER"
     )
     for path in (chosen.path, *(by_age(chosen.path.parent)[::-1] if mode == "auto" else ())):
         with suppress(UserError):
@@ -63,7 +64,9 @@ def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
             if mark and counts_until(ledger, mark.offset).last_step == checkpoint.step:
                 told = f"{damage}. Its records after {path.name} are rolled back, but remain in the file"
                 return replace(checkpoint, message=told if path == chosen.path else f"{told}. {elsewhere}")
-    raise LedgerError(f"{damage}, before the checkpoint. {elsewhere}, and --resume never starts again in this folder")
+    raise LedgerError(
+        f"{damage}, before the checkpoint. {elsewhere}, and {resume_advice('never')} starts again in this folder"
+    )
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
@@ -93,6 +96,8 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
     ended = _snapshot(checkpoint).get("ended", {})
     why = f" ({ended['why']})" if ended.get("when") == str(spec.data.stop_when) else ""
     longer = "trainer.stop_when=null" if why else longer
+    if resumes and by_steps and spec.data.total_steps < checkpoint.step:
+        why += f", which is more than trainer.total_training_steps={spec.data.total_steps}"
     ways = as_list({"to continue": longer, **ways_to_start(spec)})
     if not resumes:
         raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
@@ -104,7 +109,7 @@ def ways_to_start(spec: Spec) -> dict[str, str]:
     beside = "trainer.default_local_dir=FOLDER"
     if spec.config.trainer.default_local_dir is None:
         beside = "trainer.experiment_name=NAME"
-    anew = f"--resume never (existing files are moved to {spec.run_dir / EARLIER})"
+    anew = f"{resume_advice('never')} (existing files are moved to {spec.run_dir / EARLIER})"
     return {"to run beside it": beside, "to start anew": anew}
 
 

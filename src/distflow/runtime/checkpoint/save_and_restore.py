@@ -11,7 +11,7 @@ from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import random_states
 from distflow.data.batch import Batch
-from distflow.errors import UserError
+from distflow.errors import UserError, allow_change_advice, resume_advice
 from distflow.models.weight_fingerprint_and_soundness import magnitudes, unsound
 from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
@@ -82,7 +82,7 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
         f"  {key}: {show_value(infos[key], then)} then, {show_value(infos[key], now)} now" for key, then, now in changed
     )
     if "dag.pipeline" not in (key for key, *_ in changed):
-        ways["to resume with the change"] = " ".join(f"--allow-change {key}" for key, *_ in changed)
+        ways["to resume with the change"] = allow_change_advice([key for key, *_ in changed])
     ways |= ways_to_start(spec)
     raise UserError(f"{checkpoint.path} was saved with another config:\n{shown}\n{as_list(ways)}")
 
@@ -185,7 +185,8 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
     if wrong:
         raise CheckpointError(
             f"the checkpoint {checkpoint.path} has invalid weights of the {role}: {wrong[0]}, {len(wrong)} tensors "
-            "in all. Resume from an earlier one with --resume PATH, or start again with --resume never"
+            f"in all. Resume from an earlier one with {resume_advice('PATH')}, or start again with "
+            f"{resume_advice('never')}"
         )
 
 
