@@ -188,7 +188,12 @@ def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_un
     """The worker is killed as it sends a later turn: each of its groups has one request in the first turn."""
     (ground.folder / "turns.py").write_text(TURNS)
     more = (f"actor_rollout_ref.rollout.workflow={ground.folder}/turns.py:turns", f"async.max_staleness={staleness}")
-    keys = ("~reward.functions", "custom_reward_function.path=null", "~reward.num_workers", "data.max_response_length=24")
+    keys = (
+        "~reward.functions",
+        "custom_reward_function.path=null",
+        "~reward.num_workers",
+        "data.max_response_length=24",
+    )
     plan(Fault("rollout.generate", rank=1, call=7))
     found = run(ground, *TWO_GENERATE, *STEPS, *more, *keys, name=f"turns{staleness}")
     check_whole(found)
