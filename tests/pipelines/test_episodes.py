@@ -227,7 +227,9 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(s
         assert batch["response_ids"][row].tolist() == [5, 6, 5, *one, *under, *two, *below]
         assert batch["response_mask"][row].tolist() == drawn
     assert batch.conversation_lengths().tolist() == [4, 4, 6, 4, 6] * 2
-    assert group.measured[0][0]["episodes/branches"] == 4.0
+    metrics = group.measured[0][0]
+    assert metrics["episodes/branches"] == 4.0 and metrics["episodes/branched/forked"] == 8
+    assert {turn.get("why") for turn in group.samples[0].conversation} == {None, "forked"}
 
 
 def test_an_episode_that_has_ended_asks_no_more() -> None:

@@ -32,6 +32,7 @@ NOT_RECOMPUTED = {
     "rollout_server/*": "told by servers",
     "episodes/idle_agents": "who was not called has left nothing in the samples",
     "episodes/prefix_cache_hit_rate": "told by the engine",
+    "episodes/branched/*": "their number is checked; why a call began a branch is not recorded",
     "agent/refused_calls": "counted where calls arrive, and not recorded",
     "tool/*": "counted where calls are run; their answers are checked in episodes",
     "rollout_corr/on": "a switch; the weights that it switches on are checked",

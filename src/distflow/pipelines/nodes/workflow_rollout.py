@@ -360,6 +360,7 @@ class _Episodes:
         if self.agents:
             called = {each.agent for each in chat.conversations if each.turns}
             chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
+        chat.counts.update(f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why)
         self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
@@ -465,7 +466,7 @@ class _Episodes:
         said = list[tuple[int, dict[str, str]]]()
         for talk in sorted((each for each in chat.conversations if each.num_drawn or each is chat), key=self._place):
             fork = talk.name.removeprefix(talk.agent).removeprefix(".")
-            names = {name: value for name, value in (("agent", talk.agent), ("fork", fork)) if value}
+            names = {name: value for name, value in (("agent", talk.agent), ("fork", fork), ("why", talk.why)) if value}
             for place, own in enumerate(talk.segments):
                 turn = next((later.turn for later in talk.segments[place:] if later.owner == "policy"), 0)
                 said.append((turn, {"owner": own.owner, "text": self.tokens.written(own.token_ids), **names}))
