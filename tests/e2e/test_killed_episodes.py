@@ -57,7 +57,7 @@ def start(ground: Games, name: str, staleness: int, *more: str, kill_at: int = 0
     keys = (
         f"async.max_staleness={staleness}",
         f"actor_rollout_ref.rollout.workflow={ground.folder}/talk.py:talk",
-        "data.max_response_length=40",
+        "data.max_response_length=20",
         f"trainer.total_epochs={NUM_EPOCHS}",
         "trainer.save_freq=1",
         "actor_rollout_ref.actor.optim.scheduler=constant",
@@ -99,6 +99,8 @@ def test_at_staleness_0_it_ends_with_the_same_bits(ground: Games) -> None:
         v["episodes/prefix_cache_hit_rate"] for (_, kind), v in Left(folder).metrics().items() if kind == "train"
     ]
     assert min(hit_rates) > 0
+    ended = [v["episodes/ended/length"] for (_, kind), v in Left(folder).metrics().items() if kind == "train"]
+    assert max(ended) > 0, "limits end episodes in the middle of a round"
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
