@@ -8,6 +8,7 @@ group, and does not change the global ones.
 Imports neither numpy nor torch, which a reward worker may not need.
 """
 
+import ctypes
 import hashlib
 import random
 import sys
@@ -50,7 +51,7 @@ def states() -> States:
     """State of all loaded generators."""
     found: dict[str, Any] = {"random": random.getstate()}
     if numpy := sys.modules.get("numpy"):
-        found["numpy"] = numpy.random.get_state()
+        found["numpy"] = _numpy_state(numpy.random)
     if torch := sys.modules.get("torch"):
         found["torch"] = torch.default_generator.get_state()
         if device := device_module():
@@ -58,11 +59,52 @@ def states() -> States:
     return found
 
 
+_numpy_memory: tuple[Any, memoryview] | None = None
+"""numpy's generator, and its key and position in memory: reading and setting these takes 1 µs, its state 25 µs, which
+each await of a user's function would cost several times."""
+_numpy_known: tuple[bytes, Any] | None = None
+"""Its memory and its state when that was last read or set, unless the state holds a normal deviate to be drawn next, as
+drawing that would not change the memory."""
+
+
+def _memory_of(numpy_random: Any) -> memoryview | None:
+    """None if the generator is not the one whose memory is known."""
+    global _numpy_memory
+    generator = numpy_random.get_bit_generator()
+    if type(generator).__name__ != "MT19937":
+        return None
+    if _numpy_memory is None or _numpy_memory[0] is not generator:
+        address = generator.ctypes.state_address
+        _numpy_memory = generator, memoryview((ctypes.c_ubyte * (4 * 625)).from_address(address)).cast("B")
+    return _numpy_memory[1]
+
+
+def _numpy_state(numpy_random: Any) -> Any:
+    global _numpy_known
+    memory = _memory_of(numpy_random)
+    if memory is not None and _numpy_known is not None and memory == _numpy_known[0]:
+        return _numpy_known[1]
+    state = numpy_random.get_state()
+    _numpy_known = (bytes(memory), state) if memory is not None and not state[3] else None
+    return state
+
+
+def _set_numpy(numpy_random: Any, state: Any) -> None:
+    global _numpy_known
+    memory = _memory_of(numpy_random)
+    is_known = memory is not None and _numpy_known is not None and memory == _numpy_known[0]
+    if memory is None or not is_known or state[3]:
+        numpy_random.set_state(state)
+    else:
+        memory[:] = state[1].tobytes() + state[2].to_bytes(4, sys.byteorder)
+    _numpy_known = (bytes(memory), state) if memory is not None and not state[3] else None
+
+
 def put_back(found: States) -> None:
     """Restore the result of `states`."""
     random.setstate(found["random"])
     if "numpy" in found:
-        sys.modules["numpy"].random.set_state(found["numpy"])
+        _set_numpy(sys.modules["numpy"].random, found["numpy"])
     if "torch" in found:
         sys.modules["torch"].default_generator.set_state(found["torch"])
     if "device" in found and (device := device_module()):

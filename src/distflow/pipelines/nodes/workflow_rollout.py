@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -295,6 +295,7 @@ class _Episodes:
         self.requests = _Requests(group, self.rollout, in_rounds, take_turn, may_continue, self._policy_of)
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
+        self.written = cache(self.tokens.written)  # samples are made for each call of a reward function too
         self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
         self.own_scores = config.algorithm.agent_rewards != "shared"
 
@@ -372,7 +373,7 @@ class _Episodes:
             returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, index)
             if self.own_scores:
                 returned = self._by_agent(chat, returned)
-            segments = self._sample(index, chat, None).segments
+            segments, _ = self._laid_out(chat)
             note_event("returned", tuple(token for segment in segments for token in segment.token_ids), returned)
             outcome = read_outcome(returned)
         except DeadlinePassed as late:
@@ -430,18 +431,24 @@ class _Episodes:
             (outcome,) = await self.reward_fn([replace(sample, response=text)])
         return outcome
 
+    def _laid_out(self, chat: Chat) -> tuple[list[Segment], list[tuple[str, int]]]:
+        """All conversations of the episode with tokens to train on, end to end, the first one first; and the name and
+        the start of each other one."""
+        is_first = not self.agents or self.agents[chat.agent].trainable
+        segments = [*(is_first and chat.segments or [Segment("prompt", tuple(self.group.row.prompt_ids))])]
+        forks = list[tuple[str, int]]()
+        for fork in sorted((each for each in self._trained(chat) if each.name), key=self._place):
+            forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
+            segments += fork.segments
+        return segments, forks
+
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
-        """The sample: all conversations of the episode with tokens to train on, end to end, the first one first."""
         talks = self._trained(chat)
         last = (talks or chat.conversations)[-1]
         drawn = [s for each in talks for s in each.segments if s.owner == "policy" and s.token_ids]
         text = self.tokens.decode(drawn[-1].token_ids) if drawn else last.last.text if last.last is not None else ""
         sample = self.group.sample(index, None, text, last.finish_reason)
-        is_first = not self.agents or self.agents[chat.agent].trainable
-        segments, forks = [*(is_first and chat.segments or sample.segments)], list[tuple[str, int]]()
-        for fork in sorted((each for each in talks if each.name), key=self._place):
-            forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
-            segments += fork.segments
+        segments, forks = self._laid_out(chat)
         has_score = outcome is not None and isinstance(outcome.reward_result, Score)
         turns = [segment for segment in segments if segment.owner == "policy" and segment.token_ids]
         return replace(
@@ -469,7 +476,7 @@ class _Episodes:
             names = {name: value for name, value in (("agent", talk.agent), ("fork", fork), ("why", talk.why)) if value}
             for place, own in enumerate(talk.segments):
                 turn = next((later.turn for later in talk.segments[place:] if later.owner == "policy"), 0)
-                said.append((turn, {"owner": own.owner, "text": self.tokens.written(own.token_ids), **names}))
+                said.append((turn, {"owner": own.owner, "text": self.written(own.token_ids), **names}))
         return [turn for _, turn in (sorted(said, key=lambda each: each[0]) if self.agents else said)]
 
 
