@@ -231,6 +231,7 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(s
         assert batch["response_mask"][row].tolist() == drawn
     assert batch.conversation_lengths().tolist() == [4, 4, 6, 4, 6] * 2
     metrics = group.measured[0][0]
+    assert metrics["episodes/drawn_tokens"] == sum(drawn) and metrics["episodes/given_tokens"] == drawn.count(0)
     assert metrics["episodes/branches"] == 4.0 and metrics["episodes/branched/forked"] == 8
     assert {turn.get("why") for turn in group.samples[0].conversation} == {None, "forked"}
 

@@ -123,6 +123,7 @@ def _episodes(recorded: RecordedStep) -> Iterator[Part]:
         for own in batch.flat("turn_index").split(batch.lengths("response").tolist())
     ]
     yield "episodes/turns", [sum(turns) / number], number
+    yield "episodes/drawn_tokens", [float((batch.flat("versions") >= 0).sum()) / number], number
     yield "episodes/given_tokens", [float((batch.flat("versions") < 0).sum()) / number], number
     for reason in LIMIT_REASONS:
         yield f"episodes/ended/{reason}", [batch["finish_reason"].count(reason) / number], number

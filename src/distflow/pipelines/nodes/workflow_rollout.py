@@ -321,11 +321,14 @@ class _Episodes:
             raise self.requests.failure
         ended = [sample for sample in samples if len(sample.segments) > 1]
         turns = sum(segment.owner == "policy" for sample in ended for segment in sample.segments)
-        given = [s for sample in ended for s in sample.response_segments if s.owner != "policy"]
+        owners = Counter[bool]()
+        for segment in (each for sample in ended for each in sample.response_segments):
+            owners[segment.owner == "policy"] += len(segment.token_ids)
         reasons = Counter(sample.finish_reason for sample in samples)
         metrics = {
             "episodes/turns": turns / len(samples),
-            "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
+            "episodes/drawn_tokens": owners[True] / len(samples),
+            "episodes/given_tokens": owners[False] / len(samples),
             "episodes/branches": sum(len(sample.forks) for sample in samples) / len(samples),
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
             **{f"episodes/ended/{reason}": reasons[reason] / len(samples) for reason in LIMIT_REASONS},
