@@ -82,7 +82,7 @@ def _memory_of(numpy_random: Any) -> memoryview | None:
 def _numpy_state(numpy_random: Any) -> Any:
     global _numpy_known
     memory = _memory_of(numpy_random)
-    if memory is not None and _numpy_known is not None and memory == _numpy_known[0]:
+    if memory is not None and _numpy_known is not None and bytes(memory) == _numpy_known[0]:
         return _numpy_known[1]
     state = numpy_random.get_state()
     _numpy_known = (bytes(memory), state) if memory is not None and not state[3] else None
@@ -92,7 +92,7 @@ def _numpy_state(numpy_random: Any) -> Any:
 def _set_numpy(numpy_random: Any, state: Any) -> None:
     global _numpy_known
     memory = _memory_of(numpy_random)
-    is_known = memory is not None and _numpy_known is not None and memory == _numpy_known[0]
+    is_known = memory is not None and _numpy_known is not None and bytes(memory) == _numpy_known[0]
     if memory is None or not is_known or state[3]:
         numpy_random.set_state(state)
     else:
