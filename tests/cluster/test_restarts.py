@@ -171,6 +171,40 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 
+TURNS = """
+async def turns(chat, row):
+    reply = await chat.ask(row.prompt, max_tokens=3)
+    while chat.turns < 3:
+        reply = await chat.ask(reply.text[::-1] + "=", max_tokens=3)
+    return sum(chat.token_ids) % 7 / 6
+"""
+
+
+@pytest.mark.by_hand
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_undisturbed_ones(
+    ground: Playground, plan: Callable[..., None], staleness: int
+) -> None:
+    """The worker is killed as it sends a later turn: each of its groups has one request in the first turn."""
+    (ground.folder / "turns.py").write_text(TURNS)
+    more = (f"actor_rollout_ref.rollout.workflow={ground.folder}/turns.py:turns", f"async.max_staleness={staleness}")
+    keys = (
+        "~reward.functions",
+        "custom_reward_function.path=null",
+        "~reward.num_workers",
+        "data.max_response_length=24",
+    )
+    plan(Fault("rollout.generate", rank=1, call=7))
+    found = run(ground, *TWO_GENERATE, *STEPS, *more, *keys, name=f"turns{staleness}")
+    check_whole(found)
+    assert attempts(found) and set(attempts(found)) == {1}
+    assert max(step["async/version_diff/max"] for step in found.metrics()) <= staleness
+    assert min(step["episodes/turns"] for step in found.metrics()) > 2
+    if staleness == 0:
+        alone = ground.run("grpo", *STEPS, *more, *keys, name="turns-alone")
+        assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
 @pytest.mark.parametrize("mode", [COLLECTIVE, DISK])
 @pytest.mark.by_hand
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(

@@ -95,7 +95,7 @@ def test_an_episode_of_each_group_is_told_turn_by_turn(tmp_path: Path, capsys: p
     said = [
         {"owner": "prompt", "text": "3 + 4?"},
         {"owner": "policy", "text": HOSTILE},
-        {"owner": "environment", "text": "so?", "fork": "1.2"},
+        {"owner": "environment", "text": "so?", "fork": "1.2", "why": "tools"},
         {"owner": "policy", "text": "x" * 200, "fork": "1.2"},
     ]
     run_dir = write_run(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_an_episode_of_each_group_is_told_turn_by_turn(tmp_path: Path, capsys: p
     assert [line.split(maxsplit=1)[1] for line in lines[start : start + 3]] == [
         "given, prompt      3 + 4?",
         "drawn              \\x1b]0;owned\\x07\\u202egnp⏎next",
-        "given, environment (fork 1.2) so?",
+        "given, environment (fork 1.2, tools) so?",
     ]
     assert lines[start + 3].startswith("  0-1 drawn (fork 1.2)   xxx") and len(lines[start + 3]) < 120
     assert lines[start + 4].split() == ["1-0", "given,", "None", "None"]

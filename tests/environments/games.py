@@ -95,6 +95,9 @@ class Bad:
             time.sleep(600)
         if self.how == "exits":
             raise SystemExit(1)
+        if self.how == "shapes":
+            self.steps = getattr(self, "steps", 0) + 1
+            return [[0.5] * self.steps] * self.steps, 1.0, self.steps == 3, False, {}
         if self.how == "four":
             return "on", 0.0, False, {}
         if self.how == "no number":

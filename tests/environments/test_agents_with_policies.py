@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
@@ -16,6 +17,8 @@ from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.rewards.reward_results import Error
 from distflow.rewards.router import RewardOutcome
+from distflow.rollout.engine_weights import stripe_hashes
+from distflow.rollout.policy_engines import PolicyEngines
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import write_tiny_model
 
@@ -30,7 +33,7 @@ async def talk(agents, row):
         agents["judge"].ask(row.prompt, max_tokens=2),
     )
     last = await agents["solver"].ask(remark.text + advice.text, max_tokens=2)
-    return {"solver": sum(map(ord, last.text)) % 7 / 6, "checker": sum(map(ord, remark.text)) % 5 / 4, "judge": 0.0}
+    return {"solver": sum(map(ord, last.text)) % 7 / 6, "checker": sum(map(ord, remark.text)) % 5 / 4, "judge": 9.0}
 """
 WHO = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{policy: third, trainable: false}}}}"
 
@@ -68,7 +71,17 @@ def overrides(ground: Playground, *more: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(playground: Playground, staleness: int) -> None:
+def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
+    playground: Playground, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, served = PolicyEngines.load_weights, list[dict[str, str]]()
+
+    async def watched(self: PolicyEngines, *loaded: Any) -> Any:
+        receipt = await load(self, *loaded)
+        served.append(await self.hashes())
+        return receipt
+
+    monkeypatch.setattr(PolicyEngines, "load_weights", watched)
     steps = ["trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all"]
     options = [*steps, "trainer.save_freq=1", "trainer.keep_last=3", f"async.max_staleness={staleness}"]
     own = "dag.policies={second: {actor: {max_grad_norm: 0.01, optim: {lr: 3e-4, scheduler: constant_with_warmup}}}}"
@@ -80,11 +93,16 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(playgrou
     assert {name.partition(".")[0] for name in first} == {"actor", "second"}, "the frozen policy is not trained"
     moved = {name.partition(".")[0] for name in first if not torch.equal(first[name], last[name])}
     assert moved == {"actor", "second"}
+    frozen = AutoModelForCausalLM.from_pretrained(playground.folder / "third", dtype=torch.float32).named_parameters()
+    own = {f"third.{name}": value for name, value in stripe_hashes(list(frozen)).items()}
+    assert all({name: each[name] for name in own} == own for each in served), "the frozen policy never changes"
+    assert len(served) >= 3 and len({tuple(sorted({*each.items()} - {*own.items()})) for each in served}) >= 3
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
         assert row["actor/lr"] == 1e-3 and (row["policies/second/lr"] == 3e-4 or row["step"] == 1)
     batch = Batch.load(sorted((run.folder / "tokens").iterdir())[0])
+    assert batch["scores"].max() <= 2, "the judge's score is in no mean"
     assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, "the judge is in no sample"
 
 

@@ -155,6 +155,7 @@ def test_several_answers_to_one_call_are_branches_and_any_is_continued(begin: An
     assert create(model="x", messages=more).choices[0].message.content == "four"
     assert [len(chat.segments) for chat in episode.chat.conversations] == [2, 2, 4], "the one that was continued"
     assert episode.engine.asked[3][0][: len(prompts[0])] == prompts[0]
+    assert [chat.why for chat in episode.chat.conversations if chat.name] == ["answers", "answers"]
 
 
 def test_several_texts_continue_one(begin: Any) -> None:

@@ -46,6 +46,11 @@ class Agent:
         return [prompt for prompt, *_ in self.engine.asked]
 
     @property
+    def why(self) -> list[str]:
+        """Each branch began."""
+        return [chat.why for chat in self.chat.conversations if chat.name]
+
+    @property
     def owners(self) -> list[list[str]]:
         return [[segment.owner for segment in chat.segments] for chat in self.chat.conversations]
 
@@ -91,22 +96,25 @@ def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "history",
+    ("why", "history"),
     [
-        [user("1"), {"role": "assistant", "content": "uno"}, user("2")],
-        [user("one"), {"role": "assistant", "content": "one"}, user("2")],
-        [{"role": "system", "content": "new"}, user("1"), {"role": "assistant", "content": "one"}, user("2")],
-        [user("a summary")],
-        [user("1")],
+        ("reply", [user("1"), {"role": "assistant", "content": "uno"}, user("2")]),
+        ("history", [user("one"), {"role": "assistant", "content": "one"}, user("2")]),
+        (
+            "history",
+            [{"role": "system", "content": "new"}, user("1"), {"role": "assistant", "content": "one"}, user("2")],
+        ),
+        ("history", [user("a summary")]),
+        ("again", [user("1")]),
     ],
 )
-def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(history: list[Any]) -> None:
+def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(why: str, history: list[Any]) -> None:
     agent = Agent("qwen2.5", "one", "two", "three", "four")
     agent.says(user("1"))
     reply = agent.says(*history)
     agent.says(*history, reply, user("3"))
     agent.says(user("1"), {"role": "assistant", "content": "one"}, user("4"))
-    assert sorted(agent.owners) == [LINEAR, LINEAR]
+    assert sorted(agent.owners) == [LINEAR, LINEAR] and agent.why == [why]
     text = agent.family.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
     assert agent.prompts[1] == tuple(ids(agent.family, text))
     assert agent.prompts[2][: len(agent.prompts[1])] == agent.prompts[1]
@@ -118,7 +126,7 @@ def test_other_tools_are_a_branch_and_unused_ones_are_none() -> None:
     agent = Agent("qwen2.5", "one", "two", CALLS["qwen2.5"])
     reply = agent.says(user("1"), tools=TOOLS)
     agent.says(user("1"), reply, user("2"))
-    assert sorted(agent.owners) == [["prompt", "policy"]] * 2
+    assert sorted(agent.owners) == [["prompt", "policy"]] * 2 and agent.why == ["tools"]
     assert "add" not in agent.family.tokenizer.decode(list(agent.prompts[1]))
     text = agent.says(user("1"), reply, user("3"), tools=TOOLS, tool_choice="none")
     assert "tool_calls" not in text and "<tool_call>" in text["content"]
@@ -155,6 +163,7 @@ def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branc
     assert agent.owners == [LINEAR]
     assert agent.family.tokenizer.decode(agent.prompts[1], skip_special_tokens=True) == "Q: act\nObservation: 42"
     agent.send("Q: act otherwise", TEXT)
+    assert agent.why == ["history"]
     assert agent.prompts[2] == tuple(ids(agent.family, "Q: act otherwise"))
 
 
@@ -224,6 +233,7 @@ def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -
 
     asyncio.run(play())
     assert sorted(chat.name for chat in agent.chat.conversations) == ["", "1", "2"]
+    assert agent.why == ["at_once", "at_once"]
     assert sorted(map(len, agent.owners)) == [2, 4, 4]
     whole = [chat.token_ids for chat in agent.chat.conversations]
     seen = [(*prompt, *drawn) for (prompt, *_), drawn in zip(agent.engine.asked, agent.engine.replies, strict=True)]

@@ -93,6 +93,12 @@ def test_a_failure_is_no_score(how: str, said: str) -> None:
     assert said in str(error.value)
 
 
+def test_observations_may_change_their_shape() -> None:
+    score, chat = play(EnvironmentWorkflow(env=f"{FILE}Bad", env_kwargs={"how": "shapes"}), ["1"])
+    assert score == 3.0 and chat.turns == 3
+    assert [message["content"] for message in chat.messages[2::2]] == ["[[0.5]]", "[[0.5, 0.5], [0.5, 0.5]]"]
+
+
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     workflow = EnvironmentWorkflow(env=f"{FILE}Bad", env_kwargs={"how": "hangs", "file": str(file)}, timeout_s=1.0)

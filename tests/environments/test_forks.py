@@ -96,6 +96,13 @@ def test_episodes_that_branch_train_and_every_audit_passes(
     (said,) = {len(row["conversation"]) for row in rows if any("fork" in turn for turn in row["conversation"])}
     assert said == 2 + 5 + 3 + 3 + 2, "prompt and reply; left asks twice, its fork and right once, the summary"
     assert main(["why", str(run.folder), "1"]) == 0 and "an episode of each group" in capsys.readouterr().out
+    for group in range(12 if pipeline == "grpo" else 0):
+        rows = [row for row in range(len(batch)) if int(batch["group_index"][row]) == group]
+        scores = batch["scores"][rows].double()
+        wanted = (scores - scores.mean()) / (scores.std() + 1e-6)  # an episode counts once, with branches or without
+        for row, advantage in zip(rows, wanted.tolist(), strict=True):
+            drawn = batch["advantages"][row][batch["response_mask"][row] > 0].tolist()
+            assert len(rows) == 4 and drawn == pytest.approx([advantage] * len(drawn), abs=1e-4)
     told = sum(row["episodes/branches"] for row in run.metrics()) / len(run.metrics())
     assert told == pytest.approx(4 * len(branched) / len(batch))
 

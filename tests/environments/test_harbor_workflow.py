@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,14 @@ def said(chat: Chat) -> list[str]:
     return [chat.tokens.decode(each.token_ids) for each in chat.segments if each.owner == "tool"]
 
 
+@pytest.fixture(autouse=True)
+def own_folder_of_shells(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' shells are in another one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("shells")))
+
+
 def left() -> set[Path]:
-    return set(Path("/tmp").glob("distflow-shell-*"))
+    return set(Path(tempfile.gettempdir()).glob("distflow-shell-*"))
 
 
 def test_a_task_is_worked_on_in_its_folder_and_scored_by_its_tests(tmp_path: Path) -> None:

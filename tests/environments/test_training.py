@@ -15,6 +15,7 @@ from distflow.environments.chat import ChatError, Prompt
 from distflow.environments.workflows import Row, load_workflow
 from distflow.errors import TrustError, UserError
 from distflow.pipelines.nodes import workflow_rollout
+from distflow.rewards.router import RewardRouter
 from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow
@@ -385,6 +386,43 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         reasons = {"stop"} if right else {"length", "max_turns"}
         assert batch["finish_reason"][i] in reasons
     assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
+
+
+OF_ALL_TURNS = """
+def compute_score(solution_str, ground_truth, conversation=()):
+    said = [turn["text"] for turn in conversation if turn["owner"] == "policy"]
+    asked = [turn["text"] for turn in conversation if turn["owner"] == "environment"]
+    assert said and len(asked) == len(said) - 1 and set(asked) <= {"=?"}
+    return {"score": sum(map(len, said)) / 24, "acc": sum(map(ord, solution_str)) % 3 == 0}
+"""
+
+
+def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_audit_calls_it_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    playground = Playground(tmp_path)
+    playground.write_reward(OF_ALL_TURNS)
+    common = (
+        *("grpo", f"{WORKFLOW}=multi_turn", f"{WORKFLOW}_kwargs={{max_turns: 3, feedback: '=?'}}"),
+        *("data.max_response_length=24", "trainer.total_training_steps=2", "trainer.save_groups=all"),
+        *("actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']", "trust.audit_freq=1"),
+    )
+    run = playground.run(*common)
+    assert not run.notes("warning") and all("reward_results" in audit["proven"] for audit in run.audits())
+    batch = saved(run)
+    for i, told in enumerate(batch["conversation"]):
+        said = [turn["text"] for turn in told if turn["owner"] == "policy"]
+        assert float(batch["scores"][i]) == pytest.approx(sum(map(len, said)) / 24)
+    assert max(len(told) for told in batch["conversation"]) > 2
+
+    call = RewardRouter.__call__
+
+    async def planted(self: RewardRouter, samples: Any) -> Any:
+        return await call(self, [replace(each, conversation=each.conversation[-1:]) for each in samples])
+
+    monkeypatch.setattr(RewardRouter, "__call__", planted)
+    with pytest.raises(TrustError, match=r"\(reward_results\).*was never called with the response of sample"):
+        playground.run(*common, name="planted")
 
 
 def rotated(samples: list[Sample]) -> list[Sample]:

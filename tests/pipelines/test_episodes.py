@@ -47,11 +47,14 @@ async def run_group(
     staleness: int,
     extra_info: Mapping[str, object] | None = None,
     more: Sequence[str] = (),
+    max_tokens: int = 4,
 ) -> Group:
-    """A group of two, as the rollout loop runs it. more: keys of the config. Raises NodeError."""
+    """A group of two, as the rollout loop runs it. more: keys of the config. max_tokens: of a response. Raises
+    NodeError."""
     keys = [f"async.max_staleness={staleness}", *more]
     group = waiting_group(prompt_group())
     group.row = replace(group.row, extra_info=extra_info)
+    group.params = replace(group.params, max_tokens=max_tokens)
     node = partial(run_episodes, workflow=Workflow("own", run, scores=False), timeout_s=60.0)
     resources = {"rollout": engine, "tokenizer": tiny_tokenizer()}
     (step,) = compile_steps([bound(node)], resources)
@@ -227,7 +230,10 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(s
         assert batch["response_ids"][row].tolist() == [5, 6, 5, *one, *under, *two, *below]
         assert batch["response_mask"][row].tolist() == drawn
     assert batch.conversation_lengths().tolist() == [4, 4, 6, 4, 6] * 2
-    assert group.measured[0][0]["episodes/branches"] == 4.0
+    metrics = group.measured[0][0]
+    assert metrics["episodes/drawn_tokens"] == sum(drawn) and metrics["episodes/given_tokens"] == drawn.count(0)
+    assert metrics["episodes/branches"] == 4.0 and metrics["episodes/branched/forked"] == 8
+    assert {turn.get("why") for turn in group.samples[0].conversation} == {None, "forked"}
 
 
 def test_an_episode_that_has_ended_asks_no_more() -> None:
@@ -256,6 +262,28 @@ def test_an_episode_that_has_ended_asks_no_more() -> None:
     assert [prompt for prompt, _ in engine.asked] == [(7,)]
     assert [task.cancelled() for task in late] == [True, False, True, False]
     assert all("has ended" in str(task.exception()) for task in late[1::2])
+
+
+@STALENESS
+def test_a_limit_that_one_episode_reaches_in_a_round_holds_no_other_up(staleness: int) -> None:
+    """The first has room for two turns and asks on; the second is at its own limit of four turns."""
+    numbers = iter(range(2))
+
+    async def run(chat: Chat, row: Row) -> float:
+        number, replies = next(numbers), 0
+        given = (7,) * (4 if number == 0 else 1)
+        while chat.turns < 4:
+            replies += bool((await chat.ask((*given, number))).token_ids)
+        if number:
+            chat.finish_reason = "max_turns"
+        return float(replies)
+
+    engine = Engine()
+    group = asyncio.run(run_group(run, engine, staleness, max_tokens=12))
+    assert [sample.finish_reason for sample in group.samples] == ["length", "max_turns"]
+    assert [sample.outcome.reward_result.value for sample in group.samples] == [2.0, 4.0]  # type: ignore[attr-defined]
+    assert [index for _, samples in engine.asked for index in samples] == [0, 1, 0, 1, 1, 1]
+    assert all(sample.valid for sample in group.samples)
 
 
 @STALENESS

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.rewards.reward_functions import call, custom_target, find_fault, load_reward
+from distflow.errors import UserError
+from distflow.rewards.reward_functions import (
+    call,
+    call_batched,
+    custom_target,
+    find_fault,
+    load_reward,
+    takes_conversation,
+    with_options,
+)
 from distflow.rewards.reward_results import read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}
@@ -31,6 +40,20 @@ def load(tmp_path, source: str):
 def test_a_function_gets_by_name_what_it_takes(tmp_path, parameters, seen):
     function = load(tmp_path, f"def compute_score({parameters}):\n    return list(locals().values())\n")
     assert sorted(call(function, ARGUMENTS), key=str) == sorted(seen, key=str)
+
+
+def test_a_function_sees_the_turns_of_an_episode_if_it_takes_them(tmp_path):
+    told = [{"owner": "prompt", "text": "1="}, {"owner": "policy", "text": "2"}]
+    asked = {**ARGUMENTS, "conversation": told}
+    assert takes_conversation(one := lambda solution_str, conversation=(): conversation)
+    assert call(one, asked) == told and call(one, ARGUMENTS) == ()
+    assert not takes_conversation(last := lambda solution_str, **others: sorted(others))
+    assert "conversation" not in call(last, asked)
+    assert takes_conversation(every := lambda solution_strs, conversations=(): conversations)
+    assert call_batched(every, [asked, asked]) == [told, told]
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str, conversation=()):\n    return 1.0\n")
+    with pytest.raises(UserError, match="takes no option 'conversation'"):
+        load_reward(with_options(custom_target(str(tmp_path / "reward.py"), "compute_score"), {"conversation": "x"}))
 
 
 @pytest.mark.parametrize("parameters", ["", "batch", "solution_str, reference", "batch, config, **kwargs"])

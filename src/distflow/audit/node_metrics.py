@@ -32,6 +32,7 @@ NOT_RECOMPUTED = {
     "rollout_server/*": "told by servers",
     "episodes/idle_agents": "who was not called has left nothing in the samples",
     "episodes/prefix_cache_hit_rate": "told by the engine",
+    "episodes/branched/*": "their number is checked; why a call began a branch is not recorded",
     "agent/refused_calls": "counted where calls arrive, and not recorded",
     "tool/*": "counted where calls are run; their answers are checked in episodes",
     "rollout_corr/on": "a switch; the weights that it switches on are checked",
@@ -122,6 +123,7 @@ def _episodes(recorded: RecordedStep) -> Iterator[Part]:
         for own in batch.flat("turn_index").split(batch.lengths("response").tolist())
     ]
     yield "episodes/turns", [sum(turns) / number], number
+    yield "episodes/drawn_tokens", [float((batch.flat("versions") >= 0).sum()) / number], number
     yield "episodes/given_tokens", [float((batch.flat("versions") < 0).sum()) / number], number
     for reason in LIMIT_REASONS:
         yield f"episodes/ended/{reason}", [batch["finish_reason"].count(reason) / number], number

@@ -21,7 +21,7 @@ from distflow.config.derived_settings import algorithm_of
 from distflow.config.keys.reward import on_error_of
 from distflow.data.batch import Batch
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
-from distflow.rewards.reward_functions import FAILS, PROMPT, call_arguments
+from distflow.rewards.reward_functions import CONVERSATION, FAILS, PROMPT, call_arguments
 from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rewards.self_check import ECHO, echo
 
@@ -141,7 +141,7 @@ def _check_calls(recorded: RecordedStep) -> None:
 
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:
     """The sample's score, None for an error. Raises Wrong if the scored text or the score is another sample's."""
-    wanted = _arguments(recorded, sample)
+    wanted = _arguments(recorded, sample, name)
     del wanted[PROMPT]  # a user's rollout may use a prompt other than the row's
     own = [
         result
@@ -188,7 +188,7 @@ def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: 
     reward_fn = recorded.run.resources.reward_fn
     if reward_fn is not None and name in reward_fn.pools.takes_groups:
         return None  # scored alone, it may get another score than in its group
-    again = recorded.run.call_reward(name, _arguments(recorded, sample))
+    again = recorded.run.call_reward(name, _arguments(recorded, sample, name))
     if score is None or not isinstance(again, Score) or again.value == score:
         return None
     return f"the score was {score}, and is {_shown([again])} in a second call"
@@ -218,7 +218,7 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
     """Whether the reward function is consistent over repeated calls, within the time budget, and the samples have its
     scores for other samples."""
     began, few = time.monotonic(), samples[:MOST_TWICE]
-    calls = [_arguments(recorded, sample) for sample in few]
+    calls = [_arguments(recorded, sample, name) for sample in few]
     scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
     for _ in range(TRIES - 1):
         if time.monotonic() - began > max(recorded.budget_s, _DECIDES_WITHIN_S):
@@ -231,13 +231,18 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
     return all(str(sample["reward_parts"].get(name)) in known for sample in few)
 
 
-def _arguments(recorded: RecordedStep, sample: Sample) -> dict[str, Any]:
-    """Arguments of a call for the sample alone, from its row and tokens. A user's node decides which text is scored."""
+def _arguments(recorded: RecordedStep, sample: Sample, name: str = "") -> dict[str, Any]:
+    """Arguments of a call for the sample alone, from its row and tokens. A user's node decides which text is scored.
+    name: of the function."""
     row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
     text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
     text = text if recorded.is_ours("responses") else sample["responses"]
     truth, extra_info = row.ground_truth, row.extra_info or {}
-    return {PROMPT: row.prompt_text, **call_arguments(row.domain, text, truth, extra_info)}
+    reward_fn, said = recorded.run.resources.reward_fn, sample.get("conversation")
+    own = {PROMPT: row.prompt_text, **call_arguments(row.domain, text, truth, extra_info)}
+    if said and reward_fn is not None and name in reward_fn.pools.takes_conversations:
+        own[CONVERSATION] = list(said)
+    return own
 
 
 def _shown(results: Sequence[RewardResult]) -> str:

@@ -31,12 +31,12 @@ class RewardActor:
         self._pools: dict[str, asyncio.Future[RewardPool]] = {}
         self._born = secrets.token_hex(8)
 
-    async def start(self, settings: PoolSettings) -> tuple[str, frozenset[str], frozenset[str]]:
-        """A unique id of this start of the actor, the functions that take groups, and those of them that take batches.
+    async def start(self, settings: PoolSettings) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
+        """A unique id of this start of the actor, and which functions take groups, batches and conversations.
 
         Raises UserError."""
         pool = await self._pool(settings)
-        return self._born, pool.takes_groups, pool.takes_batches
+        return self._born, pool.takes_groups, pool.takes_batches, pool.takes_conversations
 
     async def call(
         self, settings: PoolSettings, name: str, asked: Calls, timeout_s: float | None, give_up_after: int
@@ -76,8 +76,8 @@ class RewardActorPool(Pool):
         self._reward_actors, self._settings = reward_actors, settings
         self._under_way = [0] * len(reward_actors)
         started = [reply(each) for each in [reward_actor.start.remote(settings) for reward_actor in reward_actors]]
-        self._born = [born for born, _, _ in started]
-        _, self.takes_groups, self.takes_batches = started[0]
+        self._born = [born for born, *_ in started]
+        _, self.takes_groups, self.takes_batches, self.takes_conversations = started[0]
 
     async def _score_group(
         self, name: str, asked: Calls, timeout_s: float | None, on_repeat: OnRepeat, give_up_after: int

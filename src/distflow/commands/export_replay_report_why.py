@@ -234,9 +234,9 @@ def _conversations(shown: "Responses") -> list[str]:
         for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
             if isinstance(turn, Mapping):
                 owner, fork = _short(str(turn.get("owner"))), _short(str(turn.get("fork") or ""))
-                agent = _short(str(turn.get("agent") or ""))
+                agent, why = (_short(str(turn.get(name) or "")) for name in ("agent", "why"))
                 who = f"{agent}: " * bool(agent) + ("drawn" if owner == "policy" else f"given, {owner}")
-                who += f" (fork {fork})" * bool(fork)
+                who += f" (fork {', '.join(filter(None, (fork, why)))})" * bool(fork)
                 lines.append(f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}")
     return ["", "an episode of each group", *lines] if lines else []
 

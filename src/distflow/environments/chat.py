@@ -75,9 +75,10 @@ class Chat:
     them over episodes. sampling: how the policy draws; empty in validation. version: of the weights at the start.
     clock_stopped: inside, time does not count for the episode's deadline, for waits with their own deadlines. forked:
     called with each fork. name: empty for the episode's first conversation, else the numbers of the forks leading to
-    this one, "2.1". conversations: all of the episode, including this one; the one with the last reply is the last.
-    agent: the conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those
-    of the call. waiting: whether it waits for a reply.
+    this one, "2.1". why: a fork began: "forked", "rewritten", or for an agent's call (see `Conversations`).
+    conversations: all of the episode, including this one; the one with the last reply is the last. agent: the
+    conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those of the
+    call. waiting: whether it waits for a reply.
     """
 
     tokens: "TurnTokens"
@@ -96,6 +97,7 @@ class Chat:
     clock_stopped: Callable[[], AbstractContextManager[object]] = nullcontext
     forked: Callable[["Chat"], None] = lambda fork: None
     name: str = ""
+    why: str = ""
     agent: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -201,6 +203,7 @@ class Chat:
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
         fork = replace(self, name=name, segments=begun, messages=history, turns=0, last=None, finish_reason="stop")
+        fork.why = "forked" if messages is None else "rewritten"
         note_event("forked", name, self.token_ids if begun else (), deepcopy(history))
         self.forked(fork)
         return fork

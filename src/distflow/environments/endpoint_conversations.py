@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +85,27 @@ class Conversations:
         chat, is_text = self._chat, isinstance(call.messages, str)
         if chat.segments or chat.waiting:
             chat = chat.fork([{"role": "user", "content": ""}])
+            chat.why = self._why(call)
         chat.messages, chat.tools, chat.templated = [], (), not is_text  # calls contain their whole history
         return _Conversation(chat, _tools(call), "" if is_text else [], [])
+
+    def _why(self, call: Call) -> str:
+        """Why the call begins a branch: `answers` (a further one to one call), `at_once` (it extends a conversation
+        that waits), `tools` (others), `again` (nothing new), `reply` (a reply came back changed) or `history` (so did
+        anything else)."""
+        if call.choice:
+            return "answers"
+        whole, tools = _so_far(call.messages), _tools(call)
+        alike: list[Any] = [each for each in self._conversations if type(each.so_far) is type(whole)]
+        common = [len(os.path.commonprefix([each.so_far, whole])) for each in alike]
+        if len(whole) in common:
+            return "again"
+        extended = [each for each, length in zip(alike, common, strict=True) if length == len(each.so_far)]
+        if extended or not self._conversations:
+            return "at_once" if not extended or any(each.tools == tools for each in extended) else "tools"
+        nearest = max(zip(common, alike, strict=True), key=lambda pair: pair[0], default=None)
+        is_reply = nearest is not None and nearest[1].so_far[nearest[0]].startswith('["assistant"')
+        return "reply" if is_reply else "history"
 
 
 def _tools(call: Call) -> str:

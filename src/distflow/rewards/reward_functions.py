@@ -38,6 +38,9 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
 """Parameters for the prompt's text, and for the prompts of all responses, of a batched function."""
+CONVERSATION, CONVERSATIONS = "conversation", "conversations"
+"""Parameters for the turns of an episode so far, and for those of each response, of a batched function."""
+_PLURALS = {PROMPT: PROMPTS, CONVERSATION: CONVERSATIONS}
 FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
 """A function of every pool that must return a reward error, or a number from its arguments; the auditor calls it."""
 
@@ -149,6 +152,11 @@ def takes_groups(function: Callable[..., object]) -> bool:
     return is_batched(function) or is_async(function)
 
 
+def takes_conversation(function: Callable[..., object]) -> bool:
+    """Whether it sees the whole episode, not only the response."""
+    return not {CONVERSATION, CONVERSATIONS}.isdisjoint(inspect.signature(function).parameters)
+
+
 def call_arguments(
     domain: str, response: str, ground_truth: object, extra_info: Mapping[str, object]
 ) -> dict[str, object]:
@@ -157,18 +165,19 @@ def call_arguments(
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt if it takes one that exists."""
+    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt and the conversation if it takes
+    ones that exist."""
     accepted = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
-    if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
-        accepted[PROMPT] = arguments[PROMPT]
-    return function(**accepted)
+    taken = inspect.signature(function).parameters
+    return function(**accepted, **{name: arguments[name] for name in _PLURALS if name in arguments and name in taken})
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
-    """Call it by keyword with lists for those of `PARAMETERS` whose plural it takes, and with the prompts as `call`."""
+    """Call it by keyword with lists for those of `PARAMETERS` whose plural it takes, and of others as `call`."""
     lists = {name: [arguments[BATCHED[name]] for arguments in asked] for name in _accepted(function, tuple(BATCHED))}
-    if PROMPTS in inspect.signature(function).parameters and all(PROMPT in arguments for arguments in asked):
-        lists[PROMPTS] = [arguments[PROMPT] for arguments in asked]
+    for name, plural in _PLURALS.items():
+        if plural in inspect.signature(function).parameters and all(name in arguments for arguments in asked):
+            lists[plural] = [arguments[name] for arguments in asked]
     return function(**lists)
 
 
@@ -262,10 +271,11 @@ def _culprit(function: Callable[..., object]) -> str:
 
 def _fault_of_options(function: Callable[..., object], values: Mapping[str, object]) -> str:
     """The option that the function does not take; options are parameters with a default, of the default's type."""
+    no_options = (*PARAMETERS, *BATCHED, *_PLURALS, *_PLURALS.values())
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT, PROMPTS)
+        if parameter.default is not parameter.empty and name not in no_options
     }
     for name, value in values.items():
         if name not in known:

@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.pool import domain_pools
-from distflow.rewards.reward_functions import PROMPT, call_arguments
+from distflow.rewards.reward_functions import CONVERSATION, PROMPT, call_arguments
 from distflow.rewards.reward_results import (
     CUT,
     CallCounts,
@@ -155,10 +155,12 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Results of one function for samples of the domain; failed calls are retried according to its `Patience`."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
+        is_told = name in pool.takes_conversations
         asked = [
             {
                 PROMPT: sample.prompt,
                 **call_arguments(sample.domain, sample.response, sample.ground_truth, sample.extra_info),
+                **({CONVERSATION: list(sample.conversation)} if is_told and sample.conversation else {}),
             }
             for sample in samples
         ]

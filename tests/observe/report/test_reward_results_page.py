@@ -31,7 +31,9 @@ ODD = {"code/failed": "none", "code/program": 3, "code/followed": [1], "code/rea
 ODD |= {"code/__proto__": 1, "code/constructor": "c", "code/wanted": {"x": 1}}
 TALK = [
     {"owner": "prompt", "text": "what was asked"},
-    {"owner": "policy", "text": IMAGE, "fork": "2.1"},
+    {"owner": "policy", "text": IMAGE, "fork": "2.1", "why": "history"},
+    {"owner": "tool", "text": "5"},
+    {"owner": "environment", "text": "go on", "agent": "solver"},
     *(7, None, {"owner": {"x": 1}, "text": [2]}),
 ]
 
@@ -116,11 +118,14 @@ def test_what_verifiers_said_is_readable_and_stays_text(show: Callable[..., list
         "took0.021 s", "no answer was found", "compared with", "punctuation:no_comma", "not followed", "too\nshort",
         "out of time: no score within 10 s", f"reward error: judge: {IMAGE}", "left out of the loss",
         f"dropped: {IMAGE}", "constructorc", "__proto__1",
-        "prompt (given)\nwhat was asked", f"fork 2.1: policy (drawn)\n{IMAGE}",
+        "prompt (given)\nwhat was asked", f"fork 2.1 (history): policy (drawn)\n{IMAGE}",
+        "solver: environment (given)\ngo on",
     ):  # fmt: skip
         assert text_shown in text.replace("\xa0", " "), text_shown
     pipeline = browser.script("getComputedStyle(document.querySelector('details.program .text')).whiteSpace")
     assert pipeline == "pre-wrap", "line breaks are seen"
+    colors = "[...new Set([...document.querySelectorAll('.turn')].map((t) => getComputedStyle(t).borderLeftColor))]"
+    assert len(browser.script(colors)) == 5, "one for each owner, and one for what is none"
     assert "U+202E" in text and browser.script("document.documentElement.dataset.hacked") is None
     assert browser.script("document.querySelectorAll('img, #samples script').length") == 0
     assert browser.complaints() == [] and len(browser.requests()) == 1

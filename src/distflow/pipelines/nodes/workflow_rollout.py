@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -299,6 +299,7 @@ class _Episodes:
         )
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
+        self.written = cache(self.tokens.written)  # samples are made for each call of a reward function too
         self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
         self.own_scores = config.algorithm.agent_rewards != "shared"
 
@@ -334,11 +335,14 @@ class _Episodes:
             raise self.requests.failure
         ended = [sample for sample in samples if len(sample.segments) > 1]
         turns = sum(segment.owner == "policy" for sample in ended for segment in sample.segments)
-        given = [s for sample in ended for s in sample.response_segments if s.owner != "policy"]
+        owners = Counter[bool]()
+        for segment in (each for sample in ended for each in sample.response_segments):
+            owners[segment.owner == "policy"] += len(segment.token_ids)
         reasons = Counter(sample.finish_reason for sample in samples)
         metrics = {
             "episodes/turns": turns / len(samples),
-            "episodes/given_tokens": sum(len(segment.token_ids) for segment in given) / len(samples),
+            "episodes/drawn_tokens": owners[True] / len(samples),
+            "episodes/given_tokens": owners[False] / len(samples),
             "episodes/branches": sum(len(sample.forks) for sample in samples) / len(samples),
             "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
             **{f"episodes/ended/{reason}": reasons[reason] / len(samples) for reason in LIMIT_REASONS},
@@ -374,6 +378,7 @@ class _Episodes:
         if self.agents:
             called = {each.agent for each in chat.conversations if each.turns}
             chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
+        chat.counts.update(f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why)
         self.counts.update(chat.counts)
         return self._sample(index, chat, outcome)
 
@@ -385,7 +390,7 @@ class _Episodes:
             returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, index)
             if self.own_scores:
                 returned = self._by_agent(chat, returned)
-            segments = self._sample(index, chat, None).segments
+            segments, _ = self._laid_out(chat)
             note_event("returned", tuple(token for segment in segments for token in segment.token_ids), returned)
             outcome = read_outcome(returned)
         except DeadlinePassed as late:
@@ -443,18 +448,24 @@ class _Episodes:
             (outcome,) = await self.reward_fn([replace(sample, response=text)])
         return outcome
 
+    def _laid_out(self, chat: Chat) -> tuple[list[Segment], list[tuple[str, int]]]:
+        """All conversations of the episode with tokens to train on, end to end, the first one first; and the name and
+        the start of each other one."""
+        is_first = not self.agents or self.agents[chat.agent].trainable
+        segments = [*(is_first and chat.segments or [Segment("prompt", tuple(self.group.row.prompt_ids))])]
+        forks = list[tuple[str, int]]()
+        for fork in sorted((each for each in self._trained(chat) if each.name), key=self._place):
+            forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
+            segments += fork.segments
+        return segments, forks
+
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
-        """The sample: all conversations of the episode with tokens to train on, end to end, the first one first."""
         talks = self._trained(chat)
         last = (talks or chat.conversations)[-1]
         drawn = [s for each in talks for s in each.segments if s.owner == "policy" and s.token_ids]
         text = self.tokens.decode(drawn[-1].token_ids) if drawn else last.last.text if last.last is not None else ""
         sample = self.group.sample(index, None, text, last.finish_reason)
-        is_first = not self.agents or self.agents[chat.agent].trainable
-        segments, forks = [*(is_first and chat.segments or sample.segments)], list[tuple[str, int]]()
-        for fork in sorted((each for each in talks if each.name), key=self._place):
-            forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
-            segments += fork.segments
+        segments, forks = self._laid_out(chat)
         has_score = outcome is not None and isinstance(outcome.reward_result, Score)
         turns = [segment for segment in segments if segment.owner == "policy" and segment.token_ids]
         return replace(
@@ -479,10 +490,10 @@ class _Episodes:
         said = list[tuple[int, dict[str, str]]]()
         for talk in sorted((each for each in chat.conversations if each.num_drawn or each is chat), key=self._place):
             fork = talk.name.removeprefix(talk.agent).removeprefix(".")
-            names = {name: value for name, value in (("agent", talk.agent), ("fork", fork)) if value}
+            names = {name: value for name, value in (("agent", talk.agent), ("fork", fork), ("why", talk.why)) if value}
             for place, own in enumerate(talk.segments):
                 turn = next((later.turn for later in talk.segments[place:] if later.owner == "policy"), 0)
-                said.append((turn, {"owner": own.owner, "text": self.tokens.written(own.token_ids), **names}))
+                said.append((turn, {"owner": own.owner, "text": self.written(own.token_ids), **names}))
         return [turn for _, turn in (sorted(said, key=lambda each: each[0]) if self.agents else said)]
 
 

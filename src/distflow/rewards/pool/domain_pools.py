@@ -221,6 +221,11 @@ class Pools:
         """The functions that get all responses to a prompt at once."""
         return frozenset[str]().union(*(pool.takes_groups for pool in self._pools.values()))
 
+    @property
+    def takes_conversations(self) -> frozenset[str]:
+        """The functions that see a whole episode."""
+        return frozenset[str]().union(*(pool.takes_conversations for pool in self._pools.values()))
+
     def pids(self) -> list[int]:
         """Process ids of the running workers."""
         return sorted(pid for pool in self._pools.values() for pid in pool.pids())

@@ -45,11 +45,13 @@ class Pool(ABC):
     """Reward workers, in processes of this machine (`RewardPool`) or in Ray actors.
 
     takes_groups: functions that score several responses in one call (batched or async). takes_batches: the batched
-    ones. on_result: called with every result, on the caller's event loop. closed: there will be no further results.
+    ones. takes_conversations: those that see a whole episode. on_result: called with every result, on the caller's
+    event loop. closed: there will be no further results.
     """
 
     takes_groups = frozenset[str]()
     takes_batches = frozenset[str]()
+    takes_conversations = frozenset[str]()
     on_result: OnResult | None = None
     closed = False
 
@@ -253,7 +255,7 @@ class RewardPool(Pool):
         try:
             if self.closed:  # checked once `close` knows the process: one of the two kills it
                 raise StartFailed(_CLOSING)
-            self.takes_groups, self.takes_batches = process.load(
+            self.takes_groups, self.takes_batches, self.takes_conversations = process.load(
                 self._settings.functions, self._settings.start_timeout_s
             )
         except StartFailed:

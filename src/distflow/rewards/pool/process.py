@@ -149,8 +149,9 @@ class RewardProcess:
         self._is_quick = False
         self._killed = False
 
-    def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], frozenset[str]]:
-        """Load functions; returns those that take groups, and those of them that are batched."""
+    def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], ...]:
+        """Load functions; returns those that take groups, those of them that are batched, and those that take
+        conversations."""
         due = time.monotonic() + timeout_s
         try:
             self._channel.send(encode({"functions": dict(functions)}), timeout_s)
@@ -161,7 +162,7 @@ class RewardProcess:
             raise StartFailed(self.cause_of_death()) from None
         if "error" in answer:
             raise StartFailed(str(answer["error"]))
-        return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
+        return tuple(frozenset(cast(list[str], answer[name])) for name in ("ready", "batched", "told"))
 
     def answer(self, active: deque[Request], pending: deque[Request], timeout_s: float) -> None:
         """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from the end of the

@@ -30,6 +30,7 @@ from distflow.rewards.reward_functions import (
     is_batched,
     load_reward,
     split_batch,
+    takes_conversation,
     takes_groups,
     texts_in,
     with_options,
@@ -217,7 +218,9 @@ def serve(channel: Channel) -> None:
         channel.send(encode({"error": str(error)}))
         return
     ready = [name for name, function in functions.items() if takes_groups(function)]
-    channel.send(encode({"ready": ready, "batched": [name for name in ready if is_batched(functions[name])]}))
+    batched = [name for name in ready if is_batched(functions[name])]
+    told = [name for name, function in functions.items() if takes_conversation(function)]
+    channel.send(encode({"ready": ready, "batched": batched, "told": told}))
     while True:
         request = channel.receive()
         name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])

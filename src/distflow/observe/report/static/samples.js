@@ -10,11 +10,13 @@ const isTruncated = (response) => ["length", "context"].includes(response.finish
 const prompts = (group) => String(group.prompt ?? "");
 const lengths = (group) => mean(group.responses.map((response) => response.response_length).filter((n) => typeof n === "number"));
 // Who said what in an episode of a workflow, each branch after the one that it comes from.
+const OWNERS = ["prompt", "policy", "tool", "environment"];
 const turns = ({ conversation, response }) => Array.isArray(conversation) && conversation.length
   ? conversation.map((turn) => {
-    const { owner, text, agent, fork } = Object(turn);
-    const who = `${agent ? `${agent}: ` : ""}${fork ? `fork ${fork}: ` : ""}${owner}${owner === "policy" ? " (drawn)" : " (given)"}`;
-    return el("div", { class: owner === "policy" ? "turn drawn" : "turn" }, el("h4", {}, inert(who)), textBox(text));
+    const { owner, text, agent, fork, why } = Object(turn);
+    const branch = fork ? `fork ${fork}${why ? ` (${why})` : ""}: ` : "";
+    const who = `${agent ? `${agent}: ` : ""}${branch}${owner}${owner === "policy" ? " (drawn)" : " (given)"}`;
+    return el("div", { class: OWNERS.includes(owner) ? `turn by-${owner}` : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
   : [textBox(response)];
 const isMasked = (response) => response.masked > 0;
