@@ -4,6 +4,7 @@ options stand for, and which arguments it gives to trainers of TRL, their config
 import ast
 import json
 import operator
+import posixpath
 import re
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -29,6 +30,18 @@ ADAPTERS = "adapters"
 """In place of a trainer: the owner of arguments of LoRA."""
 _PARSERS = ("TrlParser", "HfArgumentParser")
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
+_OF_TEXTS = (
+    "split",
+    "rsplit",
+    "replace",
+    "lower",
+    "upper",
+    "strip",
+    "lstrip",
+    "rstrip",
+    "removeprefix",
+    "removesuffix",
+)
 _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -40,7 +53,7 @@ _TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
 NOT_GIVEN = Unread("")
 """An option of the command that it does not give: TRL's default."""
 _IN_TURN = Unread("it has a different value in each turn of a loop")
-_MOST_CALLS, _DEEPEST = 500, 12
+_MOST_CALLS, _DEEPEST, _LONGEST = 500, 12, 60
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -70,8 +83,8 @@ class Script:
     """names: values of variables, in the function that is being read. attributes: by class and name; without a class,
     of any object. functions: by name, methods as `Class.name`. configs: (trainer, line) of each that is made. given:
     (trainer, key, value, line, config) of arguments. decided: (names, remark) of choices that options of the script, or
-    fields of its classes, decide. has_options: its arguments are those of TRL. has_adapters: a trainer or a model is
-    given some."""
+    fields of its classes, decide. copied: the options in what a variable is set to. has_options: its arguments are
+    those of TRL. has_adapters: a trainer or a model is given some."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
         self.arguments, self.names = arguments, cast(MutableMapping[str, object], {})
@@ -86,6 +99,7 @@ class Script:
         self.decided: list[tuple[set[str], str]] = []
         self.remarks: list[str] = []
         self.lines: dict[str, int] = {}
+        self.copied: dict[str, set[str]] = {}
         self.has_options = self.has_adapters = self.in_branch = self.in_loop = self.has_mapping = False
 
     def read_file(self, tree: ast.Module) -> None:
@@ -105,6 +119,7 @@ class Script:
                     value = self.value(node.value)
                     for target in node.targets:
                         self._assign(target, value)
+                        self.copied[_name(target)] = self._options_in(node.value)
                 case ast.AnnAssign(value=ast.expr() as assigned):
                     self._assign(node.target, self.value(assigned))
                 case ast.AugAssign():
@@ -135,6 +150,10 @@ class Script:
                     outer, self.in_branch = self.in_branch, self.in_branch or unknown
                     self.read([*(node.body if holds else ()), *(node.orelse if unknown or not holds else ())])
                     self.in_branch = outer
+                case ast.Delete():
+                    for target in node.targets:
+                        if isinstance(target, ast.Subscript) and isinstance(owner := self.value(target.value), dict):
+                            self._remove(owner, self.value(target.slice))
                 case ast.expr():
                     self.value(node)
                 case _:
@@ -148,16 +167,27 @@ class Script:
         return is_made or changes or not calls.isdisjoint(("update", "append", "setdefault"))
 
     def _decide(self, test: ast.expr, holds: object) -> None:
-        names = {part.attr for part in ast.walk(test) if isinstance(part, ast.Attribute)}
+        names = self._options_in(test)
         if not isinstance(holds, Unread):
-            what = f"line {test.lineno}: `{ast.unparse(test):.60}` is {bool(holds)}"
+            what = f"line {test.lineno}: `{_shown(test)}` is {bool(holds)}"
             self.decided.append((names, f"{what} by the defaults of the script's options; the other case is left out"))
+
+    def _options_in(self, node: ast.expr) -> set[str]:
+        """Names of options that an expression may read: those of attributes, and of variables that are copies."""
+        parts = [*ast.walk(node)]
+        copies = (self.copied.get(part.id, set()) for part in parts if isinstance(part, ast.Name))
+        return {part.attr for part in parts if isinstance(part, ast.Attribute)}.union(*copies)
 
     def _put(self, owner: dict[str, object], given: Mapping[str, object]) -> None:
         """New entries of a mapping."""
         for key, value in given.items():
             is_unsure = self.in_branch and owner.get(key, NOT_GIVEN) != value
             owner[key] = Unread("it has a different value in a branch") if is_unsure else value
+
+    def _remove(self, owner: dict[str, object], key: object) -> None:
+        if self.in_branch and key in owner:
+            owner[str(key)] = Unread("it is removed in a branch")
+        owner.pop(str(key), None) if not self.in_branch else None
 
     def _assign(self, target: ast.expr, value: object) -> None:
         if isinstance(target, ast.Tuple):
@@ -251,6 +281,11 @@ class Script:
                 return self._mapping(node)
             case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
                 return -number
+            case ast.UnaryOp(op=ast.Not()):
+                holds = self.value(node.operand)
+                return _computed(node) if isinstance(holds, Unread) else not holds
+            case ast.BoolOp():
+                return self._either(node)
             case ast.JoinedStr():
                 parts = [self.value(each) for each in node.values]
                 is_known = all(isinstance(part, str | int | float) for part in parts)
@@ -269,7 +304,7 @@ class Script:
                 known = isinstance(holds, bool) or otherwise is None
                 self._decide(node.test, holds)
                 if isinstance(holds, Unread) and "Config(" in ast.unparse(node.body):
-                    self.remarks.append(f"line {node.lineno}: it is taken that `{ast.unparse(node.test):.60}`")
+                    self.remarks.append(f"line {node.lineno}: it is taken that `{_shown(node.test)}`")
                 return (otherwise if holds is False else either) if known else _computed(node)
             case ast.Call():
                 return self._call(node, _name(node.func))
@@ -285,6 +320,17 @@ class Script:
                     return _computed(node)
         return _computed(node)
 
+    def _either(self, node: ast.BoolOp) -> object:
+        """The first part that decides an `and` or an `or`."""
+        value: object = None
+        for part in node.values:
+            value = self.value(part)
+            if isinstance(value, Unread | Object | Rows):
+                return _computed(node)
+            if bool(value) == isinstance(node.op, ast.Or):
+                break
+        return value
+
     def _mapping(self, node: ast.Dict) -> dict[str, object]:
         found: dict[str, object] = {}
         for key, each in zip(node.keys, node.values, strict=True):
@@ -294,7 +340,7 @@ class Script:
             elif key is None and isinstance(value, dict):
                 found |= value
             else:
-                self.remarks.append(f"line {each.lineno}: its entries cannot be read: {ast.unparse(each):.60}")
+                self.remarks.append(f"line {each.lineno}: its entries cannot be read: {_shown(each)}")
         return found
 
     def _attribute(self, node: ast.Attribute) -> object:
@@ -302,13 +348,15 @@ class Script:
         own = (owner.owner, node.attr) if isinstance(owner, Object) else ("", "")
         if own in self.attributes or node.attr in self.arguments:
             return self.attributes.get(own, self.arguments.get(node.attr))
-        unknown = NOT_GIVEN if self.has_options else Unread(f"`{ast.unparse(node):.60}` has no value in the file")
+        unknown = NOT_GIVEN if self.has_options else Unread(f"`{_shown(node)}` has no value in the file")
         return self.attributes.get(("", node.attr), unknown)
 
     def _item(self, value: object, name: object, node: ast.Subscript) -> object:
         """An entry of a mapping, or a split of a data set."""
         if isinstance(value, Rows):
             path, *config = value.source.split(":")
+            if any(change.startswith("train_test_split") for change in value.changes) and name == "test":
+                return Unread(f"it is a part of the training rows ({value.changes[-1]}); write it to a file")
             is_named = isinstance(name, str) and len(config) < 2
             return replace(value, source=f"{path}:{config[0] if config else ''}:{name}") if is_named else value
         if isinstance(value, list) and type(name) is int and -len(value) <= name < len(value):
@@ -350,9 +398,10 @@ class Script:
         elif name == "add_argument":
             default = named.get("default", Unread("its option has no default"))
             for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
-                key = ("", option[2:].replace("-", "_"))
+                key = ("", str(named.get("dest", option[2:].replace("-", "_"))))
                 self.options.add(key[1])
-                flag = False if "action" in named and "default" not in named else default
+                is_flag = str(named.get("action")).startswith("store_") and "default" not in named
+                flag = named["action"] == "store_false" if is_flag else default
                 if isinstance(self.attributes.get(key, NOT_GIVEN), Unread):
                     self.attributes[key] = flag
         if name == "load_dataset" and name not in self.functions:
@@ -397,15 +446,19 @@ class Script:
             return [values[1]]
         if name in ("get", "pop", "setdefault") and isinstance(owner, dict) and values and isinstance(values[0], str):
             found = owner.get(values[0], values[1] if len(values) == 2 else None)
-            if name == "pop" and not self.in_branch:
-                owner.pop(values[0], None)
-            elif name != "get":
-                self._put(owner, {values[0]: Unread("it is removed in a branch") if name == "pop" else found})
+            if name == "pop":
+                self._remove(owner, values[0])
+            elif name == "setdefault":
+                self._put(owner, {values[0]: found})
             return [found]
         if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
             return [values[1] if len(values) == 2 else named.get("default", _computed(node))]
         if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
             return [_converted(_TYPES[name], values[0])]
+        if isinstance(owner, str) and name in _OF_TEXTS and not named:
+            return [_converted(lambda arguments: getattr(owner, name)(*arguments), values)]
+        if ast.unparse(node.func) == "os.path.join" and all(isinstance(each, str) for each in values):
+            return [_converted(lambda parts: posixpath.join(*parts), values)]
         return []
 
     def _parsed(self, classes: list[object], given: object, line: int) -> object:
@@ -467,14 +520,19 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+def _shown(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
 def _computed(node: ast.expr) -> Unread:
-    return Unread(f"it is computed: {ast.unparse(node):.60}")
+    return Unread(f"it is computed: {_shown(node)}")
 
 
 def _converted(convert: Callable[[Any], object], value: object) -> object:
     try:
         return convert(value)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         return Unread(f"it cannot be read: {error}")
 
 
