@@ -155,6 +155,17 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {f"{ACTOR}.use_kl_loss": False, f"{ROLLOUT}.n": 4},
         ("seed: it is removed in a branch",),
     ),
+    "rewards that options name": (
+        "py",
+        START
+        + "from rewards import long, right\nfrom dataclasses import field\nfrom transformers import HfArgumentParser\n"
+        "class Own:\n    names: list[str] = field(default_factory=lambda: ['right'])\n"
+        "own, args = HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()\n"
+        "known = {'long': long, 'right': right}\n"
+        f"{GRPO}args, reward_funcs=[known[each] for each in own.names]).train()\n",
+        {},
+        ("put right into my_rewards.py", "the script takes its settings from a command line"),
+    ),
     "texts that are put together": (
         "py",
         START + "import os\nname = 'a/Qwen-B'\nout = os.path.join('out', name.split('/')[-1].lower())\n"

@@ -210,14 +210,30 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "sh",
         OPENRLHF + "a/b --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
         {"trainer.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 2},
-        ("vllm_num_engines: 4 more devices generate or score",),
+        ("4 more devices generate, score or train a critic",),
+    ),
+    "devices of roles that share them": (
+        "sh",
+        OPENRLHF
+        + "a/b --vllm_num_engines 2 --critic_num_gpus_per_node 2 --critic_num_nodes 1 --ref_num_gpus_per_node 2 "
+        "--colocate_actor_ref --reward_num_gpus_per_node 2 --colocate_critic_reward",
+        {},
+        ("vllm_num_engines, *_num_gpus_per_node: 4 more devices",),
+    ),
+    "rewards of a registry": (
+        "yaml",
+        "model_name_or_path: m\ndataset_name: a/b\nnum_generations: 8\nsystem_prompt: Think.\nreward_funcs: [tags, "
+        "trl.rewards.accuracy_reward, r/m]\nreward_weights: [0.2, 1.0, 0.5]\n"
+        "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
+        {"data.system_prompt": "Think.", "data.prompt_format": "chat"},
+        ("put tags into my_rewards.py", "devices: their number is not in the file"),
     ),
     "devices of other roles": (
         "yaml",
         ROLL
         + "actor_infer: {device_mapping: 'list(range(16,20))'}\nreference: {device_mapping: 'list(range(0,16))'}\n",
         {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8},
-        ("device_mapping: 4 more devices generate or score",),
+        ("device_mapping: 4 more devices",),
     ),
     "a reference that is the policy": ("yaml", AREAL + "ref: {path: '${actor.path}'}\n", {}, ()),
     "batches of AReaL without their dropped groups": (
@@ -381,6 +397,14 @@ def test_the_folders_that_a_script_asks_for_are_read(tmp_path: Path) -> None:
     found, _ = migrated(tmp_path, "sh", text)
     assert found[f"{MODEL}.path"] == f"{tmp_path.parent.parent}/m"
     assert found["data.val_files"] == (f"{tmp_path.parent}/v.parquet",)
+
+
+def test_rewards_of_a_registry_have_their_weights(tmp_path: Path) -> None:
+    _, text, _, _ = READ["rewards of a registry"]
+    functions = migrated(tmp_path, "yaml", text)[0]["reward.functions"]
+    assert isinstance(functions, dict)
+    found = [(part.name, part.weight) for part in functions["default"]]
+    assert found == [("my_rewards.py:tags", 0.2), ("math", 1.0), ("model", 0.5)]
 
 
 def test_a_reward_model_alone_is_the_score_as_in_verl(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from distflow.commands.migration.python_scripts import name_rewards
 from distflow.commands.migration.read_files import read_foreign
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
@@ -86,6 +87,8 @@ class Conversion:
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
     table = tables.all_tables()[theirs.system]
+    if theirs.system == "TRL":
+        name_rewards(theirs.values, theirs.remarks)
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
     for key, value in [*theirs.values.items()]:
         entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
@@ -137,11 +140,17 @@ def _other_devices(values: Mapping[str, object]) -> list[str]:
     train = maps.get("actor_train.device_mapping", [])
     others = {each for devices in maps.values() for each in devices} - {*train}
     count, says = len(others), "device_mapping"
-    engines, per_engine = values.get("vllm_num_engines"), values.get("vllm_tensor_parallel_size", 1)
-    if isinstance(engines, int) and isinstance(per_engine, int) and not values.get("colocate_all_models"):
-        count, says = engines * per_engine, "vllm_num_engines"
+    if not values.get("colocate_all_models"):  # of OpenRLHF
+        sizes = [("vllm_num_engines", "vllm_tensor_parallel_size", "")]
+        sizes += [("critic_num_gpus_per_node", "critic_num_nodes", "")]
+        sizes += [("reward_num_gpus_per_node", "reward_num_nodes", "colocate_critic_reward")]
+        sizes += [("ref_num_gpus_per_node", "ref_num_nodes", "colocate_actor_ref")]
+        for size, times, together in sizes:
+            own, factor = values.get(size), values.get(times, 1)
+            if isinstance(own, int) and isinstance(factor, int) and not values.get(together):
+                count, says = count + own * factor, "vllm_num_engines, *_num_gpus_per_node"
     advice = "all work is on the training devices here; trainer.allocation gives the others devices of their own"
-    return [f"{says}: {count} more devices generate or score; {advice}"] if count else []
+    return [f"{says}: {count} more devices generate, score or train a critic; {advice}"] if count else []
 
 
 def _order(key: str) -> int:

@@ -71,6 +71,22 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     return found
 
 
+def name_rewards(values: dict[str, object], remarks: list[str]) -> None:
+    """Reward functions as a command or a YAML file names them: those of a registry, of a module, or models."""
+    names = values.get("reward_funcs")
+    parts = names if isinstance(names, list) else [names]
+    if all(isinstance(part, str) for part in parts):
+        named = [(part, *str(part).rpartition(".")) for part in parts]
+        found = [
+            Object(name, module or "trl") if f"{module}{name}".replace(".", "").isidentifier() else part
+            for part, module, _, name in named
+        ]
+        key, functions = _as_setting("reward_funcs", found, remarks)
+        del values["reward_funcs"]
+        values[key] = functions
+        _weigh(values, remarks)
+
+
 def _weigh(values: dict[str, object], remarks: list[str]) -> None:
     """TRL's weights of reward functions stand beside them; ours with each. A penalty of long responses is a setting."""
     functions, weights = values.pop("reward.functions", None), values.get("reward_weights")

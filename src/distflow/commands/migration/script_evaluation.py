@@ -279,6 +279,8 @@ class Script:
                 return [self.value(each) for each in node.elts]
             case ast.Dict():
                 return self._mapping(node)
+            case ast.ListComp(generators=[ast.comprehension(target=ast.Name(), ifs=[])]):
+                return self._each(node)
             case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
                 return -number
             case ast.UnaryOp(op=ast.Not()):
@@ -319,6 +321,18 @@ class Script:
                 except ValueError:
                     return _computed(node)
         return _computed(node)
+
+    def _each(self, node: ast.ListComp) -> object:
+        """The list of a comprehension over the parts of a list."""
+        parts, outer = self.value(node.generators[0].iter), self.names
+        if not isinstance(parts, list):
+            return _computed(node)
+        found = []
+        for part in parts:
+            self.names = ChainMap({_name(node.generators[0].target): part}, cast(dict[str, object], outer))
+            found.append(self.value(node.elt))
+        self.names = outer
+        return found
 
     def _either(self, node: ast.BoolOp) -> object:
         """The first part that decides an `and` or an `or`."""
@@ -452,7 +466,9 @@ class Script:
                 self._put(owner, {values[0]: found})
             return [found]
         if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
-            return [values[1] if len(values) == 2 else named.get("default", _computed(node))]
+            made = (each.value for each in node.keywords if each.arg == "default_factory")
+            lists = [self.value(each.body) for each in made if isinstance(each, ast.Lambda)]
+            return lists or [values[1] if len(values) == 2 else named.get("default", _computed(node))]
         if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
             return [_converted(_TYPES[name], values[0])]
         if isinstance(owner, str) and name in _OF_TEXTS and not named:
