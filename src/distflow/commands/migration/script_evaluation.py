@@ -1,11 +1,11 @@
 """Evaluates a Python script from its syntax tree, without running it: what its variables, functions, classes and
-options stand for, and which arguments it gives to trainers of TRL, their configs, models and adapters."""
+options stand for."""
 
 import ast
 import json
 import operator
 import posixpath
-import re
+from abc import ABC, abstractmethod
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
@@ -13,22 +13,6 @@ from typing import Any, cast
 
 from distflow.commands.migration.yaml_and_shell import Unread, calculate
 
-METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
-"""What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
-_CLASS = re.compile(r"(\w+?)(?:V2)?(Trainer|Config|Arguments)")
-_PEFT = {"LoraConfig": {"r": 8, "lora_alpha": 8}, "unsloth": {"r": 16, "lora_alpha": 16}}
-"""Defaults of peft and of unsloth."""
-_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-_LEFT_OUT = (
-    *("args", "config", "model_name", "pretrained_model_name_or_path", "bias", "task_type", "inference_mode"),
-    *("optimizers", "data_collator", "ref_model", "num_labels"),
-)
-"""Arguments that hold what the script made of others, which are read where they stand."""
-OVERLONG, OVERLONG_LENGTHS = "get_soft_overlong_punishment", ("max_completion_len", "soft_punish_cache")
-_PLACES = dict.fromkeys(("GRPO", "RLOO"), ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"))
-ADAPTERS = "adapters"
-"""In place of a trainer: the owner of arguments of LoRA."""
-_PARSERS = ("TrlParser", "HfArgumentParser")
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
 _OF_TEXTS = (
     "split",
@@ -79,7 +63,7 @@ class Object:
         return self.name if self.made < 0 else f"{self.name} {self.made}"
 
 
-class Script:
+class Script(ABC):
     """names: values of variables, in the function that is being read. attributes: by class and name; without a class,
     of any object. functions: by name, methods as `Class.name`. configs: (trainer, line) of each that is made. given:
     (trainer, key, value, line, config) of arguments. decided: (names, remark) of choices that options of the script, or
@@ -105,7 +89,7 @@ class Script:
     def read_file(self, tree: ast.Module) -> None:
         """The module, and then the functions that nothing in it has called. Options may be read above their parser."""
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _name(node.func) == "add_argument":
+            if isinstance(node, ast.Call) and name_of(node.func) == "add_argument":
                 self._call(node, "add_argument")
         self.read(tree.body)
         for name in [name for name in self.functions if not self.num_calls[name]]:
@@ -119,7 +103,7 @@ class Script:
                     value = self.value(node.value)
                     for target in node.targets:
                         self._assign(target, value)
-                        self.copied[_name(target)] = self._options_in(node.value)
+                        self.copied[name_of(target)] = self._options_in(node.value)
                 case ast.AnnAssign(value=ast.expr() as assigned):
                     self._assign(node.target, self.value(assigned))
                 case ast.AugAssign():
@@ -159,13 +143,6 @@ class Script:
                 case _:
                     self.read(ast.iter_child_nodes(node))
 
-    def _changes(self, node: ast.AST) -> bool:
-        """Whether a statement may change a setting."""
-        calls = {_name(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
-        is_made = any(self._kind(name, role) is not None for name in calls for role in ("Config", "Trainer"))
-        changes = any(isinstance(part, ast.Assign | ast.AugAssign | ast.Return) for part in ast.walk(node))
-        return is_made or changes or not calls.isdisjoint(("update", "append", "setdefault"))
-
     def _decide(self, test: ast.expr, holds: object) -> None:
         names = self._options_in(test)
         if not isinstance(holds, Unread):
@@ -200,15 +177,15 @@ class Script:
             self.names[target.id] = value
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
             owner = self.names.get(target.value.id)
-            self._set_attributes(owner, {target.attr: value})
-            if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
+            self.set_attributes(owner, {target.attr: value})
+            if isinstance(owner, Object) and (kind := self.kind_of(owner.name, "Config")) is not None:
                 self.lines[target.attr] = target.lineno
-                self._give(kind, {target.attr: value}, target.lineno, owner.made)
+                self.give(kind, {target.attr: value}, target.lineno, owner.made)
         elif isinstance(target, ast.Subscript) and isinstance(owner := self.value(target.value), dict):
             self.lines[str(key := self.value(target.slice))] = target.lineno
             self._put(owner, {str(key): value})
 
-    def _set_attributes(self, owner: object, values: Mapping[str, object]) -> None:
+    def set_attributes(self, owner: object, values: Mapping[str, object]) -> None:
         names = {"", owner.owner} if isinstance(owner, Object) else {""}
         self.attributes |= {(name, key): value for name in names for key, value in values.items()}
 
@@ -221,7 +198,7 @@ class Script:
         node, outer = self.functions[name], self.names
         values: dict[str, object] = {}
         for argument, default in _parameters(node):
-            kind = self.names.get(_name(argument.annotation)) if argument.annotation is not None else None
+            kind = self.names.get(name_of(argument.annotation)) if argument.annotation is not None else None
             unknown = Unread(f"`{argument.arg}` is an argument that the file does not give")
             otherwise = around.get(argument.arg, kind if isinstance(kind, Object) else unknown)
             values[argument.arg] = otherwise if default is None else self.value(default)
@@ -235,7 +212,7 @@ class Script:
 
     def _define_class(self, node: ast.ClassDef) -> None:
         """Fields of a class hold the defaults of a script's own arguments; a class of a trainer is that trainer."""
-        kinds = [kind for base in node.bases if (kind := self._kind(_name(base), "Trainer")) is not None]
+        kinds = [kind for base in node.bases if (kind := self.kind_of(name_of(base), "Trainer")) is not None]
         self.names[node.name] = Object(f"{kinds[0]}Trainer", "trl") if kinds else Object(node.name)
         self.remarks += [f"line {node.lineno}: {node.name} changes what {kinds[0]}Trainer does"] if kinds else []
         for item in node.body:
@@ -250,23 +227,26 @@ class Script:
                 if item.value is not None and self.attributes.setdefault(("", target.id), value) != value:
                     self.attributes["", target.id] = Unread(f"several classes have a field `{target.id}`")
 
-    def _kind(self, name: str, role: str) -> str | None:
-        """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
-        known = self.names.get(name)
-        found = _CLASS.fullmatch(known.name if isinstance(known, Object) else name)
-        if found is None or found[2] != role and found[1] != "Training":
-            return None
-        of_trl = isinstance(known, Object) and known.module.startswith("trl")
-        if found[1] in METHODS or found[2] == "Trainer" and of_trl:
-            return found[1]
-        return "" if role == "Config" and found[1] == "Training" and found[2] != "Trainer" else None
+    def _changes(self, node: ast.AST) -> bool:
+        """Whether a statement may change a setting."""
+        calls = {name_of(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
+        is_made = any(self.kind_of(name, role) is not None for name in calls for role in ("Config", "Trainer"))
+        changes = any(isinstance(part, ast.Assign | ast.AugAssign | ast.Return) for part in ast.walk(node))
+        return is_made or changes or not calls.isdisjoint(("update", "append", "setdefault"))
 
-    def _give(self, owner: str, values: Mapping[str, object], line: int, config: int = -1) -> None:
-        for key, value in values.items():
-            if key == "model_init_kwargs" and isinstance(value, dict):
-                self._give(owner, value, line, config)
-            elif key not in _LEFT_OUT:
-                self.given.append((owner, key, value, self.lines.get(key, line), config))
+    @abstractmethod
+    def call_of_library(
+        self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
+    ) -> list[object]:
+        """What a function of the library that the script uses returns; empty for others."""
+
+    @abstractmethod
+    def kind_of(self, name: str, role: str) -> str | None:
+        """What is trained by a class with this role, Trainer or Config; None for another class."""
+
+    @abstractmethod
+    def give(self, owner: str, values: Mapping[str, object], line: int, config: int = -1) -> None:
+        """Take down arguments of a trainer, a config or a model."""
 
     def value(self, node: ast.expr) -> object:
         """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
@@ -295,7 +275,7 @@ class Script:
             case ast.FormattedValue():
                 return self.value(node.value)
             case ast.Attribute():
-                return node.attr if _name(node.value) == "torch" else self._attribute(node)
+                return node.attr if name_of(node.value) == "torch" else self._attribute(node)
             case ast.Subscript():
                 return self._item(self.value(node.value), self.value(node.slice), node)
             case ast.Compare(ops=[test]) if type(test) in _TESTS:
@@ -309,7 +289,7 @@ class Script:
                     self.remarks.append(f"line {node.lineno}: it is taken that `{_shown(node.test)}`")
                 return (otherwise if holds is False else either) if known else _computed(node)
             case ast.Call():
-                return self._call(node, _name(node.func))
+                return self._call(node, name_of(node.func))
             case ast.BinOp():
                 left, right = self.value(node.left), self.value(node.right)
                 if isinstance(node.op, ast.Add) and isinstance(left, str | list) and type(left) is type(right):
@@ -329,7 +309,7 @@ class Script:
             return _computed(node)
         found = []
         for part in parts:
-            self.names = ChainMap({_name(node.generators[0].target): part}, cast(dict[str, object], outer))
+            self.names = ChainMap({name_of(node.generators[0].target): part}, cast(dict[str, object], outer))
             found.append(self.value(node.elt))
         self.names = outer
         return found
@@ -380,46 +360,11 @@ class Script:
         )
 
     def _call(self, node: ast.Call, name: str) -> object:
-        """What it returns; the arguments of trainers, their configs and models are taken down."""
+        """What it returns."""
         named, values = self._arguments(node), [self.value(each) for each in node.args]
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        self.has_options = self.has_options or name in _PARSERS
-        if name in (*_PARSERS, "cli"):  # the classes whose objects its methods return
-            return values[0] if name == "cli" or not values or isinstance(values[0], list) else [values[0]]
-        if isinstance(owner, list) and name.startswith("parse_"):
-            return self._parsed(owner, values[0] if values else None, node.lineno)
-        if (kind := self._kind(name, "Trainer")) is not None:
-            made = (each.made for each in (named.get("args"), *values) if isinstance(each, Object))
-            self.trainers.append((kind, node.lineno, max(made, default=-1)))
-            self.has_adapters = self.has_adapters or named.get("peft_config") is not None
-            places = _PLACES.get(kind, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
-            self._give(kind, dict(zip(places, values, strict=False)) | named, node.lineno)
-        elif (kind := self._kind(name, "Config")) is not None:
-            config = Object(name, made=len(self.configs))
-            self.configs.append((kind, node.lineno))
-            self._give(kind, named, node.lineno, config.made)
-            self._set_attributes(config, named)
-            return config
-        elif name in ("LoraConfig", "get_peft_model"):
-            self.has_adapters = self.has_adapters or name == "get_peft_model"
-            kind = "unsloth" if "Fast" in ast.unparse(node.func) else name
-            named = {**_PEFT.get(kind, {}), **({"target_modules": "all-linear"} if kind == "unsloth" else {}), **named}
-            self._give(
-                ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
-            )
-        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
-            self._give("", named, node.lineno)
-        elif name == "add_argument":
-            default = named.get("default", Unread("its option has no default"))
-            for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
-                key = ("", str(named.get("dest", option[2:].replace("-", "_"))))
-                self.options.add(key[1])
-                is_flag = str(named.get("action")).startswith("store_") and "default" not in named
-                flag = named["action"] == "store_false" if is_flag else default
-                if isinstance(self.attributes.get(key, NOT_GIVEN), Unread):
-                    self.attributes[key] = flag
-        if name == "load_dataset" and name not in self.functions:
-            return _rows(values, named)
+        if found := self.call_of_library(node, name, owner, values, named):
+            return found[0]
         if known := self._of_a_mapping_or_a_text(node, name, owner, values, named):
             return known[0]
         if name in ("from_pretrained", *_TYPES, "get_peft_model", "prepare_model_for_kbit_training"):
@@ -452,11 +397,7 @@ class Script:
             is_known = isinstance(new, list) and not self.in_branch and not self.in_loop
             owner += new if isinstance(new, list) and is_known else [_computed(node)]
             return [owner]
-        if name == "concatenate_datasets" and values and isinstance(values[0], list):
-            return [values[0]]
-        if name == OVERLONG:
-            return [{"name": name, "options": dict(zip(OVERLONG_LENGTHS, values, strict=False)) | dict(named)}]
-        if name == "getattr" and len(values) > 1 and _name(node.args[0]) == "torch":
+        if name == "getattr" and len(values) > 1 and name_of(node.args[0]) == "torch":
             return [values[1]]
         if name in ("get", "pop", "setdefault") and isinstance(owner, dict) and values and isinstance(values[0], str):
             found = owner.get(values[0], values[1] if len(values) == 2 else None)
@@ -477,19 +418,6 @@ class Script:
             return [_converted(lambda parts: posixpath.join(*parts), values)]
         return []
 
-    def _parsed(self, classes: list[object], given: object, line: int) -> object:
-        """The objects that a parser makes of a mapping; of a command line, they have the arguments and defaults."""
-        if not isinstance(given, dict):
-            return classes
-        self.has_mapping = True
-        made = [each for each in classes if isinstance(each, Object)]
-        own = {key for each in made for of, key in self.attributes if of == each.name}
-        for each in made:
-            if (kind := self._kind(each.name, "Config")) is not None:
-                self._give(kind, {key: value for key, value in given.items() if key not in own}, line)
-            self._set_attributes(each, given)
-        return classes
-
     def _returned(
         self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
     ) -> object:
@@ -508,19 +436,21 @@ class Script:
             returned = self._enter(function, {key: given[key] for key in places if key in given}, {})
         if maker is owner:
             return returned
-        self._set_attributes(maker, named)
+        self.set_attributes(maker, named)
         return maker
 
     def _arguments(self, node: ast.Call) -> dict[str, object]:
         """By name, those of `**` too."""
-        found, name = dict[str, object](), _name(node.func)
+        found, name = dict[str, object](), name_of(node.func)
         for each in node.keywords:
             value = self.value(each.value)
             if each.arg is not None:
                 found[each.arg], self.lines[each.arg] = value, each.value.lineno
             elif isinstance(value, dict):
                 found |= value
-            elif value != NOT_GIVEN and (self._kind(name, "Config") is not None or name in ("dict", "update", *_PEFT)):
+            elif value != NOT_GIVEN and (
+                self.kind_of(name, "Config") is not None or name in ("dict", "update", "LoraConfig")
+            ):
                 self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
         return found
 
@@ -532,7 +462,7 @@ def _parameters(node: Function) -> list[tuple[ast.arg, ast.expr | None]]:
     return [*zip(places, defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
 
 
-def _name(node: ast.expr) -> str:
+def name_of(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -550,18 +480,3 @@ def _converted(convert: Callable[[Any], object], value: object) -> object:
         return convert(value)
     except (ValueError, TypeError, RecursionError) as error:
         return Unread(f"it cannot be read: {error}")
-
-
-def _rows(values: list[object], named: Mapping[str, object]) -> object:
-    """The source that load_dataset's arguments name; a list of them for a list of splits."""
-    path, config = ([*values, None, None][place] or named.get(name) for place, name in enumerate(("path", "name")))
-    split, files = named.get("split"), named.get("data_files")
-    if files is not None and path in ("json", "csv", "parquet", "text"):
-        files = files.get("train") if isinstance(files, dict) else files
-        return Rows(files) if isinstance(files, str) else files
-    if not isinstance(path, str) or isinstance(split, list):
-        return [_rows([path, config], {"split": each}) for each in split] if isinstance(split, list) else path
-    part, bracket, _ = str("" if isinstance(split, Unread) else split or "").partition("[")
-    changes = (f"the split {split}: data.train_max_samples takes the first rows",) if bracket else ()
-    config = config if isinstance(config, str) else ""
-    return Rows(f"{path}:{config}:{part}" if part else f"{path}:{config}" if config else path, changes)
