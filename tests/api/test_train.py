@@ -113,12 +113,12 @@ def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(
     def other(solution_str: str) -> float:
         return float(len(solution_str))
 
-    with pytest.raises(UserError, match="other rows than those that the run began with"):
+    with pytest.raises(UserError, match="different rows than those that the run began with"):
         distflow.train(TINY, small(own.folder), data=ROWS[:3], reward=other)
     capsys.readouterr()
     same = small(own.folder, trainer__val_before_train=True, trainer__test_freq=1)
     assert distflow.train(TINY, same, data=iter([]), val_data=ROWS[:2], reward=other).num_steps == 2
-    assert "It was trained with other code than the call gives now (reward_custom)" in capsys.readouterr().out
+    assert "It was trained with different code than the call gives now (reward_custom)" in capsys.readouterr().out
     again = distflow.train(
         TINY,
         small(own.folder, trainer__total_training_steps=3, trainer__val_before_train=True, trainer__test_freq=1),

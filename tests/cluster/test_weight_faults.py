@@ -1,5 +1,5 @@
-"""What becomes of weights on their way to other processes that are killed, stopped, or get other bytes than were sent:
-real ones on a real Ray, by every way."""
+"""What becomes of weights on their way to other processes that are killed, stopped, or get different bytes than were
+sent: real ones on a real Ray, by every way."""
 
 import os
 import re

@@ -93,5 +93,5 @@ def test_a_resumed_run_reads_what_it_began_with(tmp_path: Path) -> None:
     never = (pytest.fail("it was read") for _ in range(1))
     assert keep(never, tmp_path, resuming=True) == ROWS  # an iterator may give other rows each time
     assert keep(list(ROWS), tmp_path, resuming=True) == ROWS
-    assert "other rows than those that the run began with" in message(ROWS[:1], tmp_path, resuming=True)
+    assert "different rows than those that the run began with" in message(ROWS[:1], tmp_path, resuming=True)
     assert keep(ROWS[:1], tmp_path) == ROWS[:1], "without a checkpoint it begins with what it is given"

@@ -317,7 +317,7 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     "prompts without their first token": (
         replaced(validation, "Group", otherwise_asked(lambda r, p: (replace(r, prompt_ids=r.prompt_ids[1:]), p))),
-        "was generated from other tokens than its prompt's",
+        "was generated from different tokens than its prompt's",
     ),
     "no end tokens": (
         replaced(validation, "Group", otherwise_asked(lambda r, p: (r, replace(p, stop_token_ids=())))),

@@ -30,7 +30,7 @@ Make = Callable[[Any, PreTrainedTokenizerFast], RolloutEngine]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, after three special ones: other characters than ASCII take several."""
+    """A token a byte, after three special ones: characters other than ASCII take several."""
     vocabulary = {name: index for index, name in enumerate(["<pad>", "<bos>", "<eos>"])}
     vocabulary |= {letter: 3 + index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -149,8 +149,8 @@ class Registry(dict[str, Registered]):
         return self.get(name)
 
     def read(self, name: str, found: object) -> Registered:
-        """The entry under that name of a function (from its decorator if it has one) or of an unpickled entry. Raises
-        ValueError if it cannot be called."""
+        """The entry for a function (from its decorator if it has one) or an unpickled entry, under that name. Raises
+        ValueError if the function cannot be called."""
         entry = next((entry for entry in self.values() if entry.fn is found), None)
         if entry is None and not isinstance(found, AdvEstimator | PolicyLoss):
             if not callable(found) or isinstance(found, type):

@@ -51,7 +51,7 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
     found = _examine(name, call, (positional, keyword), mask, "advantages", [*inspect.signature(fn).parameters])
     if "random" not in found and _mixes_groups(recorded):
         found["groups"] = (
-            f"{name} mixes groups: for one group alone it gives other advantages than in the batch. "
+            f"{name} mixes groups: for one group alone it gives different advantages than in the batch. "
             'If that is intended, register it with scope="global"'
         )
     return list(found.values())

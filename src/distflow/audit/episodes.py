@@ -223,7 +223,7 @@ def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said])
         raise Wrong(f"sample {sample['uid']} ended ({sample['finish_reason']}) after {len(turns)} of {most} turns")
     feedback = rollout.workflow_kwargs.get("feedback", FEEDBACK)
     if rollout.workflow == "multi_turn" and any(turn.said != feedback for turn in turns[1:]):
-        raise Wrong(f"sample {sample['uid']} was told other feedback than {feedback!r}")
+        raise Wrong(f"sample {sample['uid']} was told different feedback than {feedback!r}")
 
 
 def _called(recorded: RecordedStep, sample: Sample, method: str) -> list[tuple[Mapping[str, Any], Any]]:

@@ -343,7 +343,7 @@ def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Cal
 
 
 def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
-    """Raises Wrong with the first wrong token of the sample, if any. reason: why it should be as expected."""
+    """Raises Wrong with the first wrong token of the sample, if any. reason: the rule that gives the expected value."""
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])
         raise Wrong(

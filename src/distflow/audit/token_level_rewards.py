@@ -252,7 +252,7 @@ def _returned(sample: Sample, record: GroupRecord) -> float:
     ids = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
     for tokens, returned in (values for kind, *values in record.events.get(index_of(sample), ()) if kind == "returned"):
         if tokens != ids:
-            raise Wrong(f"sample {sample['uid']} has other tokens than its episode")
+            raise Wrong(f"sample {sample['uid']} has different tokens than its episode")
         value = getattr(getattr(returned, "reward_result", returned), "value", returned)
         parts: Any = value if isinstance(value, Mapping) else {"score": value}
         own = [parts["score"]] if "score" in parts else [parts[name] for name in parts if name != "acc"]

@@ -109,7 +109,9 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
             continue
         rare = [tuple(each.token_ids) for each in result.generations if sum(each.sampling_log_probs) < TWIN_NATS]
         if request.prompt_ids != asked.prompt_ids or len(set(rare)) < len(rare):
-            return "was generated from other tokens than its prompt's, or shares a random stream: it has a duplicate"
+            return (
+                "was generated from different tokens than its prompt's, or shares a random stream: it has a duplicate"
+            )
     return ""
 
 

@@ -186,7 +186,7 @@ class TrainingRanks:
         return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), columns.values()), rest
 
     def _divided(self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool) -> list[list[int]]:
-        """The rows of each rank. by_mini_batches: of the training nodes; else the batch is one."""
+        """The rows of each rank. by_mini_batches: divide each mini-batch of the training nodes, not the batch."""
         shares = queue_dp_group(self._spec, dp_group)
         rows = rows_by_group(batch)
         numbers, lengths = sorted(rows), batch.lengths("sequence").tolist()

@@ -54,7 +54,7 @@ class RewardActor:
 
     @ray.method(max_task_retries=0)
     async def live(self) -> None:
-        """Returns never; when the process ends, the error says how."""
+        """Never returns; when the process ends, the error says how."""
         await asyncio.Event().wait()
 
     async def _pool(self, settings: PoolSettings) -> RewardPool:

@@ -162,9 +162,9 @@ class _InFlight:
 class RayWeights:
     """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its own if it has one.
 
-    A bucket is freed when all of them have copied it, before the next is sent. A worker that receives other bytes than
-    were sent rejects it, and gets it again, at most twice. A worker that dies meanwhile, or is late, is skipped from
-    then on: its replacement has nothing of the version. Only the training thread uses it.
+    A bucket is freed when all of them have copied it, before the next is sent. A worker that receives different bytes
+    than were sent rejects it, and gets it again, at most twice. A worker that dies meanwhile, or is late, is skipped
+    from then on: its replacement has nothing of the version. Only the training thread uses it.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
         raise UserError(
-            f"{name}: these are other rows than those that the run began with, which are in {file}. Pass the "
+            f"{name}: these are different rows than those that the run began with, which are in {file}. Pass the "
             'same rows to resume, or start again with resume="never" or in another trainer.default_local_dir'
         )
     write_atomically(file, data)

@@ -82,7 +82,7 @@ class Agent:
 
 
 def _loaded(option: str, target: str, known: Sequence[str], own: Sequence[str] = ()) -> Callable[..., object]:
-    """own: further arguments."""
+    """own: the function's other arguments."""
     found = cast(Callable[..., object], load(target))
     if not callable(found):
         raise UserError(f"workflow_kwargs.{option}: '{target}' cannot be called")

@@ -27,8 +27,9 @@ from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config, following its allocation, with the workers' device if they are several or in a cluster: `auto` is
-    torch's accelerator (cuda over Ray) if each worker can have one. Raises UserError for an unavailable device."""
+    """The config with the settings that its allocation implies. With several workers or a cluster, `trainer.device` is
+    resolved too: `auto` becomes torch's accelerator (cuda over Ray) if each worker can have one. Raises UserError for
+    an unavailable device."""
     loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer
     is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node

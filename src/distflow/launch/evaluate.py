@@ -25,7 +25,8 @@ from distflow.scheduling.group_states import Version
 
 @dataclass(frozen=True)
 class Evaluation:
-    """rows: one per response, as in a run's validation. num_prompts: behind each metric that is a share of prompts."""
+    """rows: one per response, as in a run's validation. num_prompts: the number of prompts for each metric that is a
+    share of prompts."""
 
     metrics: dict[str, float]
     rows: SampleRows

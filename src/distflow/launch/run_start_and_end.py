@@ -109,7 +109,7 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
     say(done_message(start.checkpoint, spec, start.resumes))
     notes = check_same_facts(start.checkpoint, spec, spec.facts) if start.resumes else []
     if other := [note.partition(" ")[0].removeprefix("code_of_") for note in notes if note.startswith("code_of_")]:
-        say(f"It was trained with other code than the call gives now ({', '.join(other)}), which is not used.")
+        say(f"It was trained with different code than the call gives now ({', '.join(other)}), which is not used.")
     if spec.options.save_hf_model:
         write_hf_models(spec.run_dir, say)
     return outcome_of(spec, start.checkpoint.step)

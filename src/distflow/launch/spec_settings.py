@@ -84,7 +84,7 @@ def _check_alike(plan: Plan) -> None:
         if (rank.rollout_nodes, rank.training_nodes) != (first.rollout_nodes, first.training_nodes):
             raise UserError(
                 f"trainer.launcher=local: each of its processes generates and trains, but the plan gives rank "
-                f"{rank.rank} other nodes than rank 0: join all parts of trainer.allocation with '|', or set "
+                f"{rank.rank} different nodes than rank 0: join all parts of trainer.allocation with '|', or set "
                 "trainer.launcher=ray"
             )
 

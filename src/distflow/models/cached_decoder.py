@@ -328,7 +328,7 @@ class DecoderView:
         tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:
             raise UserError(
-                f"the embedded rollout engine computes other logits than this "
+                f"the embedded rollout engine computes different logits than this "
                 f"{self._module.config.model_type} model "
                 f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set rollout.name=hf"
             )

@@ -49,7 +49,7 @@ class StepChecks(Protocol):
     def step_trained(
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
-        """All nodes of a step have run. Returns more metrics, over all ranks."""
+        """Called after all nodes of a step have run. Returns additional metrics, reduced over all ranks."""
 
 
 class StepAuditor(Protocol):

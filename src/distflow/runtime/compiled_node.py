@@ -373,7 +373,7 @@ def _changed(before: Batch, after: Batch) -> dict[str, Written]:
     """The columns that a node added to its batch or replaced."""
     if len(before) != len(after) or not bool((before.lengths("sequence") == after.lengths("sequence")).all()):
         raise ValueError(
-            "it contains other samples than the group's; a node that generates responses returns a list of samples "
+            "it contains different samples than the group's; a node that generates responses returns a list of samples "
             "(distflow.data.sample.Sample)"
         )
     return {name: after.flat(name) for name in after.names if name not in before or not _same(before, after, name)}

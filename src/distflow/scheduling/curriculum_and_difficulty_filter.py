@@ -61,7 +61,7 @@ class Progress:
 
 CurriculumFunction = Callable[[Mapping[str, Progress], int, dict[str, Any]], Mapping[str, float]]
 """(progress by domain, steps done, state) → relative weights by domain. state: empty at the start; the function may
-write JSON values to it, which persist to the next call, also in a resumed run."""
+write JSON values to it, which persist to the next call, even in a resumed run."""
 
 
 class SavedCurriculum(TypedDict):

@@ -200,7 +200,7 @@ class DomainShares:
         return {"shares": self.saved_shares(), "curriculum": self._curriculum.saved_curriculum()}
 
     def saved_shares(self) -> list[SavedShares]:
-        """The shares of the next step and of later changes."""
+        """The shares of the next step, and those of each later step at which they change."""
         names = [source.name for source in self._plan.sources]
         return [
             {"step": step + 1, "shares": {name: str(share) for name, share in zip(names, shares, strict=True)}}

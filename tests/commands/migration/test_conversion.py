@@ -63,7 +63,7 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
             "trainer.n_gpus_per_node": 2,
         },
     ),
-    # The first command of its text, but for the launcher's own options.
+    # The first command of its text: 4 × 2 devices.
     "trl_options.py": (
         None,
         "rm",
@@ -71,16 +71,18 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         | {
             "data.train_files": ("my/pairs",),
             "data.val_files": ("my/pairs::test",),
-            "data.train_batch_size": 4,
+            "data.train_batch_size": 8,
             "data.max_prompt_length": 256,
             "data.max_response_length": 256,
-            f"{ACTOR}.ppo_mini_batch_size": 4,
+            f"{ACTOR}.ppo_mini_batch_size": 8,
             f"{ACTOR}.optim.lr": 1e-5,
             f"{ACTOR}.optim.scheduler": "linear_with_warmup",
             f"{MODEL}.path": "Qwen/Qwen2.5-0.5B",
             "trainer.total_epochs": 3,
             "trainer.save_freq": 500,
             "trainer.test_freq": 20,
+            "trainer.launcher": "ray",
+            "trainer.n_gpus_per_node": 2,
         },
     ),
     # 8 × 8 × 2 devices; the defaults of the script's own arguments, and those that the command gives.
@@ -306,7 +308,6 @@ MISSING = {
     ),
     "trl_options.py": (
         "the options are those of the first command",
-        "devices: their number is not in the file",
         "lora_rank=16",
         "lora_dropout=0.05",
         "no adapters",
@@ -316,6 +317,7 @@ MISSING = {
     "verl_grpo.sh": (
         "gpus=16; 4 is used",
         "trainer.experiment_name: it is the output of a command",
+        "rewards: verl chooses a function by each row's data_source",
         "made_up=3",
     ),
     "openrlhf_ppo.sh": (),

@@ -133,6 +133,65 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
             "line 12: `args.big` is False by the defaults",
         ),
     ),
+    "a choice by a copy of an option": (
+        "py",
+        FLAG + f"is_big = args.big\nif is_big and is_big is not None:\n    kw['num_generations'] = 4\n"
+        f"{GRPO}GRPOConfig(**kw)).train()\n",
+        {f"{ROLLOUT}.n": 8},
+        ("line 9: `is_big and is_big is not None` is False by the defaults of the script's options",),
+    ),
+    "an option with another name": (
+        "py",
+        START
+        + PARSER.replace("'--big', action='store_true'", "'--no-kl', dest='kl', action='store_false'")
+        + f"args = p.parse_args()\n{GRPO}GRPOConfig(beta=0.1 if args.kl else 0.0)).train()\n",
+        {f"{ACTOR}.kl_loss_coef": 0.1},
+        ("line 7: `args.kl` is True by the defaults",),
+    ),
+    "entries that are deleted": (
+        "py",
+        START + f"import os\nkw = {{'beta': 0.1, 'num_generations': 4, 'seed': 3}}\ndel kw['beta']\n"
+        f"if os.environ['X']:\n    del kw['seed'], kw['top_k']\n{GRPO}GRPOConfig(**kw)).train()\n",
+        {f"{ACTOR}.use_kl_loss": False, f"{ROLLOUT}.n": 4},
+        ("seed: it is removed in a branch",),
+    ),
+    "rewards that options name": (
+        "py",
+        START
+        + "from rewards import long, right\nfrom dataclasses import field\nfrom transformers import HfArgumentParser\n"
+        "class Own:\n    names: list[str] = field(default_factory=lambda: ['right'])\n"
+        "own, args = HfArgumentParser((Own, GRPOConfig)).parse_args_into_dataclasses()\n"
+        "known = {'long': long, 'right': right}\n"
+        f"{GRPO}args, reward_funcs=[known[each] for each in own.names]).train()\n",
+        {},
+        ("put right into my_rewards.py", "the script takes its settings from a command line"),
+    ),
+    "texts that are put together": (
+        "py",
+        START + "import os\nname = 'a/Qwen-B'\nout = os.path.join('out', name.split('/')[-1].lower())\n"
+        f"{GRPO}GRPOConfig(output_dir=out, run_name=name.replace('/', '-'))).train()\n",
+        {"trainer.default_local_dir": "out/qwen-b", "trainer.experiment_name": "a-Qwen-B"},
+        (),
+    ),
+    "a part of the training rows": (
+        "py",
+        START + "from datasets import load_dataset\nd = load_dataset('a/b', split='train').train_test_split(0.1)\n"
+        "GRPOTrainer(model='m', args=GRPOConfig(), train_dataset=d['train'], eval_dataset=d['test']).train()\n",
+        {"data.train_files": ("a/b::train",), "data.val_files": ()},
+        (
+            "train_dataset: the script changes its rows (train_test_split in line 4)",
+            "eval_dataset: it is a part of the",
+        ),
+    ),
+    "the command in comments": (
+        "py",
+        "# accelerate launch --num_processes 4 \\\n#     x.py --beta 0.2 \\\n#     --seed 7\n"
+        + START
+        + "from transformers import HfArgumentParser\n"
+        f"args, = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()\n{GRPO}args).train()\n",
+        {f"{ACTOR}.kl_loss_coef": 0.2, "trainer.seed": 7},
+        ("the options are those of the first command",),
+    ),
     "a choice that is not known": (
         "py",
         START + "import os\nkw = {'beta': 0.1}\nif os.environ['X']:\n    kw.update(beta=0.2, num_generations=4)\n"

@@ -30,6 +30,7 @@ IFEVAL = f"{WORKER}ifeval_rule_reward_worker.GeneralRuleRewardWorker"
 JUDGE = f"{WORKER}llm_judge_reward_worker.LLMJudgeRewardWorker, judge_prompt: P"
 RULE = "x --remote_rm_url rule.py"
 FILTERS = "algorithm.filter_groups"
+OFTEN = ("rewards and columns: AReaL", "rewards: verl chooses", "device_mapping: ", "line 1: algorithm.kl_ctrl.")
 
 
 def filtered(*bands: str) -> str:
@@ -144,6 +145,103 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {f"{ROLLOUT}.n": 4, "trainer.seed": 7, "data.train_files": ("a/b",)},
         ("save_path='a > b'",),
     ),
+    "branches that the file decides": (
+        "sh",
+        "n=4\nmode=sync\nif [ $mode = async ]; then\n  n=5\nelif [[ $n -ge 4 ]]; then\n  seed=1\nelse\n  seed=2\nfi\n"
+        "[ $n -gt 4 ] && n=6\n[ -z $mode ] || lr=2e-6\nif [ ! $n == 4 ]; then\n  lr=1\nfi\nmkdir x && prompts=8\n"
+        f"{GRPO} {ROLLOUT}.n=$n {ACTOR}.optim.lr=$lr data.train_batch_size=$prompts data.seed=${{seed:-0}}",
+        {f"{ROLLOUT}.n": 4, f"{ACTOR}.optim.lr": 2e-6, "data.train_batch_size": 8, "data.seed": 1},
+        ("rewards: verl chooses",),
+    ),
+    "branches that the file does not decide": (
+        "sh",
+        f"n=4\nseed=1\n[ -d x ] && n=5\nif [ $n = 4 ] && [ -d x ]; then\n  seed={'2' * 99}\nfi\n"
+        f"if [ -f y ]; then\n  lr=1e-6\nfi\n{GRPO} {ROLLOUT}.n=$n data.seed=$seed {ACTOR}.optim.lr=$lr",
+        {f"{ROLLOUT}.n": 4, "data.seed": 1, f"{ACTOR}.optim.lr": 1e-6},
+        (
+            "a branch of the script sets n=5; 4 is used",
+            f"a branch of the script sets seed={'2' * 56} ...; 1 is used",
+        ),
+    ),
+    "folders of the script": (
+        "sh",
+        'here="$(dirname "$0")"\nroot=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." &> /dev/null && pwd)\n'
+        f'up="$(realpath "$here/..")"\n{GRPO} {MODEL}.path=$root/m data.val_files=$up/v.parquet',
+        {},
+        ("rewards: verl chooses",),
+    ),
+    "adapters and sizes of Megatron": (
+        "sh",
+        f"python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.train_files=a.parquet "
+        f"{MODEL}.lora.rank=16 {MODEL}.lora.alpha=8 {MODEL}.lora.dropout=0.0 {ACTOR}.megatron.use_mbridge=True "
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=1 {ACTOR}.megatron.tensor_model_parallel_size=4 "
+        f"{MODEL}.path=m algorithm.adv_estimator=grpo {ACTOR}.megatron.param_offload=True trainer.n_gpus_per_node=4",
+        {f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 8.0, f"{ACTOR}.fsdp_config.param_offload": True},
+        ("megatron.tensor_model_parallel_size=4: Megatron is not implemented yet",),
+    ),
+    "an engine on several devices": (
+        "sh",
+        GRPO + f"{ROLLOUT}.tensor_model_parallel_size=4 trainer.n_gpus_per_node=8",
+        {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": 4},
+        (),
+    ),
+    "a reward function of its own": (
+        "sh",
+        GRPO + "custom_reward_function.path=r.py",
+        {"custom_reward_function.path": "r.py"},
+        (),
+    ),
+    "a switch whose value is not read": (
+        "sh",
+        OPENRLHF + "a/b --use_tensorboard $(date +%m)/runs",
+        {"trainer.logger": ("console", "tensorboard")},
+        (),
+    ),
+    "validation of OpenRLHF": (
+        "sh",
+        OPENRLHF + "a/b --eval_dataset c/d --eval_steps 5",
+        {
+            **{f"{ROLLOUT}.val_kwargs.greedy": False, f"{ROLLOUT}.val_kwargs.n": 4},
+            f"{ROLLOUT}.val_kwargs.temperature": 0.6,
+        },
+        (),
+    ),
+    "devices that only generate": (
+        "sh",
+        OPENRLHF + "a/b --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
+        {"trainer.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 2},
+        ("4 more devices generate, score or train a critic",),
+    ),
+    "devices of roles that share them": (
+        "sh",
+        OPENRLHF
+        + "a/b --vllm_num_engines 2 --critic_num_gpus_per_node 2 --critic_num_nodes 1 --ref_num_gpus_per_node 2 "
+        "--colocate_actor_ref --reward_num_gpus_per_node 2 --colocate_critic_reward",
+        {},
+        ("vllm_num_engines, *_num_gpus_per_node: 4 more devices",),
+    ),
+    "rewards of a registry": (
+        "yaml",
+        "model_name_or_path: m\ndataset_name: a/b\nnum_generations: 8\nsystem_prompt: Think.\nreward_funcs: [tags, "
+        "trl.rewards.accuracy_reward, r/m]\nreward_weights: [0.2, 1.0, 0.5]\n"
+        "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
+        {"data.system_prompt": "Think.", "data.prompt_format": "chat"},
+        ("put tags into my_rewards.py", "devices: their number is not in the file"),
+    ),
+    "devices of other roles": (
+        "yaml",
+        ROLL
+        + "actor_infer: {device_mapping: 'list(range(16,20))'}\nreference: {device_mapping: 'list(range(0,16))'}\n",
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8},
+        ("device_mapping: 4 more devices",),
+    ),
+    "a reference that is the policy": ("yaml", AREAL + "ref: {path: '${actor.path}'}\n", {}, ()),
+    "batches of AReaL without their dropped groups": (
+        "yaml",
+        AREAL + "dynamic_bs: true\n",
+        {},
+        ("dynamic_bs=true: a step always has",),
+    ),
     "options that are passed on": ("sh", "set -e\n" + GRPO + '"$@"\n', {}, ("line 2: $@",)),
     "options of a newer version": (
         "sh",
@@ -197,7 +295,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "yaml",
         filtered(MEAN + "filter_args: {threshold_up: 0.9}}", MEAN + "filter_args: {threshold_up: 0.8}}"),
         {f"{FILTERS}.mean_range": (-1.0, 0.9)},
-        ("rewards.*.query_filter_config: one mean_range holds for all domains",),
+        ("one mean_range holds for all domains, here [-1.0,0.9] of a, not [-1.0,0.8] of b",),
     ),
     "a filter by the standard deviation": (
         "yaml",
@@ -259,7 +357,7 @@ def test_a_setting_keeps_its_meaning_or_is_named(name: str, tmp_path: Path) -> N
     for part in said:
         assert any(part in line for line in missing), (part, missing)
     unsaid = [line for line in missing if not any(part in line for part in said)]
-    assert not [line for line in unsaid if not line.startswith(("rewards and columns", "line 1: algorithm.kl_ctrl."))]
+    assert not [line for line in unsaid if not line.startswith(OFTEN)]
 
 
 def test_domains_have_their_rewards_filters_files_and_shares(tmp_path: Path) -> None:
@@ -292,6 +390,29 @@ def test_domains_have_their_rewards_filters_files_and_shares(tmp_path: Path) -> 
     for part in said:
         assert any(line.startswith(part) for line in missing), (part, missing)
     assert len(missing) == len(said), missing
+
+
+def test_the_folders_that_a_script_asks_for_are_read(tmp_path: Path) -> None:
+    _, text, _, _ = READ["folders of the script"]
+    found, _ = migrated(tmp_path, "sh", text)
+    assert found[f"{MODEL}.path"] == f"{tmp_path.parent.parent}/m"
+    assert found["data.val_files"] == (f"{tmp_path.parent}/v.parquet",)
+
+
+def test_rewards_of_a_registry_have_their_weights(tmp_path: Path) -> None:
+    _, text, _, _ = READ["rewards of a registry"]
+    functions = migrated(tmp_path, "yaml", text)[0]["reward.functions"]
+    assert isinstance(functions, dict)
+    found = [(part.name, part.weight) for part in functions["default"]]
+    assert found == [("my_rewards.py:tags", 0.2), ("math", 1.0), ("model", 0.5)]
+
+
+def test_a_reward_model_alone_is_the_score_as_in_verl(tmp_path: Path) -> None:
+    found, missing = migrated(tmp_path, "sh", PPO + "reward_model.enable=True reward_model.model.path=r/m")
+    functions = found["reward.functions"]
+    assert isinstance(functions, dict)
+    assert [(part.name, part.weight) for part in functions["default"]] == [("math", 0.0)]
+    assert found["reward_model.model.path"] == "r/m" and not missing
 
 
 def test_data_sets_with_shares_are_domains(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def clipped_surrogate(
 
 
 def check_dual_clip(clip_ratio_c: float | None) -> None:
-    """Raises ValueError for a dual clip that would cut the ratio 1 itself."""
+    """Raises ValueError for a dual clip that would clip even a ratio of 1."""
     if clip_ratio_c is not None and not clip_ratio_c > 1.0:
         raise ValueError(f"clip_ratio_c must be above 1, or null to disable the dual clip; not {clip_ratio_c}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from distflow.commands.migration.python_scripts import name_rewards
 from distflow.commands.migration.read_files import read_foreign
 from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
@@ -31,6 +32,8 @@ _PRESETS = {
 _REWARDS_OF_ROLL = {"(?i:ifeval)": "ifeval", "Math": "math", "Code": "code", "General": "exact_match", "Judge": "judge"}
 _IN_SCRIPT = """\
 rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
+_BY_SOURCE = """\
+rewards: verl chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""
 _JUDGE, _FILTER = "generating_args.", "algorithm.filter_groups."
 _OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
@@ -84,6 +87,8 @@ class Conversion:
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
     table = tables.all_tables()[theirs.system]
+    if theirs.system == "TRL":
+        name_rewards(theirs.values, theirs.remarks)
     draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
     for key, value in [*theirs.values.items()]:
         entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
@@ -107,8 +112,15 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
         draft.missing.append(
             "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, data.rejected_key"
         )
+    grades = ("custom_reward_function.path", "reward.custom_reward_function.path", "reward_model.enable")
+    if theirs.system == "verl" and theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, grades)):
+        draft.missing.append(_BY_SOURCE)
+    if theirs.values.get("ref.path") == theirs.values.get("actor.path"):
+        used |= {"ref.path"}
     if theirs.system == "ROLL":
         used |= _convert_domains(theirs, draft)
+    if devices is None:
+        draft.missing += _other_devices(theirs.values)
     for key, value in sorted(values.items(), key=lambda item: _order(item[0])):
         if key not in used or isinstance(value, Unread):
             _convert_setting(theirs, table, key, value, draft)
@@ -120,6 +132,25 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             if key not in draft.overrides:
                 draft.write({key: text}, of_actor in draft.given)
     return draft
+
+
+def _other_devices(values: Mapping[str, object]) -> list[str]:
+    """A line for devices that generate or score, beside those that train: the config counts those that train."""
+    maps = {key: each for key, each in values.items() if key.endswith("device_mapping") and isinstance(each, list)}
+    train = maps.get("actor_train.device_mapping", [])
+    others = {each for devices in maps.values() for each in devices} - {*train}
+    count, says = len(others), "device_mapping"
+    if not values.get("colocate_all_models"):  # of OpenRLHF
+        sizes = [("vllm_num_engines", "vllm_tensor_parallel_size", "")]
+        sizes += [("critic_num_gpus_per_node", "critic_num_nodes", "")]
+        sizes += [("reward_num_gpus_per_node", "reward_num_nodes", "colocate_critic_reward")]
+        sizes += [("ref_num_gpus_per_node", "ref_num_nodes", "colocate_actor_ref")]
+        for size, times, together in sizes:
+            own, factor = values.get(size), values.get(times, 1)
+            if isinstance(own, int) and isinstance(factor, int) and not values.get(together):
+                count, says = count + own * factor, "vllm_num_engines, *_num_gpus_per_node"
+    advice = "all work is on the training devices here; trainer.allocation gives the others devices of their own"
+    return [f"{says}: {count} more devices generate, score or train a critic; {advice}"] if count else []
 
 
 def _order(key: str) -> int:
@@ -143,7 +174,9 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
     if name is None and theirs.system == "verl":
         name = tables.all_tables()["siiRL"].find(key)
     place = f"line {line}: {key}" if line else key
-    if isinstance(value, Unread):
+    if isinstance(value, Unread) and name and "=" in name.ours and "{}" not in name.ours:  # a switch
+        draft.write(tables.split_overrides(name.ours), key in theirs.values)
+    elif isinstance(value, Unread):
         advice = name.answer(tables.NOT_GIVEN) if name else ""
         is_harmless = name is not None and name.harmless == tables.ANY and not name.overrides(None)
         draft.missing += [] if is_harmless else [f"{place}: {value.why}" + (f"; {advice}" if advice else "")]
@@ -197,11 +230,13 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
         elif type_of not in (None, "no_filter", "std_filter"):
             used -= {f"{rule}type"}
     if ranges:
-        band, *others = dict.fromkeys(map(tables.as_override, ranges.values()))
+        bands = {name: tables.as_override(each) for name, each in ranges.items()}
+        first, band = next(iter(bands.items()))
+        others = ", ".join(f"not {each} of {name}" for name, each in bands.items() if each != band)
         draft.write({f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band}, True)
         for name in domains.keys() - ranges.keys():
             domains[name]["filter_groups"] = False
-        said = f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band}"
+        said = f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band} of {first}, {others}"
         draft.missing += [said] if others else []
     if domains:
         draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)

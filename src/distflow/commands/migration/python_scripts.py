@@ -1,17 +1,24 @@
-"""Settings of a Python script that trains with TRL, read from its syntax tree: nothing of it runs."""
+"""Settings of a Python script that trains with TRL: its rewards, data and arguments as settings of TRL."""
 
 import ast
-import json
-import operator
 import re
-from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Mapping
 
-from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread, calculate
+from distflow.commands.migration.script_evaluation import (
+    NOT_GIVEN,
+    Object,
+    Rows,
+    Script,
+)
+from distflow.commands.migration.yaml_and_shell import ForeignSettings, Unread
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
+
+_REWARDS = "my_rewards.py"
+_ELSEWHERE = """\
+the script takes its settings from a command line: migrate a file with the command that runs it; what the script does \
+not say is TRL's default here"""
+
 
 METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward": "rm"}
 """What trains here as a trainer of TRL does: GRPOTrainer, which takes a GRPOConfig."""
@@ -24,54 +31,16 @@ _LEFT_OUT = (
     *("optimizers", "data_collator", "ref_model", "num_labels"),
 )
 """Arguments that hold what the script made of others, which are read where they stand."""
-_OVERLONG, _LENGTHS = "get_soft_overlong_punishment", ("max_completion_len", "soft_punish_cache")
 _PLACES = dict.fromkeys(("GRPO", "RLOO"), ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"))
-_REWARDS, _ADAPTERS = "my_rewards.py", "adapters"
+_ADAPTERS = "adapters"
+"""In place of a trainer: the owner of arguments of LoRA."""
+_OVERLONG, _OVERLONG_LENGTHS = "get_soft_overlong_punishment", ("max_completion_len", "soft_punish_cache")
 _PARSERS = ("TrlParser", "HfArgumentParser")
-_ELSEWHERE = """\
-the script takes its settings from a command line: migrate a file with the command that runs it; what the script does \
-not say is TRL's default here"""
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
-_TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.In: lambda part, whole: part in whole if isinstance(whole, list | dict) else str(part) in str(whole),
-    ast.NotIn: lambda part, whole: part not in whole if isinstance(whole, list | dict) else str(part) not in str(whole),
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-_NOT_GIVEN = Unread("")
-"""An option of the command that it does not give: TRL's default."""
-_IN_TURN = Unread("it has a different value in each turn of a loop")
-_MOST_CALLS, _DEEPEST = 500, 12
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A data set as `data.train_files` names it. changes: the calls that change its rows, with their lines."""
-
-    source: str
-    changes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Object:
-    """A function or class that the script defines or imports, or an object of the class. made: its place among the
-    configs of trainers that the script makes. owner: whose attributes it has; a config has its own."""
-
-    name: str
-    module: str = ""
-    made: int = -1
-
-    @property
-    def owner(self) -> str:
-        return self.name if self.made < 0 else f"{self.name} {self.made}"
 
 
 def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
     """arguments: of the command that runs it. Raises UserError if it trains nothing that trains here."""
-    script = _Script(arguments)
+    script = _TrlScript(arguments)
     try:
         script.read_file(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -102,7 +71,7 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
             config in (-1, made)
             and not (key == "peft_config" and (adapters_read or of_options))
             and owner in (kind, "", _ADAPTERS if script.has_adapters else kind)
-            and value != _NOT_GIVEN
+            and value != NOT_GIVEN
             and not (isinstance(value, Unread) and script.has_options and not owner)
         ):
             found.add(*_as_setting(key, value, found.remarks), at)
@@ -115,6 +84,103 @@ def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
             found.values.pop(key, None)
     _weigh(found.values, found.remarks)
     return found
+
+
+def name_rewards(values: dict[str, object], remarks: list[str]) -> None:
+    """Reward functions as a command or a YAML file names them: those of a registry, of a module, or models."""
+    names = values.get("reward_funcs")
+    parts = names if isinstance(names, list) else [names]
+    if all(isinstance(part, str) for part in parts):
+        named = [(part, *str(part).rpartition(".")) for part in parts]
+        found = [
+            Object(name, module or "trl") if f"{module}{name}".replace(".", "").isidentifier() else part
+            for part, module, _, name in named
+        ]
+        key, functions = _as_setting("reward_funcs", found, remarks)
+        del values["reward_funcs"]
+        values[key] = functions
+        _weigh(values, remarks)
+
+
+class _TrlScript(Script):
+    """What a script gives to trainers of TRL, to their configs, and to models and adapters."""
+
+    def kind_of(self, name: str, role: str) -> str | None:
+        """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
+        known = self.names.get(name)
+        found = _CLASS.fullmatch(known.name if isinstance(known, Object) else name)
+        if found is None or found[2] != role and found[1] != "Training":
+            return None
+        of_trl = isinstance(known, Object) and known.module.startswith("trl")
+        if found[1] in METHODS or found[2] == "Trainer" and of_trl:
+            return found[1]
+        return "" if role == "Config" and found[1] == "Training" and found[2] != "Trainer" else None
+
+    def give(self, owner: str, values: Mapping[str, object], line: int, config: int = -1) -> None:
+        for key, value in values.items():
+            if key == "model_init_kwargs" and isinstance(value, dict):
+                self.give(owner, value, line, config)
+            elif key not in _LEFT_OUT:
+                self.given.append((owner, key, value, self.lines.get(key, line), config))
+
+    def call_of_library(
+        self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
+    ) -> list[object]:
+        self.has_options = self.has_options or name in _PARSERS
+        if name in (*_PARSERS, "cli"):  # the classes whose objects its methods return
+            return [values[0] if name == "cli" or not values or isinstance(values[0], list) else [values[0]]]
+        if isinstance(owner, list) and name.startswith("parse_"):
+            return [self._parsed(owner, values[0] if values else None, node.lineno)]
+        if (kind := self.kind_of(name, "Trainer")) is not None:
+            made = (each.made for each in (named.get("args"), *values) if isinstance(each, Object))
+            self.trainers.append((kind, node.lineno, max(made, default=-1)))
+            self.has_adapters = self.has_adapters or named.get("peft_config") is not None
+            places = _PLACES.get(kind, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+            self.give(kind, dict(zip(places, values, strict=False)) | dict(named), node.lineno)
+        elif (kind := self.kind_of(name, "Config")) is not None:
+            config = Object(name, made=len(self.configs))
+            self.configs.append((kind, node.lineno))
+            self.give(kind, named, node.lineno, config.made)
+            self.set_attributes(config, named)
+            return [config]
+        elif name in ("LoraConfig", "get_peft_model"):
+            self.has_adapters = self.has_adapters or name == "get_peft_model"
+            kind = "unsloth" if "Fast" in ast.unparse(node.func) else name
+            named = {**_PEFT.get(kind, {}), **({"target_modules": "all-linear"} if kind == "unsloth" else {}), **named}
+            self.give(
+                _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
+            )
+        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
+            self.give("", named, node.lineno)
+        elif name == "add_argument":
+            default = named.get("default", Unread("its option has no default"))
+            for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
+                key = ("", str(named.get("dest", option[2:].replace("-", "_"))))
+                self.options.add(key[1])
+                is_flag = str(named.get("action")).startswith("store_") and "default" not in named
+                flag = named["action"] == "store_false" if is_flag else default
+                if isinstance(self.attributes.get(key, NOT_GIVEN), Unread):
+                    self.attributes[key] = flag
+        elif name == "load_dataset" and name not in self.functions:
+            return [_rows(values, named)]
+        elif name == "concatenate_datasets" and values and isinstance(values[0], list):
+            return [values[0]]
+        elif name == _OVERLONG:
+            return [{"name": name, "options": dict(zip(_OVERLONG_LENGTHS, values, strict=False)) | dict(named)}]
+        return []
+
+    def _parsed(self, classes: list[object], given: object, line: int) -> object:
+        """The objects that a parser makes of a mapping; of a command line, they have the arguments and defaults."""
+        if not isinstance(given, dict):
+            return classes
+        self.has_mapping = True
+        made = [each for each in classes if isinstance(each, Object)]
+        own = {key for each in made for of, key in self.attributes if of == each.name}
+        for each in made:
+            if (kind := self.kind_of(each.name, "Config")) is not None:
+                self.give(kind, {key: value for key, value in given.items() if key not in own}, line)
+            self.set_attributes(each, given)
+        return classes
 
 
 def _weigh(values: dict[str, object], remarks: list[str]) -> None:
@@ -132,425 +198,13 @@ def _weigh(values: dict[str, object], remarks: list[str]) -> None:
     for part in parts:
         own = part if isinstance(part, dict) else {"name": part}
         if own["name"] == _OVERLONG:
-            limit, tokens = (own["options"].get(key) for key in _LENGTHS)
+            limit, tokens = (own["options"].get(key) for key in _OVERLONG_LENGTHS)
             values |= {"reward.overlong.buffer_tokens": tokens, "reward.overlong.factor": own.get("weight", 1.0)}
             remarks += [] if limit == longest else [f"{_OVERLONG}: it ends at {limit} tokens"]
         elif own["name"] is not None:
             kept.append(part)
     if kept:
         values["reward.functions"] = {"default": kept}
-
-
-class _Script:
-    """names: values of variables, in the function that is being read. attributes: by class and name; without a class,
-    of any object. functions: by name, methods as `Class.name`. configs: (trainer, line) of each that is made. given:
-    (trainer, key, value, line, config) of arguments. decided: (names, remark) of choices that options of the script, or
-    fields of its classes, decide. has_options: its arguments are those of TRL. has_adapters: a trainer or a model is
-    given some."""
-
-    def __init__(self, arguments: Mapping[str, object]) -> None:
-        self.arguments, self.names = arguments, cast(MutableMapping[str, object], {})
-        self.attributes: dict[tuple[str, str], object] = {}
-        self.functions: dict[str, Function] = {}
-        self.returned: dict[str, object] = {}
-        self.num_calls, self.active = Counter[str](), list[str]()
-        self.given: list[tuple[str, str, object, int, int]] = []
-        self.trainers: list[tuple[str, int, int]] = []
-        self.configs: list[tuple[str, int]] = []
-        self.options, self.fields = set[str](), set[str]()
-        self.decided: list[tuple[set[str], str]] = []
-        self.remarks: list[str] = []
-        self.lines: dict[str, int] = {}
-        self.has_options = self.has_adapters = self.in_branch = self.in_loop = self.has_mapping = False
-
-    def read_file(self, tree: ast.Module) -> None:
-        """The module, and then the functions that nothing in it has called. Options may be read above their parser."""
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _name(node.func) == "add_argument":
-                self._call(node, "add_argument")
-        self.read(tree.body)
-        for name in [name for name in self.functions if not self.num_calls[name]]:
-            self._enter(name, {}, self.names)
-
-    def read(self, body: Iterable[ast.AST]) -> None:
-        """Statements in their order; those of functions where these are called."""
-        for node in body:
-            match node:
-                case ast.Assign():
-                    value = self.value(node.value)
-                    for target in node.targets:
-                        self._assign(target, value)
-                case ast.AnnAssign(value=ast.expr() as assigned):
-                    self._assign(node.target, self.value(assigned))
-                case ast.AugAssign():
-                    changed = self.value(ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))
-                    self._assign(node.target, Unread("it is changed in a loop") if self.in_loop else changed)
-                case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    self.names[node.name], self.functions[node.name] = Object(node.name), node
-                case ast.Return(value=ast.expr() as returned) if self.active:
-                    self.returned[self.active[-1]] = self.value(returned)
-                case ast.For() | ast.While():
-                    each = self.value(node.iter) if isinstance(node, ast.For) else None
-                    first = each[0] if isinstance(each, list) and len(each) == 1 else _IN_TURN
-                    if isinstance(node, ast.For):
-                        self._assign(node.target, first)
-                    outer, self.in_loop = self.in_loop, self.in_loop or first is _IN_TURN
-                    self.read([*node.body, *node.orelse])
-                    self.in_loop = outer
-                case ast.ImportFrom():
-                    for alias in node.names:
-                        self.names[alias.asname or alias.name] = Object(alias.name, node.module or "")
-                case ast.ClassDef():
-                    self._define_class(node)
-                case ast.If():
-                    holds = self.value(node.test)
-                    unknown = isinstance(holds, Unread) and "__name__" not in ast.unparse(node.test)
-                    if any(map(self._changes, node.orelse if holds else node.body)):
-                        self._decide(node.test, holds)
-                    outer, self.in_branch = self.in_branch, self.in_branch or unknown
-                    self.read([*(node.body if holds else ()), *(node.orelse if unknown or not holds else ())])
-                    self.in_branch = outer
-                case ast.expr():
-                    self.value(node)
-                case _:
-                    self.read(ast.iter_child_nodes(node))
-
-    def _changes(self, node: ast.AST) -> bool:
-        """Whether a statement may change a setting."""
-        calls = {_name(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)}
-        is_made = any(self._kind(name, role) is not None for name in calls for role in ("Config", "Trainer"))
-        changes = any(isinstance(part, ast.Assign | ast.AugAssign | ast.Return) for part in ast.walk(node))
-        return is_made or changes or not calls.isdisjoint(("update", "append", "setdefault"))
-
-    def _decide(self, test: ast.expr, holds: object) -> None:
-        names = {part.attr for part in ast.walk(test) if isinstance(part, ast.Attribute)}
-        if not isinstance(holds, Unread):
-            what = f"line {test.lineno}: `{ast.unparse(test):.60}` is {bool(holds)}"
-            self.decided.append((names, f"{what} by the defaults of the script's options; the other case is left out"))
-
-    def _put(self, owner: dict[str, object], given: Mapping[str, object]) -> None:
-        """New entries of a mapping."""
-        for key, value in given.items():
-            is_unsure = self.in_branch and owner.get(key, _NOT_GIVEN) != value
-            owner[key] = Unread("it has a different value in a branch") if is_unsure else value
-
-    def _assign(self, target: ast.expr, value: object) -> None:
-        if isinstance(target, ast.Tuple):
-            for each, part in zip(target.elts, value if isinstance(value, list) else [value], strict=False):
-                self._assign(each, part)
-        elif isinstance(target, ast.Name):
-            before = self.names.get(target.id)
-            if self.in_branch and before is not None and before != value and not isinstance(value, Rows):
-                value = before if isinstance(value, Unread) else Unread("it has a different value in a branch")
-            self.names[target.id] = value
-        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
-            owner = self.names.get(target.value.id)
-            self._set_attributes(owner, {target.attr: value})
-            if isinstance(owner, Object) and (kind := self._kind(owner.name, "Config")) is not None:
-                self.lines[target.attr] = target.lineno
-                self._give(kind, {target.attr: value}, target.lineno, owner.made)
-        elif isinstance(target, ast.Subscript) and isinstance(owner := self.value(target.value), dict):
-            self.lines[str(key := self.value(target.slice))] = target.lineno
-            self._put(owner, {str(key): value})
-
-    def _set_attributes(self, owner: object, values: Mapping[str, object]) -> None:
-        names = {"", owner.owner} if isinstance(owner, Object) else {""}
-        self.attributes |= {(name, key): value for name in names for key, value in values.items()}
-
-    def _enter(self, name: str, given: Mapping[str, object], around: Mapping[str, object]) -> object:
-        """Read a function with these arguments; others have their defaults, or what their names stand for around it.
-        Returns what it returns."""
-        self.num_calls[name] += 1
-        if name in self.active or len(self.active) >= _DEEPEST or self.num_calls.total() > _MOST_CALLS:
-            return Unread(f"it is what {name} returns")
-        node, outer = self.functions[name], self.names
-        values: dict[str, object] = {}
-        for argument, default in _parameters(node):
-            kind = self.names.get(_name(argument.annotation)) if argument.annotation is not None else None
-            unknown = Unread(f"`{argument.arg}` is an argument that the file does not give")
-            otherwise = around.get(argument.arg, kind if isinstance(kind, Object) else unknown)
-            values[argument.arg] = otherwise if default is None else self.value(default)
-        self.names = ChainMap(values | dict(given), cast(dict[str, object], outer))
-        self.active.append(name)
-        self.returned.pop(name, None)
-        self.read(node.body)
-        self.active.pop()
-        self.names = outer
-        return self.returned.get(name, Unread(f"it is what {name} returns"))
-
-    def _define_class(self, node: ast.ClassDef) -> None:
-        """Fields of a class hold the defaults of a script's own arguments; a class of a trainer is that trainer."""
-        kinds = [kind for base in node.bases if (kind := self._kind(_name(base), "Trainer")) is not None]
-        self.names[node.name] = Object(f"{kinds[0]}Trainer", "trl") if kinds else Object(node.name)
-        self.remarks += [f"line {node.lineno}: {node.name} changes what {kinds[0]}Trainer does"] if kinds else []
-        for item in node.body:
-            if isinstance(item, Function):
-                self.functions[f"{node.name}.{item.name}"] = item
-            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
-            if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name):
-                unknown = Unread(f"`{node.name}.{target.id}` has no value in the file")
-                value = self.arguments.get(target.id, unknown if item.value is None else self.value(item.value))
-                self.attributes[node.name, target.id] = value
-                self.fields.add(target.id)
-                if item.value is not None and self.attributes.setdefault(("", target.id), value) != value:
-                    self.attributes["", target.id] = Unread(f"several classes have a field `{target.id}`")
-
-    def _kind(self, name: str, role: str) -> str | None:
-        """GRPO for GRPOTrainer and GRPOConfig, "" for arguments of any trainer, None for another class."""
-        known = self.names.get(name)
-        found = _CLASS.fullmatch(known.name if isinstance(known, Object) else name)
-        if found is None or found[2] != role and found[1] != "Training":
-            return None
-        of_trl = isinstance(known, Object) and known.module.startswith("trl")
-        if found[1] in METHODS or found[2] == "Trainer" and of_trl:
-            return found[1]
-        return "" if role == "Config" and found[1] == "Training" and found[2] != "Trainer" else None
-
-    def _give(self, owner: str, values: Mapping[str, object], line: int, config: int = -1) -> None:
-        for key, value in values.items():
-            if key == "model_init_kwargs" and isinstance(value, dict):
-                self._give(owner, value, line, config)
-            elif key not in _LEFT_OUT:
-                self.given.append((owner, key, value, self.lines.get(key, line), config))
-
-    def value(self, node: ast.expr) -> object:
-        """What an expression stands for; `Unread` where that takes more than literals, names and load_dataset."""
-        match node:
-            case ast.Constant():
-                return node.value
-            case ast.Name():
-                return self.names.get(node.id, Unread(f"`{node.id}` has no value in the file"))
-            case ast.List() | ast.Tuple():
-                return [self.value(each) for each in node.elts]
-            case ast.Dict():
-                return self._mapping(node)
-            case ast.UnaryOp(op=ast.USub()) if isinstance(number := self.value(node.operand), int | float):
-                return -number
-            case ast.JoinedStr():
-                parts = [self.value(each) for each in node.values]
-                is_known = all(isinstance(part, str | int | float) for part in parts)
-                return "".join(map(str, parts)) if is_known else _computed(node)
-            case ast.FormattedValue():
-                return self.value(node.value)
-            case ast.Attribute():
-                return node.attr if _name(node.value) == "torch" else self._attribute(node)
-            case ast.Subscript():
-                return self._item(self.value(node.value), self.value(node.slice), node)
-            case ast.Compare(ops=[test]) if type(test) in _TESTS:
-                pair = [self.value(each) for each in (node.left, node.comparators[0])]
-                return _computed(node) if any(isinstance(each, Unread) for each in pair) else _TESTS[type(test)](*pair)
-            case ast.IfExp():
-                holds, either, otherwise = (self.value(each) for each in (node.test, node.body, node.orelse))
-                known = isinstance(holds, bool) or otherwise is None
-                self._decide(node.test, holds)
-                if isinstance(holds, Unread) and "Config(" in ast.unparse(node.body):
-                    self.remarks.append(f"line {node.lineno}: it is taken that `{ast.unparse(node.test):.60}`")
-                return (otherwise if holds is False else either) if known else _computed(node)
-            case ast.Call():
-                return self._call(node, _name(node.func))
-            case ast.BinOp():
-                left, right = self.value(node.left), self.value(node.right)
-                if isinstance(node.op, ast.Add) and isinstance(left, str | list) and type(left) is type(right):
-                    return operator.add(left, right)
-                if isinstance(node.op, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
-                    return left | right
-                try:
-                    return calculate(node, lambda part: left if part is node.left else right)
-                except ValueError:
-                    return _computed(node)
-        return _computed(node)
-
-    def _mapping(self, node: ast.Dict) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for key, each in zip(node.keys, node.values, strict=True):
-            value = self.value(each)
-            if isinstance(key, ast.Constant):
-                found[str(key.value)], self.lines[str(key.value)] = value, each.lineno
-            elif key is None and isinstance(value, dict):
-                found |= value
-            else:
-                self.remarks.append(f"line {each.lineno}: its entries cannot be read: {ast.unparse(each):.60}")
-        return found
-
-    def _attribute(self, node: ast.Attribute) -> object:
-        owner = self.value(node.value) if isinstance(node.value, ast.Name | ast.Attribute) else None
-        own = (owner.owner, node.attr) if isinstance(owner, Object) else ("", "")
-        if own in self.attributes or node.attr in self.arguments:
-            return self.attributes.get(own, self.arguments.get(node.attr))
-        unknown = _NOT_GIVEN if self.has_options else Unread(f"`{ast.unparse(node):.60}` has no value in the file")
-        return self.attributes.get(("", node.attr), unknown)
-
-    def _item(self, value: object, name: object, node: ast.Subscript) -> object:
-        """An entry of a mapping, or a split of a data set."""
-        if isinstance(value, Rows):
-            path, *config = value.source.split(":")
-            is_named = isinstance(name, str) and len(config) < 2
-            return replace(value, source=f"{path}:{config[0] if config else ''}:{name}") if is_named else value
-        if isinstance(value, list) and type(name) is int and -len(value) <= name < len(value):
-            return value[name]
-        return (
-            value.get(name, _computed(node)) if isinstance(value, dict) and isinstance(name, str) else _computed(node)
-        )
-
-    def _call(self, node: ast.Call, name: str) -> object:
-        """What it returns; the arguments of trainers, their configs and models are taken down."""
-        named, values = self._arguments(node), [self.value(each) for each in node.args]
-        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        self.has_options = self.has_options or name in _PARSERS
-        if name in (*_PARSERS, "cli"):  # the classes whose objects its methods return
-            return values[0] if name == "cli" or not values or isinstance(values[0], list) else [values[0]]
-        if isinstance(owner, list) and name.startswith("parse_"):
-            return self._parsed(owner, values[0] if values else None, node.lineno)
-        if (kind := self._kind(name, "Trainer")) is not None:
-            made = (each.made for each in (named.get("args"), *values) if isinstance(each, Object))
-            self.trainers.append((kind, node.lineno, max(made, default=-1)))
-            self.has_adapters = self.has_adapters or named.get("peft_config") is not None
-            places = _PLACES.get(kind, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
-            self._give(kind, dict(zip(places, values, strict=False)) | named, node.lineno)
-        elif (kind := self._kind(name, "Config")) is not None:
-            config = Object(name, made=len(self.configs))
-            self.configs.append((kind, node.lineno))
-            self._give(kind, named, node.lineno, config.made)
-            self._set_attributes(config, named)
-            return config
-        elif name in ("LoraConfig", "get_peft_model"):
-            self.has_adapters = self.has_adapters or name == "get_peft_model"
-            kind = "unsloth" if "Fast" in ast.unparse(node.func) else name
-            named = {**_PEFT.get(kind, {}), **({"target_modules": "all-linear"} if kind == "unsloth" else {}), **named}
-            self._give(
-                _ADAPTERS, {_LORA.get(key, key): value for key, value in named.items() if key != "model"}, node.lineno
-            )
-        elif name == "from_pretrained" and re.search("CausalLM|FastLanguageModel|FastModel", ast.unparse(node.func)):
-            self._give("", named, node.lineno)
-        elif name == "add_argument":
-            default = named.get("default", Unread("its option has no default"))
-            for option in (each for each in values if isinstance(each, str) and each.startswith("--")):
-                key = ("", option[2:].replace("-", "_"))
-                self.options.add(key[1])
-                flag = False if "action" in named and "default" not in named else default
-                if isinstance(self.attributes.get(key, _NOT_GIVEN), Unread):
-                    self.attributes[key] = flag
-        if name == "load_dataset" and name not in self.functions:
-            return _rows(values, named)
-        if known := self._of_a_mapping_or_a_text(node, name, owner, values, named):
-            return known[0]
-        if name in ("from_pretrained", *_TYPES, "get_peft_model", "prepare_model_for_kbit_training"):
-            paths = (named.get("model_name"), named.get("pretrained_model_name_or_path"), _computed(node))
-            return next(each for each in (*values[:1], *paths) if each is not None)
-        returned = self._returned(node, name, owner, values, named)
-        rows = next((each for each in (owner, *values) if isinstance(each, Rows)), None)
-        if isinstance(owner, str) and name in ("to", "cuda"):
-            return owner
-        if returned is not None and not (rows and isinstance(returned, Rows | Unread)):
-            return returned
-        return replace(rows, changes=(*rows.changes, f"{name} in line {node.lineno}")) if rows else _computed(node)
-
-    def _of_a_mapping_or_a_text(
-        self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
-    ) -> list[object]:
-        """What a well-known function returns; empty for others."""
-        if name == "loads" and values and isinstance(values[0], str):
-            return [_converted(json.loads, values[0])]
-        if name == "dict" and all(isinstance(each, dict) for each in values):
-            return [dict(ChainMap(dict(named), *(each for each in values if isinstance(each, dict))))]
-        if name in ("update", "copy") and isinstance(owner, dict):
-            for each in [*values, named] if name == "update" else ():
-                self._put(owner, each if isinstance(each, dict) else {})
-            if not all(isinstance(each, dict) for each in values):
-                self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
-            return [owner if name == "update" else dict(owner)]
-        if name in ("append", "extend") and isinstance(owner, list) and values:
-            new = values[0] if name == "extend" else [values[0]]
-            is_known = isinstance(new, list) and not self.in_branch and not self.in_loop
-            owner += new if isinstance(new, list) and is_known else [_computed(node)]
-            return [owner]
-        if name == "concatenate_datasets" and values and isinstance(values[0], list):
-            return [values[0]]
-        if name == _OVERLONG:
-            return [{"name": name, "options": dict(zip(_LENGTHS, values, strict=False)) | dict(named)}]
-        if name == "getattr" and len(values) > 1 and _name(node.args[0]) == "torch":
-            return [values[1]]
-        if name in ("get", "pop", "setdefault") and isinstance(owner, dict) and values and isinstance(values[0], str):
-            found = owner.get(values[0], values[1] if len(values) == 2 else None)
-            if name == "pop" and not self.in_branch:
-                owner.pop(values[0], None)
-            elif name != "get":
-                self._put(owner, {values[0]: Unread("it is removed in a branch") if name == "pop" else found})
-            return [found]
-        if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
-            return [values[1] if len(values) == 2 else named.get("default", _computed(node))]
-        if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
-            return [_converted(_TYPES[name], values[0])]
-        return []
-
-    def _parsed(self, classes: list[object], given: object, line: int) -> object:
-        """The objects that a parser makes of a mapping; of a command line, they have the arguments and defaults."""
-        if not isinstance(given, dict):
-            return classes
-        self.has_mapping = True
-        made = [each for each in classes if isinstance(each, Object)]
-        own = {key for each in made for of, key in self.attributes if of == each.name}
-        for each in made:
-            if (kind := self._kind(each.name, "Config")) is not None:
-                self._give(kind, {key: value for key, value in given.items() if key not in own}, line)
-            self._set_attributes(each, given)
-        return classes
-
-    def _returned(
-        self, node: ast.Call, name: str, owner: object, values: list[object], named: Mapping[str, object]
-    ) -> object:
-        """Of a function, a method or a class of the script, which is read with these arguments; None for others."""
-        known = self.names.get(name) if isinstance(node.func, ast.Name) else None
-        is_class = any(of == name for of, _ in self.attributes) or f"{name}.__init__" in self.functions
-        maker = Object(name) if is_class and isinstance(known, Object) else owner
-        function = name if isinstance(known, Object) else ""
-        if isinstance(maker, Object):
-            function = f"{maker.name}.{'__init__' if maker is not owner else name}"
-            values = [maker, *values]
-        returned: object = None
-        if function in self.functions:
-            places = [argument.arg for argument, _ in _parameters(self.functions[function])]
-            given = dict(zip(places, values, strict=False)) | dict(named)
-            returned = self._enter(function, {key: given[key] for key in places if key in given}, {})
-        if maker is owner:
-            return returned
-        self._set_attributes(maker, named)
-        return maker
-
-    def _arguments(self, node: ast.Call) -> dict[str, object]:
-        """By name, those of `**` too."""
-        found, name = dict[str, object](), _name(node.func)
-        for each in node.keywords:
-            value = self.value(each.value)
-            if each.arg is not None:
-                found[each.arg], self.lines[each.arg] = value, each.value.lineno
-            elif isinstance(value, dict):
-                found |= value
-            elif value != _NOT_GIVEN and (self._kind(name, "Config") is not None or name in ("dict", "update", *_PEFT)):
-                self.remarks.append(f"line {node.lineno}: its other arguments cannot be read")
-        return found
-
-
-def _parameters(node: Function) -> list[tuple[ast.arg, ast.expr | None]]:
-    """Each with its default."""
-    places = [*node.args.posonlyargs, *node.args.args]
-    defaults = [*[None] * (len(places) - len(node.args.defaults)), *node.args.defaults]
-    return [*zip(places, defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
-
-
-def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _computed(node: ast.expr) -> Unread:
-    return Unread(f"it is computed: {ast.unparse(node):.60}")
-
-
-def _converted(convert: Callable[[Any], object], value: object) -> object:
-    try:
-        return convert(value)
-    except (ValueError, RecursionError) as error:
-        return Unread(f"it cannot be read: {error}")
 
 
 def _rows(values: list[object], named: Mapping[str, object]) -> object:

@@ -18,6 +18,8 @@ _TRAINER = re.compile(
     r"|(?:.*/)?(?P<TRL>trl)|(?P<script>.*\.py)"
 )
 _METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
+_SHOWN = re.compile(r"(?m)^((?:[^\n]*\\\n)*[^\n]*?)\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)")
+"""A command that a script shows: what starts the script, and its options."""
 _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)(?:[= ](\d+))")
 
 
@@ -68,17 +70,19 @@ def _read_python(text: str, arguments: Mapping[str, object] | None) -> ForeignSe
     """Without a command, the first that the script shows is read if its options are TRL's."""
     if arguments is not None or not re.search(r"\b(?:TrlParser|HfArgumentParser)\(", text):
         return read_script(text, arguments or {})
-    shown = re.findall(r"\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)", text)
+    shown = _SHOWN.search(re.sub(r"(?m)^[ \t]*#[ \t]?", "", text))
     options: dict[str, object] = {}
-    for words, _ in ShellScript("x" + shown[0]).commands[:1] if shown else ():
+    for words, _ in ShellScript("x" + shown[2]).commands[:1] if shown else ():
         read_options(words, options.__setitem__)
     found = read_script(text, options)
     found.remarks += ["the options are those of the first command in the script"] if options else []
+    processes = _PROCESSES.search(shown[1]) if shown else None
+    found.devices = int(processes[1]) if processes else None
     return found
 
 
 def _read_shell(text: str, folder: Path) -> ForeignSettings:
-    script = ShellScript(text)
+    script = ShellScript(text, str(folder))
     found = [each for words, line in script.commands if (each := _read_command(words, line, folder)) is not None]
     if not found:
         values: dict[str, object] = {}
@@ -123,7 +127,9 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
         settings = _of_script(trainer[0], values, folder)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
-        settings.remarks += [f"the settings of {config}, which is not in the same folder"] if config else []
+        is_default = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))  # of the presets
+        unknown = config is not None and not is_default
+        settings.remarks += [f"the settings of {config}, which is not in the same folder"] if unknown else []
     devices = _PROCESSES.search(" ".join(words[:place]))
     settings.devices = int(devices[1]) if devices else None
     return settings

@@ -5,11 +5,13 @@ the script, is marked as unread."""
 
 import ast
 import operator
+import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,8 +32,20 @@ _PUT = re.compile(rf"\$\{{(\w+)\[[@*]\]\}}|\$(\({_NESTED}\)|{_NESTED})|`([^`]*)`
 _VARIABLE = re.compile(r"(\w+|[@*])(?::?([-=+?])(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
-_PREFIXES = ("export", "local", "readonly", "declare", "then", "do", "else", "{", "exec", "eval")
-_LONGEST, _DEEPEST = 20_000, 8
+_PREFIXES = ("export", "local", "readonly", "declare", "do", "{", "exec", "eval")
+_TESTS = (["["], ["[["], ["test"])
+_LONGEST, _DEEPEST, _SHOWN = 20_000, 8, 60
+_OWN_FOLDER = re.compile(r'"?\$\(\s*dirname\s+(?:--\s+)?"?\$(?:0|\{0\}|\{?BASH_SOURCE(?:\[0\]\})?)"?\s*\)"?')
+_PATH = re.compile(
+    r"\$\(\s*(?:(?:cd\s+(?:--\s+)?([^\s&;()]+)\s*(?:&?>+\s*/dev/null\s*)?&&\s*)?pwd(?:\s+-P)?"
+    r"|(?:realpath|readlink\s+-f)\s+([^\s&;()]+))\s*\)"
+)
+"""Commands whose outputs are paths from the folder of the script."""
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    **{"=": operator.eq, "==": operator.eq, "!=": operator.ne},
+    **{"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le},
+    **{"-gt": operator.gt, "-ge": operator.ge},
+}
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -55,33 +69,38 @@ def calculate(node: ast.expr, value_of: Callable[[ast.expr], object]) -> float:
 
 
 class ShellScript:
-    """commands: the words of each and its line, in order. remarks: on variables that a branch would set otherwise."""
+    """folder: where the script is. commands: the words of each and its line, in order. remarks: on variables that a
+    branch would set otherwise."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, folder: str = ".") -> None:
+        self.folder = folder
         self.commands: list[tuple[list[str], int]] = []
         self.variables = {"HOME": str(Path.home()), "PWD": ".", "@": "", "*": ""}
         self.remarks: list[str] = []
         self._in_branches: dict[str, str] = {}
-        depth = 0
-        for line, words in _lines(text, self._put):
+        blocks, before = list[_Block](), [""]
+        for line, words, separator in _lines(text, self._put):
             if words[:1] == ["for"] and words[2:3] == ["in"]:
                 turns = re.sub(r"[^\w.,+/-]", "", ",".join(words[3:]))
-                several = _unread(f"it has a different value in each turn of a loop: {turns}")
+                several = _unread(f"it has a different value in each turn of a loop: {_shown(turns)}")
                 self._set(words[1], words[3] if len(words) == 4 else several, False)
-            while words and (words[0] in (*_PREFIXES, *_OPENING, *_CLOSING)):
-                depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
-                words = words[1:]
+            words = _enter_blocks(words, blocks)
+            runs, before = _runs_after(before, separator), words
+            if runs is False or any(block.runs is False for block in blocks):
+                continue
             assigned = [_ASSIGNMENT.fullmatch(word) for word in words]
             for each in assigned if all(assigned) else ():
                 assert each is not None
-                self._set(each[1], self.variables.get(each[1], "") + each[3] if each[2] else each[3], depth > 0)
+                value = self.variables.get(each[1], "") + each[3] if each[2] else each[3]
+                self._set(each[1], value, runs is None or any(block.runs is None for block in blocks))
             if words and not all(assigned):
                 self.commands.append((words, line))
 
     def _set(self, name: str, value: str, in_branch: bool) -> None:
         if in_branch and self.variables.get(name, value) != value:
             shown = [re.sub(f"{MARK}[^{MARK}]*{MARK}", "...", text) or "''" for text in (value, self.variables[name])]
-            self._in_branches[name] = f"a branch of the script sets {name}={shown[0]}; {shown[1]} is used"
+            what = f"a branch of the script sets {name}={_shown(shown[0])}; {_shown(shown[1])} is used"
+            self._in_branches[name] = what
         elif len(value) < _LONGEST:
             self.variables[name] = value
 
@@ -89,9 +108,15 @@ class ShellScript:
         """The text with what `$name`, `${name:-otherwise}`, `$((a * b))` stand for. Arrays are texts of their words."""
         text = re.sub(r'"(\$\{\w+\[[@*]\]\})"', r"\1", text)
         for _ in range(_DEEPEST):
+            text = _OWN_FOLDER.sub(self.folder, text)
+            text = _PATH.sub(self._path, text)
             if len(text) < _LONGEST and _PUT.search(text):
                 text = _PUT.sub(self._value, text)
         return text
+
+    def _path(self, found: re.Match[str]) -> str:
+        path = self._put((found[1] or found[2] or ".").strip("\"'"))
+        return path if MARK in path else posixpath.normpath(path)
 
     def _value(self, found: re.Match[str]) -> str:
         array, inside, quoted, braced, name = found.groups()
@@ -123,13 +148,76 @@ class ShellScript:
             return _unread("it is a sum")
 
 
+@dataclass
+class _Block:
+    """An `if`, a loop or a `case` that is open. runs: whether its present branch does; None if the file does not say.
+    done: whether an earlier branch of an `if` did. is_tested: what is read is its condition."""
+
+    runs: bool | None = None
+    done: bool | None = False
+    is_tested: bool = False
+
+
+def _enter_blocks(words: list[str], blocks: list[_Block]) -> list[str]:
+    """Open, change and close the blocks that a command begins with or ends; returns the words after them. A condition
+    of several commands is not decided."""
+    if blocks and blocks[-1].is_tested:
+        blocks[-1].is_tested = words[:1] != ["then"]
+        if blocks[-1].is_tested and words:
+            blocks[-1].runs, words = None, []
+    while words and words[0] in (*_PREFIXES, *_OPENING, *_CLOSING, "then", "elif", "else"):
+        first, words = words[0], words[1:]
+        if first in _OPENING:
+            blocks.append(_Block(_holds(words) if first == "if" else None, is_tested=first == "if"))
+            words = [] if first == "if" else words
+        elif first in ("elif", "else") and blocks:
+            block = blocks[-1]
+            block.done = block.done or block.runs if block.done is not None or block.runs else None
+            holds = _holds(words) if first == "elif" else True
+            block.runs = False if block.done or holds is False else None if block.done is None else holds
+            words, block.is_tested = [] if first == "elif" else words, first == "elif"
+        elif first in _CLOSING and blocks:
+            blocks.pop()
+    return words
+
+
+def _runs_after(before: list[str], separator: str) -> bool | None:
+    """Whether a command runs, by the one before it; of others than tests it is taken that they succeed before `&&`."""
+    holds = _holds(before)
+    if separator == "&&":
+        return holds if before[:1] in _TESTS else True
+    return (None if holds is None else not holds) if separator == "||" else True
+
+
+def _holds(words: list[str]) -> bool | None:
+    """What a test of two values, `[ A = B ]`, or of one, `[ -z A ]`, gives; None if the file does not decide it."""
+    inside = words[1:-1] if words[:1] + words[-1:] in (["[", "]"], ["[[", "]]"]) else words[1:]
+    if inside[:1] == ["!"]:
+        holds = _holds(["test", *inside[1:]])
+        return None if holds is None else not holds
+    if words[:1] not in _TESTS or any(MARK in word for word in inside):
+        return None
+    if len(inside) == 2 and inside[0] in ("-z", "-n"):
+        return (inside[1] == "") == (inside[0] == "-z")
+    if len(inside) != 3 or inside[1] not in _COMPARISONS or "*" in inside[2]:
+        return None
+    pair = [scalar(word) if inside[1].startswith("-") else word for word in (inside[0], inside[2])]
+    is_sure = not inside[1].startswith("-") or all(isinstance(each, int) for each in pair)
+    return _COMPARISONS[inside[1]](*pair) if is_sure else None
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
+
+
 def _unread(why: str) -> str:
     """As one word, wherever it is put."""
     return MARK + why.replace(" ", _SPACE) + MARK
 
 
-def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str]]]:
-    """The words of each command, and its line. An array is one assignment; a text over several lines goes on."""
+def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str], str]]:
+    """The words of each command, its line, and the operator before it: `;`, `&&`. An array is one assignment; a text
+    over several lines goes on."""
     text = _without_comments(text.replace("\r\n", "\n"))
     text = _ARRAY.sub(
         lambda array: f"{array[1]}{shlex.quote(' '.join(array[2].split()))}" + "\n" * array[2].count("\n"), text
@@ -152,11 +240,11 @@ def _lines(text: str, put: Callable[[str], str]) -> Iterator[tuple[int, list[str
         except ValueError:
             held += "\n"
             continue
-        held, command = "", list[str]()
+        held, command, between = "", list[str](), ";"
         for word in [*words, ";"]:
             if word and set(word) <= set(";&|()<>"):
-                yield line, command
-                command = []
+                yield line, command, between
+                command, between = [], word
             else:
                 command.append(word)
     if held.strip():

@@ -228,7 +228,7 @@ class RewardProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def discard(self) -> None:
-        """Kill it, reap it and release its resources here."""
+        """Kill and reap the process, and release what this process holds for it."""
         self.kill()
         self._popen.wait()
         self._channel.close()
