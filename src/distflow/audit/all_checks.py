@@ -19,11 +19,17 @@ from distflow.audit.metrics import (
 )
 from distflow.audit.recorded_step import Check
 from distflow.audit.resume import audit_resume
-from distflow.audit.rollout_engine import audit_marked, audit_sampled_tokens, audit_versions, audit_weights
+from distflow.audit.rollout_engine import (
+    audit_marked,
+    audit_sampled_tokens,
+    audit_versions,
+    audit_weights,
+    remember_marked,
+)
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
 from distflow.audit.validation import audit_validation
 
-REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained)
+REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained, remember_marked)
 """Run in every step before its checks, to keep what these and later steps' checks need."""
 
 REMEMBERED_AFTER = (token_level_rewards.remember_coefficients,)

@@ -320,13 +320,19 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     return None
 
 
+def remember_marked(recorded: RecordedStep) -> None:
+    """Count the tokens of each version that was synced since this process began."""
+    run, versions = recorded.run, recorded.batch.flat("versions")
+    found, counts = versions[versions > run.inputs.version.step].unique(return_counts=True)
+    run.marked.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
 def audit_marked(recorded: RecordedStep) -> str | None:
     """Check that no more tokens are marked with a version than the engines have drawn while they had it. Each rank that
     shares the step calls this, and makes the comparison if all engines are theirs."""
-    run, versions = recorded.run, recorded.batch.flat("versions")
+    run = recorded.run
     if recorded.config.actor_rollout_ref.rollout.workflow is not None or not recorded.is_ours("responses"):
         return "branches repeat tokens, and so may a user's node"
-    run.marked.update(versions[versions > run.inputs.version.step].tolist())
     drawn = dict(getattr(run.resources.rollout, "num_tokens_of_version", {}))
     every = run.ranks.gather((drawn, run.marked))
     if sum("rollout" in rank.engines for rank in run.spec.plan.ranks) > sum(bool(own) for own, _ in every):
