@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.checks.step_invariants import check_versions
+from distflow.checks.step_invariants import check_lowest, check_versions
 from distflow.errors import TrustError
 from tests.checks.batches import sampled_batch
 
@@ -36,3 +36,28 @@ def test_tokens_of_every_age_that_is_allowed_pass() -> None:
 def test_others_stop_the_run(sample: list[int], synced: int, message: str) -> None:
     with pytest.raises(TrustError, match=message):
         check([5] * 5, [5], [6] * 4, sample, synced=synced)
+
+
+def test_the_queue_must_have_recorded_the_lowest_version_of_each_group() -> None:
+    batch = sampled_batch()
+    lengths = batch.lengths("response").tolist()
+    batch["versions"] = torch.tensor(
+        [version for i, n in enumerate(lengths) for version in [5 + i // 2, *[7] * (n - 1)]]
+    )
+    batch["versions"][0] = -1  # of no policy
+    numbers = batch["group_index"].tolist()
+    versions = batch.flat("versions").split(lengths)
+    least = {
+        number: min(
+            v for row, own in zip(numbers, versions, strict=True) if row == number for v in own.tolist() if v >= 0
+        )
+        for number in numbers
+    }
+    check_lowest(batch, {})
+    check_lowest(batch, least | {numbers[0]: None})
+    check_lowest(batch, least)
+    first = numbers[0]
+    with pytest.raises(
+        TrustError, match=f"version 7 as the lowest of group {first}, but its tokens begin with version"
+    ):
+        check_lowest(batch, least | {first: 7})

@@ -133,6 +133,29 @@ FAULTS = {
         """,
         "metrics|advantages",
     ),
+    "numbers that are rounded before they are summed": (
+        """
+        from distflow.cluster import process_groups
+        original = process_groups.TorchCollective._numbers
+        def planted(self, values):
+            return original(self, values).bfloat16().double()
+        process_groups.TorchCollective._numbers = planted
+        """,
+        "loss",
+    ),
+    "an entropy of twice the first rank's": (
+        """
+        from distflow.cluster import process_groups
+        original = process_groups.TorchCollective.sum
+        def planted(self, value):
+            found = original(self, value)
+            if isinstance(value, dict) and "token/entropy" in value:
+                found["token/entropy"] = 2 * value["token/entropy"]
+            return found
+        process_groups.TorchCollective.sum = planted
+        """,
+        "loss",
+    ),
 }
 APART = "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1"
 MORE = {

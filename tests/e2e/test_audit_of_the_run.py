@@ -31,6 +31,7 @@ from distflow.runtime.checkpoint.files import describe, read_manifest, write_man
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import LaunchOptions
+from distflow.runtime.worker import Worker
 from distflow.scheduling.group_states import CountsError
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
@@ -606,3 +607,33 @@ def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playgro
     run = ground.run("grpo", f"data.train_files={source}", "trainer.total_training_steps=1", name="made")
     unproven = next(event.fields["unproven"] for event in read_events(run.folder) if event.kind == "audit")
     assert unproven == {"data": f"not read a second time: {source}"}
+
+
+FAILING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    value = sum(map(ord, solution_str))
+    if value % 9 == 0:
+        raise RuntimeError("no answer")
+    return value % 7 / 6
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", ["calls", "errors"])
+def test_reward_calls_that_are_not_all_counted(tmp_path: Path, monkeypatch: Patch, counts: str) -> None:
+    """As if those of another rank were missing, from the third step on, which has a look."""
+    ground, original = Playground(tmp_path), Worker.reward_metrics
+    ground.write_reward(FAILING)
+    more = ("grpo", "reward.max_error_rate=1", "trainer.total_training_steps=4")
+    ground.run(*more)
+
+    def some(self: Worker, *others: Any) -> dict[str, float]:
+        found = original(self, *others)
+        lost = {"calls": {"reward/calls": found["reward/calls"] / 2}, "errors": {"reward/error_rate": 0.0}}[counts]
+        return found | lost if self.step >= 2 else found
+
+    monkeypatch.setattr(Worker, "reward_metrics", some)
+    with pytest.raises(
+        TrustError, match=rf"found \(metrics\): .* reward {counts} are reported, but the step's samples"
+    ):
+        ground.run(*more, name="fewer")

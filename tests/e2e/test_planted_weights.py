@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from distflow.audit import all_checks
 from distflow.errors import TrustError
 from distflow.models import lora
 from distflow.observe.run_reader import read_events
@@ -267,8 +268,16 @@ def test_versions_that_are_counted_ahead_or_late(
     assert fired
 
 
-def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patch) -> None:
-    """Tokens behind an update carry the version before it, which their step may train on."""
+@pytest.mark.parametrize(
+    "seen",
+    ["(those of the weights of the tokens' versions|tokens are marked)", "tokens are marked with weight version"],
+)
+def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patch, seen: str) -> None:
+    """Tokens behind an update carry the version before it, which their step may train on. Also found if no audit draws
+    such a sample."""
+    if "|" not in seen:
+        monkeypatch.setattr(all_checks, "BEFORE", ())
+        monkeypatch.setattr(all_checks, "LOOK_BEFORE", ())
     original, fired = Sequence.append, Fired()
 
     def append(self: Sequence, token_id: int, rollout: float, sampling: float, version: int) -> None:
@@ -278,7 +287,7 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
         original(self, token_id, rollout, sampling, first)
 
     monkeypatch.setattr(Sequence, "append", append)
-    with pytest.raises(TrustError, match=r"found \(versions\): .*those of the weights of the tokens' versions"):
+    with pytest.raises(TrustError, match=rf"found \(versions\): .*{seen}"):
         run(playground, "stream", *LONG)
     assert fired
 

@@ -19,11 +19,17 @@ from distflow.audit.metrics import (
 )
 from distflow.audit.recorded_step import Check
 from distflow.audit.resume import audit_resume
-from distflow.audit.rollout_engine import audit_sampled_tokens, audit_versions, audit_weights
+from distflow.audit.rollout_engine import (
+    audit_marked,
+    audit_sampled_tokens,
+    audit_versions,
+    audit_weights,
+    remember_marked,
+)
 from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
 from distflow.audit.validation import audit_validation
 
-REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained)
+REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained, remember_marked)
 """Run in every step before its checks, to keep what these and later steps' checks need."""
 
 REMEMBERED_AFTER = (token_level_rewards.remember_coefficients,)
@@ -100,7 +106,10 @@ OF_A_GROUP: tuple[Check, ...] = (audit_responses, audit_turns, audit_episodes, r
 AT_RELEASE: tuple[Check, ...] = (audit_curriculum, audit_skipped_rows)
 """Run in every step on its metrics, once the sample queue has added its own."""
 
-OF_RELEASED: tuple[Check, ...] = (replace(audit_metrics, run=audit_staleness),)
+OF_RELEASED: tuple[Check, ...] = (
+    replace(audit_metrics, run=audit_staleness),
+    replace(audit_versions, run=audit_marked),
+)
 """The same, run in most steps."""
 
 CHECKS = (*AT_START, *AFTER[:11], *BEFORE, *AFTER[11:], *OF_VALIDATION, audit_curriculum, audit_skipped_rows)

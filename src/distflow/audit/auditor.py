@@ -228,7 +228,9 @@ class Auditor:
             released.metrics = metrics
             is_due = self._due or self._looks > Depth.NONE
             with self._schedule.timed(step, self._looks):
-                self._count(self._check((*all_checks.AT_RELEASE, *all_checks.OF_RELEASED[: int(is_due)]), released))
+                self._count(
+                    self._check((*all_checks.AT_RELEASE, *(all_checks.OF_RELEASED if is_due else ())), released)
+                )
             every = self._run.spec.data.validates.steps if self._run.spec.validation else 0
             knows = self._run.spec.plan.generates or self._run.resources.actor is not None
             leads = self._run.inputs.ports.everyone.rank == 0 and knows

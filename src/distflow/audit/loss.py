@@ -249,6 +249,13 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
             expected["vpred_mean"] = float(batch.outputs["values"][counted].mean())
         elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
             expected |= _of_ratios(batch, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
+    for name, (found, value) in update.sums.items():
+        if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
+            raise Wrong(
+                f"the sum of {name.rpartition('/')[2]} over the micro-batches and ranks of a mini-batch of the "
+                f"{update.role} is {value:.6g}, but the engine has computed {found:.6g}: it is of some of them, or "
+                "rounded"
+            )
     prefix = f"policies/{update.role}" if update.role in recorded.config.dag.policies else update.role
     recorded.run.compared.update({f"{prefix}/{name}" for name in expected})
     for name, value in expected.items():

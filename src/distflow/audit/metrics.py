@@ -39,6 +39,7 @@ def audit_metrics(recorded: RecordedStep) -> str | None:
 def audit_step_metrics(recorded: RecordedStep) -> str | None:
     """Check the cheapest metrics."""
     _compare(recorded, (*_of_samples(recorded), *_of_updates(recorded), *_of_nodes(recorded)))
+    _check_calls(recorded)
     return None
 
 
@@ -149,6 +150,27 @@ def _longest(sample: Sample) -> int:
     ends = [talk.first + len(talk.ids) for talk in talks]
     firsts = [[place for place in drawn if talk.first <= place < end] for talk, end in zip(talks, ends, strict=True)]
     return max(end - min(first, default=end) for first, end in zip(firsts, ends, strict=True))
+
+
+def _check_calls(recorded: RecordedStep) -> None:
+    """At staleness 0 the samples of a step were scored in that step, so that it has at least as many calls and errors.
+    A resumed run may still train on samples that were scored before."""
+    run, metrics, batch = recorded.run, recorded.metrics, recorded.batch
+    is_synchronous = not run.spec.data.max_staleness and recorded.config.actor_rollout_ref.rollout.workflow is None
+    if not is_synchronous or "reward/calls" not in metrics or "reward_errors" not in batch:
+        return
+    versions, errors = batch.flat("versions"), [error is not None for error in batch["reward_errors"]]
+    is_older = run.inputs.resumed is not None and bool((versions[versions >= 0] <= run.inputs.version.step).any())
+    least = run.ranks.sum({"calls": float(len(batch)), "errors": float(sum(errors)), "older": float(is_older)})
+    calls = metrics["reward/calls"]
+    found = {"calls": calls, "errors": calls * metrics["reward/error_rate"]}
+    for name, number in found.items() if not least["older"] else ():
+        if number < least[name] - 0.5:
+            raise Wrong(
+                f"{number:.0f} reward {name} are reported, but the step's samples alone had {least[name]:.0f}: "
+                "reward/calls and reward/error_rate do not count all samples or ranks, so that reward.max_error_rate "
+                "has no effect on the others. Correct the code that counts"
+            )
 
 
 def _of_scores(scored: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float]]:

@@ -37,7 +37,8 @@ NOT_RECOMPUTED = {
     "tool/*": "counted where calls are run; their answers are checked in episodes",
     "rollout_corr/on": "a switch; the weights that it switches on are checked",
     "rollout/decode*": "becomes throughput/rollout",
-    "reward/calls": "those on dropped groups, of groups generated ahead and of workflows are not recorded",
+    "reward/calls": "those on dropped groups, of groups generated ahead and of workflows are not recorded; in a step "
+    "without these, at least those of its samples are counted",
     "reward/error*": "as reward/calls; samples without a score are checked, in reward_results",
     "reward/timeouts*": "as reward/calls",
     "rejection/*": "which tokens are left out is checked, in masks",

@@ -105,14 +105,15 @@ class OpenEngine(Protocol):
 @dataclass
 class MicroRecord:
     """One call of the loss: the samples, and for those in `rows` the values of each output and its gradient, `(rows,
-    response_length)` on the CPU. share: of the mini-batch's loss. weights: those with which backward passes started at
-    the loss; None if it has no gradient."""
+    response_length)` on the CPU. share: of the mini-batch's loss. sums: of its metrics. weights: those with which
+    backward passes started at the loss; None if it has no gradient."""
 
     uids: list[str]
     rows: list[int]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
     share: Tensor | float = 0.0
+    sums: Sums = field(default_factory=dict)
     weights: list[Tensor] | None = None
 
     def watch(self, loss: Tensor) -> None:
@@ -163,7 +164,8 @@ class UpdateRecord:
     since the previous step. norm: of the gradient passed to the optimizer; None if it was not called, or the watch is
     quick. loss: the loss function, unwrapped. totals: over all ranks, the mini-batch's rows, rows with a token that
     counts, and such tokens; empty if only the gradient was watched. share: this rank's share of the loss, and the sum
-    over the ranks. plain: scores by sample, from the model's own forward right before the step."""
+    over the ranks. sums: of each metric over micro-batches and ranks, by the engine and as added here. plain: scores by
+    sample, from the model's own forward right before the step."""
 
     role: str
     engine: TrainEngine
@@ -175,6 +177,7 @@ class UpdateRecord:
     changed: list[str] = field(default_factory=list)
     totals: Mapping[str, float] = field(default_factory=dict)
     share: tuple[float, float] = (0.0, 0.0)
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     plain: dict[str, PlainScores] = field(default_factory=dict)
@@ -213,7 +216,7 @@ class UpdateWatch:
             0, rows.repeat_interleave(batch.lengths("response")), counted.float()
         )
         totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
-        self.record.totals = self._group.sum({name: float(total) for name, total in totals.items()})
+        self.record.totals = _over_ranks({name: float(total) for name, total in totals.items()}, self._group)
         if not isinstance(engine, OpenEngine):
             return
         self._striped += striped(engine.model, turn, quick)
@@ -242,11 +245,12 @@ class UpdateWatch:
                 if output.requires_grad:
                     output.register_hook(partial(seen.add_gradient, name))
         loss, sums = self.record.loss(outputs, micro, counts)
-        seen.share = loss.detach()
+        seen.share, seen.sums = loss.detach(), sums
         seen.watch(loss)
         return loss, sums
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        self.record.sums = {name: (value, value) for name, value in sums.items()}
         return self.record.loss.finish(sums, counts)
 
     def end(self, metrics: Mapping[str, float]) -> UpdateRecord:
@@ -254,8 +258,12 @@ class UpdateWatch:
         for handle in self._handles:
             handle.remove()
         self.record.metrics = dict(metrics)
-        own = math.fsum(float(micro.share) for micro in self.record.micros)
-        self.record.share = own, self._group.sum({"loss": own})["loss"]
+        own = {"loss": math.fsum(float(micro.share) for micro in self.record.micros)}
+        for name in self.record.sums.keys() - own.keys():
+            own[name] = math.fsum(float(micro.sums.get(name, 0.0)) for micro in self.record.micros)
+        every = _over_ranks(own, self._group)
+        self.record.share = own["loss"], every["loss"]
+        self.record.sums = {name: (found, every[name]) for name, (found, _) in self.record.sums.items()}
         for name, parameter in self._striped:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
@@ -341,6 +349,12 @@ class GradientWatch:
             parameter = next(p for other, p in self._striped if other == name)
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self._engine.optimizer, parameter)  # type: ignore[attr-defined]  # as above
+
+
+def _over_ranks(own: Mapping[str, float], group: Collective) -> dict[str, float]:
+    """Sums over the ranks, without their own reductions, which are checked."""
+    every = group.gather(dict(own))
+    return {name: math.fsum(each.get(name, 0.0) for each in every) for name in own}
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

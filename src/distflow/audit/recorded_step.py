@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -56,7 +57,8 @@ class AuditedRun:
     training_steps: of this worker. bring: brings all models onto the device. turns: runs the models. state: JSON values
     that persist across audits and are in every checkpoint. compare_memory: with the saved run's, before the first
     update of a step; see `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's
-    number, and its position in its domain, by stream. compared: metrics that were recomputed.
+    number, and its position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by
+    their version.
     """
 
     inputs: WorkerInputs
@@ -71,6 +73,7 @@ class AuditedRun:
     doubts: list[str] = field(default_factory=list)
     positions: dict[str, list[int]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
+    marked: Counter[int] = field(default_factory=Counter)
     _warnings: set[str] = field(default_factory=set)
 
     @property

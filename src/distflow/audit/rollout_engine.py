@@ -74,7 +74,8 @@ def audit_weights(recorded: RecordedStep) -> str | None:
 @check(
     "versions",
     "the engine's log-prob of a token equals that of the weights of its version, over keys and values as "
-    "`kv_on_update` requires; the other rule does not fit better; old weights are kept for the audit",
+    "`kv_on_update` requires; the other rule does not fit better; old weights are kept for the audit; no more tokens "
+    "have a version than the engines drew with it",
     needs="tokens of the current weights, or of weights that were kept",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
@@ -317,6 +318,34 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             "are drawn from a distribution other than the trained one: by other weights, without their adapter, over "
             "keys and values of older weights, at another temperature"
         )
+    return None
+
+
+def remember_marked(recorded: RecordedStep) -> None:
+    """Count the tokens of each version that was synced since this process began."""
+    run, versions = recorded.run, recorded.batch.flat("versions")
+    found, counts = versions[versions > run.inputs.version.step].unique(return_counts=True)
+    run.marked.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+def audit_marked(recorded: RecordedStep) -> str | None:
+    """Check that no more tokens are marked with a version than the engines have drawn while they had it. Each rank that
+    shares the step calls this, and makes the comparison if all engines are theirs."""
+    run = recorded.run
+    if recorded.config.actor_rollout_ref.rollout.workflow is not None or not recorded.is_ours("responses"):
+        return "branches repeat tokens, and so may a user's node"
+    drawn = dict(getattr(run.resources.rollout, "num_tokens_of_version", {}))
+    every = run.ranks.gather((drawn, run.marked))
+    if sum("rollout" in rank.engines for rank in run.spec.plan.ranks) > sum(bool(own) for own, _ in every):
+        return "an engine does not count its tokens by version, or is on a worker that does not train"
+    for version in sorted({number for _, marked in every for number in marked}):
+        num_drawn, num_marked = (sum(each[i].get(version, 0) for each in every) for i in (0, 1))
+        if num_marked > num_drawn:
+            raise Wrong(
+                f"{num_marked} trained tokens are marked with weight version {version}, but the engines drew "
+                f"{num_drawn} tokens while they had it: tokens drawn after a weight sync keep an older version, or "
+                "have one that the engine did not have yet"
+            )
     return None
 
 

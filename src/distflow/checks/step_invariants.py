@@ -178,10 +178,13 @@ class LiveChecks:
             spec.config.actor_rollout_ref.rollout.workflow is None,
         )
 
-    def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
+    def step_taken(
+        self, batch: Batch, step: int, synced_version: int | None, lowest: Mapping[int, int | None] | None = None
+    ) -> None:
         check_alignment(batch, self.same_prompts)
         if synced_version is not None:
             check_versions(batch, step, synced_version, self.max_staleness)
+        check_lowest(batch, lowest or {})
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
@@ -269,6 +272,25 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
         rows = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))[of_policy]
         uid = batch["uid"][int(rows[1:][falls][0])]
         raise TrustError(f"the versions of sample {uid} go backwards: the engine went back to older weights")
+
+
+def check_lowest(batch: Batch, lowest: Mapping[int, int | None]) -> None:
+    """lowest: the version that the sample queue has recorded as the lowest of each group's tokens, by group id.
+
+    Raises TrustError if a group's tokens have another lowest version: staleness would be bounded for other tokens.
+    """
+    versions, lengths = batch.flat("versions"), batch.lengths("response")
+    groups, places = batch["group_index"].unique(return_inverse=True)
+    of_policy, places = versions >= 0, places.repeat_interleave(lengths)
+    none = torch.full((len(groups),), -1)
+    found = none.scatter_reduce(0, places[of_policy], versions[of_policy], "amin", include_self=False)
+    for number, own in zip(groups.tolist(), found.tolist(), strict=True):
+        if own >= 0 and lowest.get(number, own) not in (own, None):
+            raise TrustError(
+                f"the sample queue has recorded version {lowest[number]} as the lowest of group {number}, but its "
+                f"tokens begin with version {own}: the bound on staleness (async.max_staleness) and the ledger are of "
+                "other tokens"
+            )
 
 
 def check_alignment(batch: Batch, same_prompts: bool = True) -> None:

@@ -38,8 +38,11 @@ class GroupRecorder(Protocol):
 class StepChecks(Protocol):
     """The checks of every step. Failures raise TrustError; suspicions are noted."""
 
-    def step_taken(self, batch: Batch, step: int, synced_version: int | None) -> None:
-        """A step has left the sample queue. synced_version: of the last weight sync; None if nothing generates."""
+    def step_taken(
+        self, batch: Batch, step: int, synced_version: int | None, lowest: Mapping[int, int | None] | None = None
+    ) -> None:
+        """A step has left the sample queue. synced_version: of the last weight sync; None if nothing generates. lowest:
+        see `TrainingStep`; None if the queue does not know it."""
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool

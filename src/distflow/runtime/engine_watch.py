@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,11 @@ class WatchedEngine:
     def num_generated_tokens(self) -> int:
         """The engine's count; 0 for an engine that does not count."""
         return getattr(self._engine, "num_generated_tokens", 0)
+
+    @property
+    def num_tokens_of_version(self) -> Mapping[int, int]:
+        """The engine's counts by weight version; empty for an engine that does not count."""
+        return getattr(self._engine, "num_tokens_of_version", {})
 
     @property
     def is_shared(self) -> bool:

@@ -109,14 +109,16 @@ class Worker:
             self.reward_metrics()  # which may be the reason
             raise
         if step is not None:
-            self.check_taken(step.group_ids, step.batch)
+            self.check_taken(step.group_ids, step.batch, step.lowest)
         return step
 
-    def check_taken(self, group_ids: tuple[int, ...], batch: Batch) -> None:
-        """Check this rank's part of a step that was taken. group_ids: of all ranks."""
+    def check_taken(
+        self, group_ids: tuple[int, ...], batch: Batch, lowest: Mapping[int, int | None] | None = None
+    ) -> None:
+        """Check this rank's part of a step that was taken. group_ids: of all ranks. lowest: see `TrainingStep`."""
         engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
         with self._recorder.phases("check"):
-            self._parts.checks.step_taken(batch, self.step, engine_version)
+            self._parts.checks.step_taken(batch, self.step, engine_version, lowest)
         with self._recorder.phases("audit"):
             self._parts.auditor.step_taken(self.step, group_ids, batch, engine_version)
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -87,6 +88,7 @@ class EmbeddedEngine:
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         self.num_generated_tokens = 0
+        self.num_tokens_of_version = Counter[int]()  # of training
         self.host: Host | None = None
         if not self.shares_weights:
             prepack(self.model)
@@ -219,6 +221,8 @@ class EmbeddedEngine:
                 finished.append(sequence)
         lane.keep(finished)
         self.num_generated_tokens += len(step_tokens.sequences)
+        if lane is self._train:
+            self.num_tokens_of_version[self.version.step] += len(step_tokens.sequences)
         self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences))
         self._finish(lane, finished)
 

@@ -73,7 +73,7 @@ class TrainingStep(Generic[T]):
     samples. On the way from the queue, it is a list of the groups' data; a rank without groups gets the step's first
     group, for its columns. metrics: of the groups of all ranks. reward_counts: since the last step, of workers that do
     not train, passed to one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of
-    each of this rank's groups.
+    each of this rank's groups. lowest: for each of them, by group id, the version whose staleness the queue bounds.
     """
 
     group_ids: tuple[int, ...]
@@ -84,6 +84,7 @@ class TrainingStep(Generic[T]):
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
     loads: tuple[int, ...] = ()
+    lowest: Mapping[int, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class _Reading(Generic[T]):
 def joined(taken: protocol.TrainingStep[Sequence[T]], groups: Batch) -> protocol.TrainingStep[Batch]:
     """A rank's part with the rows of its groups; no rows if it has no groups."""
     batch = groups if taken.own else groups.select([])
-    return protocol.TrainingStep(taken.group_ids, taken.own, batch, taken.metrics, taken.reward_counts)
+    own, counts = taken.own, taken.reward_counts
+    return protocol.TrainingStep(taken.group_ids, own, batch, taken.metrics, counts, lowest=taken.lowest)
 
 
 class SharedSampleQueue(Generic[T]):
@@ -367,7 +368,10 @@ class SharedSampleQueue(Generic[T]):
             data = [groups[number].data for number in own or numbers[:1]]
             counts = reward_counts if rank == 0 else RewardCounts()
             own_loads = tuple(loads[index] for index in indices)
-            parts[rank] = protocol.TrainingStep[Sequence[T]](numbers, own, data, metrics, counts, loads=own_loads)
+            lowest = {number: self._coordinator.queue.prompt_group(number).lowest_version for number in own}
+            parts[rank] = protocol.TrainingStep[Sequence[T]](
+                numbers, own, data, metrics, counts, loads=own_loads, lowest=lowest
+            )
         return parts
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
