@@ -68,6 +68,7 @@ class SGLang:
             batch_invariant=bool(args.get("batch_invariant")),
         )
         self.label, self.paused, self.num_updates = "default", False, 0
+        self.is_in_place, self.modes = False, list[str]()
         self.open: dict[str, asyncio.Task[Generation | None]] = {}
         self.asked: list[str] = []
         self.prompts: list[tuple[int, ...]] = []
@@ -169,10 +170,17 @@ class SGLang:
         return {"object": "text_completion", "choices": [choice]}
 
     async def pause_generation(self, body: Json) -> Json:
-        if body["mode"] != "abort":
-            raise Refused(400, "a client of ours has no use for the other modes")
+        self.modes.append(body["mode"])
         self.paused = True
         self.resumed.clear()
+        if body["mode"] == "in_place":
+            self.is_in_place = True
+            await self.engine.pause()
+            return {"status": "ok", "message": "Generation paused successfully."}
+        if body["mode"] != "abort":
+            raise Refused(400, "a client of ours has no use for this mode")
+        while self.is_in_place and self.open:  # for ever, as there: requests end in steps alone
+            await asyncio.sleep(0.01)
         await self._load(dict(self.model.named_parameters()))
         for task in list(self.open.values()):
             task.cancel()
@@ -181,6 +189,9 @@ class SGLang:
         return {"status": "ok", "message": "Generation paused successfully."}
 
     async def continue_generation(self, body: Json) -> Json:
+        if self.is_in_place:
+            self.is_in_place = False
+            await self.engine.resume()
         self.paused = False
         self.resumed.set()
         return {"status": "ok", "message": "Generation continued successfully."}

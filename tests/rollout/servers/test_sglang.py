@@ -124,6 +124,35 @@ def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(monkeypatch: 
     with_server(story, "forbids looks")
 
 
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updates: bool) -> None:
+    async def on_server(server: Running, work: Awaitable[None]) -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, server.state.loop))  # type: ignore[arg-type]
+
+    async def story(server: Running) -> None:
+        state, model = server.state, make_model()
+        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url) as engine:
+            await engine.load_weights(Version(0, 1), list(model.named_parameters()))
+            state.modes.clear()
+            await on_server(server, state.engine.pause())  # the request stays open
+            task = asyncio.create_task(engine.generate(request_of(prompt_of(5))))
+            while not state.open:
+                await asyncio.sleep(0.001)
+            await engine.pause()
+            assert state.open and not task.done()
+            if updates:
+                await update(engine)
+                assert not state.open
+            await engine.resume()
+            (found,) = (await task).generations
+            assert len(found.token_ids) == 12 and {*found.versions} <= ({1, 2} if updates else {1})
+            assert state.modes == (["in_place", "abort"] if updates else ["in_place"])
+            assert updates or state.prompts == [prompt_of(5)], "the request is sent once"
+
+    with Running(make_model(seed=5), tiny_tokenizer()) as server:
+        asyncio.run(asyncio.wait_for(story(server), 100))
+
+
 def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
 
