@@ -37,6 +37,8 @@ LIES = {
     "older label": "names an older version of the weights in its answers",
     "keeps its label": "does not take the name of a version",
     "keeps its weights": "says that it has new weights, and serves the old",
+    "keeps up_proj": "says that it has new weights, and serves the old ones of one projection",
+    "keeps its keys": "serves new weights over keys and values of prompts under old ones",
     "refuses": "does not take new weights",
     "aborts": "aborts requests by itself",
     "dies": "dies in an update",
@@ -54,10 +56,11 @@ class Refused(Exception):
 
 
 class SGLang:
-    """The server's state. Only the event loop of its thread uses it, but for `lie`."""
+    """The server's state. Only the event loop of its thread uses it, but for `lie`. later: the lie that begins when
+    the server has its first weights."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
-        self.model, self.args, self.lie = model, args, ""
+        self.model, self.args, self.lie, self.later = model, args, "", ""
         # New weights abort: with the weights that it has, that is how it aborts all that has begun.
         self.engine = EmbeddedEngine(
             model,
@@ -214,8 +217,20 @@ class SGLang:
             )
         if self.lie != "keeps its weights":
             weights = {n: w for file in sorted(Path(body["model_path"]).iterdir()) for n, w in load_file(file).items()}
+            if self.lie == "keeps up_proj":
+                weights |= {n: w for n, w in self.model.named_parameters() if "up_proj" in n}
             await self._load(weights)
+        if self.later:
+            self.lie, self.later = self.later, ""
+            if self.lie == "keeps its keys":
+                self._keep_keys()
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _keep_keys(self) -> None:
+        for lane in self.engine._lanes:
+            rows = lane.prompts.rows
+            lane.prompts.clear = lambda: None
+            lane.prompts.rows = lambda version, *rest, rows=rows: rows("any", *rest)
 
     async def _load(self, weights: dict[str, Any]) -> None:
         self.num_updates += 1
@@ -347,7 +362,7 @@ def main() -> None:
     config = AutoConfig.from_pretrained(args["model_path"])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args["dtype"])).eval()
     with Running(model, load_tokenizer(args["model_path"]), **args) as server:
-        server.state.lie = os.environ.get("SGLANG_LIE", "")
+        server.state.lie, server.state.later = (os.environ.get(name, "") for name in ("SGLANG_LIE", "SGLANG_LIE_LATER"))
         threading.Event().wait()
 
 
