@@ -2,15 +2,12 @@
 every rollout engine, an adapter that is merged and one that is not. What is served then is not the trainer's policy,
 though each receipt names the right bytes."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from distflow.errors import TrustError
-from distflow.models.loading import load_tokenizer
 from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.incidents.served import (
@@ -23,8 +20,7 @@ from tests.incidents.served import (
     serve_old_kv,
     serve_old_prefixes,
 )
-from tests.rollout.servers.sglang_server import Running
-from tests.rollout.servers.test_sglang import launcher
+from tests.rollout.servers.test_sglang import server_of
 from tests.sparse_params import BY_HAND
 
 Patch = pytest.MonkeyPatch
@@ -110,18 +106,6 @@ SERVED_OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@contextmanager
-def server_of(folder: Path, by_url: bool, later: str) -> Iterator[str]:
-    """The key with which a run uses a server that lies from its second update on. by_url: somebody else started it."""
-    if not by_url:
-        yield f"{ROLLOUT}.python={launcher(folder, SGLANG_LIE_LATER=later)}"
-        return
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).eval()
-    with Running(model, load_tokenizer(folder / "model"), enable_deterministic_inference=True) as server:
-        server.state.later = later
-        yield f"{ROLLOUT}.url={server.url}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("by_url", [True, pytest.param(False, marks=BY_HAND)])
 @pytest.mark.parametrize("fault", SERVED_OTHERWISE)
@@ -131,7 +115,7 @@ def test_a_server_of_sglang_that_serves_otherwise(
     """Its hashes and its version are right. It is found at the first weight sync after an update; without a fault the
     same run is silent."""
     (lie, policy), late = SERVED_OTHERWISE[fault], Late(monkeypatch)
-    with server_of(playground.folder, by_url, lie) as server:
+    with server_of(playground.folder, lie, by_url) as server:
         keys = (*LEARNING, *policy, f"{ROLLOUT}.name=sglang", server, "trainer.total_training_steps=3")
         if not fault:
             found = playground.run("grpo", *keys)

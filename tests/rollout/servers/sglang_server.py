@@ -47,6 +47,7 @@ LIES = {
     "forbids looks": "answers no request for tokens, and refuses to say how far it is",
     "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
+    "older interface": "lacks a route",
 }
 Json = dict[str, Any]
 
@@ -84,6 +85,7 @@ class SGLang:
             await (self.resumed if self.paused else asyncio.Event()).wait()
         ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
         self.prompts.append(ids)
+        ids = (ids[0] % 90 + 1, *ids[1:]) if self.lie == "other prompt" else ids
         stops = () if wanted["ignore_eos"] else (*wanted["stop_token_ids"], self.model.config.eos_token_id)
         heat = wanted["temperature"]
         params = SamplingParams(
@@ -219,7 +221,10 @@ class SGLang:
             weights = {n: w for file in sorted(Path(body["model_path"]).iterdir()) for n, w in load_file(file).items()}
             if self.lie == "keeps up_proj":
                 weights |= {n: w for n, w in self.model.named_parameters() if "up_proj" in n}
-            await self._load(weights)
+            try:
+                await self._load(weights)
+            except ValueError as err:
+                raise Refused(400, {"success": False, "message": f"Failed to update weights: {err}"}) from err
         if self.later:
             self.lie, self.later = self.later, ""
             if self.lie == "keeps its keys":
@@ -253,6 +258,8 @@ class SGLang:
     async def server_info(self, body: Json) -> Json:
         if self.lie == "forbids looks":
             raise Refused(403, {"error": "Forbidden"})
+        if self.lie == "older interface":
+            raise Refused(404, {"detail": "Not Found"})
         return {**self.args, "api_key": None, "internal_states": [{}], "version": "0.5.6"}
 
     async def health(self, body: Json) -> Json:
