@@ -1,5 +1,6 @@
 """Runs on the rehearsal's device through the command: they leave what they leave on a CPU."""
 
+from collections import ChainMap
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | 
 
     class LeavesOne(PolicyObjective):
         def __call__(self, outputs, micro, counts):
-            return super().__call__(outputs, {**micro, **({name: micro[name].cpu()} if name else {})}, counts)
+            here = {name: micro[name].cpu()} if name else {}
+            return super().__call__(outputs, ChainMap(here, micro), counts)
 
     batch = ragged_batch()
     batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape)

@@ -72,7 +72,8 @@ class SGLang:
             batch_invariant=bool(args.get("batch_invariant")),
         )
         self.label, self.paused, self.num_updates = "default", False, 0
-        self.is_in_place, self.modes = False, list[str]()
+        self.is_in_place = self.is_halted = False
+        self.modes = list[str]()
         self.open: dict[str, asyncio.Task[Generation | None]] = {}
         self.asked: list[str] = []
         self.prompts: list[tuple[int, ...]] = []
@@ -178,13 +179,12 @@ class SGLang:
         self.modes.append(body["mode"])
         self.paused = True
         self.resumed.clear()
-        if body["mode"] == "in_place":
-            self.is_in_place = True
+        self.is_in_place = body["mode"] == "in_place" or (self.is_in_place and body["mode"] == "abort")
+        if body["mode"] != "abort":
+            self.is_halted = True
             await self.engine.pause()
             return {"status": "ok", "message": "Generation paused successfully."}
-        if body["mode"] != "abort":
-            raise Refused(400, "a client of ours has no use for this mode")
-        while self.is_in_place and self.open:  # for ever, as there: requests end in steps alone
+        while self.is_in_place and self.open:  # for ever, as there: running requests end in steps alone
             await asyncio.sleep(0.01)
         await self._load(dict(self.model.named_parameters()))
         for task in list(self.open.values()):
@@ -194,8 +194,8 @@ class SGLang:
         return {"status": "ok", "message": "Generation paused successfully."}
 
     async def continue_generation(self, body: Json) -> Json:
-        if self.is_in_place:
-            self.is_in_place = False
+        if self.is_halted:
+            self.is_halted = self.is_in_place = False
             await self.engine.resume()
         self.paused = False
         self.resumed.set()

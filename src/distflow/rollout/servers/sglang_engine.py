@@ -32,8 +32,8 @@ HEALTH_S: Final = 10.0
 @dataclass(eq=False)
 class SGLangEngine(HttpEngine):
     """An answer of SGLang names a single weight version, so running requests are aborted at an update, and sent again
-    with their tokens so far: each part has one version, and keys and values are always recomputed. For the same reason
-    the mode `retract` is not used. A pause without an update leaves requests open (`in_place`).
+    with their tokens so far: each part has one version, and keys and values are always recomputed. A pause without
+    an update leaves requests open (`in_place`).
 
     repeats_draws: whether the server honours the seeds that it receives.
     """
@@ -138,8 +138,9 @@ class SGLangEngine(HttpEngine):
         await self.post("/pause_generation", {"mode": "in_place"})
 
     async def halt_for_update(self) -> None:
-        if self._is_in_place and not self._is_released:  # requests end only in a step, also aborted ones
-            await self.go_on()
+        if self._is_in_place:  # without steps only waiting requests can be aborted
+            await self.post("/pause_generation", {"mode": "retract"})
+            self._is_in_place = False
         self._num_aborts += 1
         await self.post("/pause_generation", {"mode": "abort"})
 
