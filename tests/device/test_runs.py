@@ -1,5 +1,7 @@
 """Runs on the rehearsal's device through the command: they leave what they leave on a CPU."""
 
+from collections import ChainMap
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow import cli
+from distflow.algorithms.objectives import PolicyObjective
+from distflow.models.loading import load_model
+from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
 from tests.device.rehearsal import on_device
 from tests.e2e.runs import Playground, Run
+from tests.tiny_models import write_tiny_model
+from tests.training.batches import ragged_batch
 
 pytestmark, BY_HAND = pytest.mark.slow, pytest.mark.by_hand
 ROLLOUT, MODEL, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.actor"
+FREE = f"{ROLLOUT}.free_cache_engine=true"
 STEPS = "trainer.total_training_steps=3"
 # Adam divides by the size of a gradient, so that the last bit of a small one would be all that is seen.
 ALIKE = (
@@ -29,6 +38,7 @@ RUNS = {
     "lora": ("grpo", f"{MODEL}.lora_rank=2", f"{ACTOR}.use_kl_loss=true"),
     "checkpointing": ("grpo", f"{MODEL}.enable_gradient_checkpointing=true", "algorithm.recompute_old_log_probs=true"),
     "ppo": ("ppo",),
+    "phases": ("grpo", FREE, f"{ROLLOUT}.name=embedded"),
     "offload": (
         "ppo",
         f"{ACTOR}.fsdp_config.optimizer_offload=true",
@@ -60,11 +70,15 @@ def same_numbers(ours: Run, theirs: Run, steps: int = 3) -> None:
     close(ours.weights(steps), theirs.weights(steps))
 
 
-def same_metrics(ours: Run, theirs: Run, steps: int = 3) -> None:
+COMPARED = ("actor/", "critic/", "sft/", "reward", "score", "rollout_corr/")
+
+
+def same_metrics(ours: Run, theirs: Run, steps: int = 3, names: tuple[str, ...] = COMPARED) -> None:
+    """names: how those that are compared begin."""
     assert len(ours.metrics()) == len(theirs.metrics()) == steps
     for here, there in zip(ours.metrics(), theirs.metrics(), strict=True):
         for name in here:
-            if name.startswith(("actor/", "critic/", "sft/", "reward", "score", "rollout_corr/")):
+            if name.startswith(names):
                 assert here[name] == pytest.approx(there[name], rel=1e-4, abs=1e-6), name
 
 
@@ -107,6 +121,51 @@ def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
     """Two threads use the device at once."""
     ground = Playground(tmp_path, num_rows=8)
     passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.audit_freq=1"))
+
+
+@BY_HAND
+@on_device
+def test_generation_ahead_of_training_is_that_of_a_cpu(tmp_path: Path) -> None:
+    """At a learning rate that moves no weight: else it depends on time which tokens have which weights."""
+    ground = Playground(tmp_path, num_rows=16)
+    keys = ("async.max_staleness=1", f"{ACTOR}.optim.lr=1e-30")
+    runs = [run_on(device, ground, "grpo", *keys, "trust.audit_freq=0") for device in ("cpu", "rehearsal")]
+    same_metrics(*runs, names=("actor/", "reward/mean_score", "rollout/avg", "rollout_corr/"))
+    close(*(run.weights(3) for run in runs))
+
+
+@BY_HAND
+@on_device
+def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_bits(tmp_path: Path) -> None:
+    runs = {}
+    for name, more in (("plain", ()), ("freed", (FREE,))):
+        (tmp_path / name).mkdir()
+        ground = Playground(tmp_path / name, num_rows=8)
+        runs[name] = run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *more, "trust.audit_freq=1")
+        passed(runs[name])
+    weights = runs["plain"].weights(3)
+    assert all(torch.equal(weight, weights[name]) for name, weight in runs["freed"].weights(3).items())
+    most = {name: max(step["memory/rehearsal/train_step"] for step in run.metrics()) for name, run in runs.items()}
+    assert most["freed"] < most["plain"], most
+
+
+@pytest.mark.parametrize("name", [None, "loss_mask", pytest.param("advantages", marks=BY_HAND)])
+@on_device
+def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | None) -> None:
+    """On a CPU the same run ends."""
+    model = load_model(write_tiny_model(tmp_path), device="rehearsal")
+    optimizer = make_optimizer("sgd", model.parameters(), lr=1e-3)
+    engine = TorchTrainEngine(model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10))
+
+    class LeavesOne(PolicyObjective):
+        def __call__(self, outputs, micro, counts):
+            here = {name: micro[name].cpu()} if name else {}
+            return super().__call__(outputs, ChainMap(here, micro), counts)
+
+    batch = ragged_batch()
+    batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape)
+    with pytest.raises(RuntimeError, match="rehearsal.*cpu|cpu.*rehearsal") if name else nullcontext():
+        engine.train_step(batch, LeavesOne())
 
 
 @BY_HAND

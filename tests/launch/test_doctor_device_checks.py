@@ -1,6 +1,7 @@
 """The memory of a config's models, counted from real ones, and builds of torch for other devices. What is found on a
 device is in tests/device/test_doctor.py."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,17 @@ from distflow.config import load_config
 from distflow.launch.doctor_device_checks import CHECKS, Subject, kv_bytes_of_token, resident_bytes, try_check
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
+from distflow.selftest.compared_runs import CHECKS as ALL_CHECKS
 from tests.tiny_models import write_tiny_model
 
+DOCS = Path(__file__).parents[2] / "docs/devices.md"
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+
+
+def test_the_docs_list_every_check() -> None:
+    table = DOCS.read_text().split("## Before the first run")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
+    assert set(listed) == {"device", *(name.partition(", ")[0] for name in ALL_CHECKS)}
 
 
 @pytest.fixture

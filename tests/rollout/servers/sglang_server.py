@@ -37,6 +37,8 @@ LIES = {
     "older label": "names an older version of the weights in its answers",
     "keeps its label": "does not take the name of a version",
     "keeps its weights": "says that it has new weights, and serves the old",
+    "keeps up_proj": "says that it has new weights, and serves the old ones of one projection",
+    "keeps its keys": "serves new weights over keys and values of prompts under old ones",
     "refuses": "does not take new weights",
     "aborts": "aborts requests by itself",
     "dies": "dies in an update",
@@ -45,6 +47,7 @@ LIES = {
     "forbids looks": "answers no request for tokens, and refuses to say how far it is",
     "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
+    "older interface": "lacks a route",
 }
 Json = dict[str, Any]
 
@@ -54,10 +57,11 @@ class Refused(Exception):
 
 
 class SGLang:
-    """The server's state. Only the event loop of its thread uses it, but for `lie`."""
+    """The server's state. Only the event loop of its thread uses it, but for `lie`. later: the lie that begins when
+    the server has its first weights."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
-        self.model, self.args, self.lie = model, args, ""
+        self.model, self.args, self.lie, self.later = model, args, "", ""
         # New weights abort: with the weights that it has, that is how it aborts all that has begun.
         self.engine = EmbeddedEngine(
             model,
@@ -68,6 +72,8 @@ class SGLang:
             batch_invariant=bool(args.get("batch_invariant")),
         )
         self.label, self.paused, self.num_updates = "default", False, 0
+        self.is_in_place = self.is_halted = False
+        self.modes = list[str]()
         self.open: dict[str, asyncio.Task[Generation | None]] = {}
         self.asked: list[str] = []
         self.prompts: list[tuple[int, ...]] = []
@@ -80,6 +86,7 @@ class SGLang:
             await (self.resumed if self.paused else asyncio.Event()).wait()
         ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
         self.prompts.append(ids)
+        ids = (ids[0] % 90 + 1, *ids[1:]) if self.lie == "other prompt" else ids
         stops = () if wanted["ignore_eos"] else (*wanted["stop_token_ids"], self.model.config.eos_token_id)
         heat = wanted["temperature"]
         params = SamplingParams(
@@ -169,10 +176,16 @@ class SGLang:
         return {"object": "text_completion", "choices": [choice]}
 
     async def pause_generation(self, body: Json) -> Json:
-        if body["mode"] != "abort":
-            raise Refused(400, "a client of ours has no use for the other modes")
+        self.modes.append(body["mode"])
         self.paused = True
         self.resumed.clear()
+        self.is_in_place = body["mode"] == "in_place" or (self.is_in_place and body["mode"] == "abort")
+        if body["mode"] != "abort":
+            self.is_halted = True
+            await self.engine.pause()
+            return {"status": "ok", "message": "Generation paused successfully."}
+        while self.is_in_place and self.open:  # for ever, as there: running requests end in steps alone
+            await asyncio.sleep(0.01)
         await self._load(dict(self.model.named_parameters()))
         for task in list(self.open.values()):
             task.cancel()
@@ -181,6 +194,9 @@ class SGLang:
         return {"status": "ok", "message": "Generation paused successfully."}
 
     async def continue_generation(self, body: Json) -> Json:
+        if self.is_halted:
+            self.is_halted = self.is_in_place = False
+            await self.engine.resume()
         self.paused = False
         self.resumed.set()
         return {"status": "ok", "message": "Generation continued successfully."}
@@ -203,8 +219,23 @@ class SGLang:
             )
         if self.lie != "keeps its weights":
             weights = {n: w for file in sorted(Path(body["model_path"]).iterdir()) for n, w in load_file(file).items()}
-            await self._load(weights)
+            if self.lie == "keeps up_proj":
+                weights |= {n: w for n, w in self.model.named_parameters() if "up_proj" in n}
+            try:
+                await self._load(weights)
+            except ValueError as err:
+                raise Refused(400, {"success": False, "message": f"Failed to update weights: {err}"}) from err
+        if self.later:
+            self.lie, self.later = self.later, ""
+            if self.lie == "keeps its keys":
+                self._keep_keys()
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _keep_keys(self) -> None:
+        for lane in self.engine._lanes:
+            rows = lane.prompts.rows
+            lane.prompts.clear = lambda: None
+            lane.prompts.rows = lambda version, *rest, rows=rows: rows("any", *rest)
 
     async def _load(self, weights: dict[str, Any]) -> None:
         self.num_updates += 1
@@ -227,6 +258,8 @@ class SGLang:
     async def server_info(self, body: Json) -> Json:
         if self.lie == "forbids looks":
             raise Refused(403, {"error": "Forbidden"})
+        if self.lie == "older interface":
+            raise Refused(404, {"detail": "Not Found"})
         return {**self.args, "api_key": None, "internal_states": [{}], "version": "0.5.6"}
 
     async def health(self, body: Json) -> Json:
@@ -336,7 +369,7 @@ def main() -> None:
     config = AutoConfig.from_pretrained(args["model_path"])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args["dtype"])).eval()
     with Running(model, load_tokenizer(args["model_path"]), **args) as server:
-        server.state.lie = os.environ.get("SGLANG_LIE", "")
+        server.state.lie, server.state.later = (os.environ.get(name, "") for name in ("SGLANG_LIE", "SGLANG_LIE_LATER"))
         threading.Event().wait()
 
 

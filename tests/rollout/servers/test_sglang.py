@@ -5,16 +5,19 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from distflow.cli import main
 from distflow.errors import TrustError, UserError
+from distflow.models.loading import load_tokenizer
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import Bench, Finding, check_engine
@@ -22,6 +25,7 @@ from distflow.rollout.servers import http_engine, sglang_engine
 from distflow.rollout.servers.http_engine import ServerFailed
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.scheduling.group_states import Version
+from tests.e2e.runs import Playground
 from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of
 from tests.rollout.servers.sglang_server import LIES, Running
 from tests.tiny_models import tiny_tokenizer
@@ -124,6 +128,35 @@ def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(monkeypatch: 
     with_server(story, "forbids looks")
 
 
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updates: bool) -> None:
+    async def on_server(server: Running, work: Awaitable[None]) -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, server.state.loop))  # type: ignore[arg-type]
+
+    async def story(server: Running) -> None:
+        state, model = server.state, make_model()
+        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url) as engine:
+            await engine.load_weights(Version(0, 1), list(model.named_parameters()))
+            state.modes.clear()
+            await on_server(server, state.engine.pause())  # the request stays open
+            task = asyncio.create_task(engine.generate(request_of(prompt_of(5))))
+            while not state.open:
+                await asyncio.sleep(0.001)
+            await engine.pause()
+            assert state.open and not task.done()
+            if updates:
+                await update(engine)
+                assert not state.open
+            await engine.resume()
+            (found,) = (await task).generations
+            assert len(found.token_ids) == 12 and {*found.versions} == ({2} if updates else {1})
+            assert state.modes == (["in_place", "retract", "abort"] if updates else ["in_place"])
+            assert updates or state.prompts == [prompt_of(5)], "the request is sent once"
+
+    with Running(make_model(seed=5), tiny_tokenizer()) as server:
+        asyncio.run(asyncio.wait_for(story(server), 100))
+
+
 def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
 
@@ -135,15 +168,59 @@ def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         asyncio.run(run())
 
 
-def test_a_server_with_another_model_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("served", "lie", "error", "text"),
+    [
+        ({"family": "qwen2"}, "", UserError, "has a model Qwen2ForCausalLM, and this run trains a LlamaForCausalLM"),
+        ({"vocab_size": 50}, "", ServerFailed, "with 400: .*Failed to update weights: .*shape"),
+        ({}, "older interface", UserError, "answered /server_info with 404: is it SGLang, 0.5.5 or newer"),
+    ],
+)
+def test_a_server_of_something_else_is_refused(
+    served: dict[str, Any], lie: str, error: type[Exception], text: str
+) -> None:
     async def run(url: str) -> None:
-        async with SGLangEngine(make_model("qwen2"), tiny_tokenizer(), version=FIRST, url=url):
-            raise AssertionError("entered")
+        async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+            await update(engine)
 
-    with (
-        Running(make_model(), tiny_tokenizer()) as server,
-        pytest.raises(UserError, match="LlamaForCausalLM, and this run trains a Qwen2ForCausalLM"),
-    ):
+    with Running(make_model(**served), tiny_tokenizer()) as server, pytest.raises(error, match=text):
+        server.state.lie = lie
+        asyncio.run(run(server.url))
+
+
+def test_a_prompt_longer_than_the_context_of_the_server_is_refused() -> None:
+    async def run(url: str) -> None:
+        async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+            with pytest.raises(UserError, match="5 tokens .* 12 .* 16"):
+                await generate(engine)
+
+    with Running(make_model(), tiny_tokenizer(), context_length=16) as server:
+        asyncio.run(run(server.url))
+
+
+def test_an_adapter_that_is_not_merged_is_not_sent() -> None:
+    async def story(engine: SGLangEngine) -> None:
+        adapter = {"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(4, 32)}
+        with pytest.raises(ValueError, match="lora_A"):
+            await engine.load_weights(Version(0, 2), [*engine.model.named_parameters(), *adapter.items()])
+        assert {*(await generate(engine)).generations[0].versions} == {1}
+
+    with_server(story)
+
+
+def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_text() -> None:
+    """As in models whose vocabulary is padded: a response with them is drawn from the policy like any other."""
+    model, tokenizer = make_model(vocab_size=4 * len(tiny_tokenizer())), tiny_tokenizer()
+
+    async def run(url: str) -> None:
+        async with SGLangEngine(model, tokenizer, version=FIRST, url=url) as engine:
+            await engine.load_weights(Version(0, 1), list(model.named_parameters()))
+            (found,) = (await engine.generate(request_of(prompt_of(5), stop=("no such text",)))).generations
+            assert max(found.token_ids) >= len(tokenizer) and len(found.token_ids) == 12
+            known = [token for token in found.token_ids if token < len(tokenizer)]
+            assert tokenizer.decode(found.token_ids) == tokenizer.decode(known)
+
+    with Running(model, tokenizer) as server:
         asyncio.run(run(server.url))
 
 
@@ -186,6 +263,39 @@ def started(folder: Path, story: Story, **env: str) -> None:
             await story(engine)
 
     asyncio.run(run())
+
+
+@contextmanager
+def server_of(folder: Path, later: str, by_url: bool = True) -> Iterator[str]:
+    """The key with which a run uses a server that lies from its second update on. by_url: somebody else started it."""
+    if not by_url:
+        yield f"actor_rollout_ref.rollout.python={launcher(folder, SGLANG_LIE_LATER=later)}"
+        return
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).eval()
+    with Running(model, load_tokenizer(folder / "model"), enable_deterministic_inference=True) as server:
+        server.state.later = later
+        yield f"actor_rollout_ref.rollout.url={server.url}"
+
+
+BY_HAND = pytest.mark.by_hand
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lie", "text"),
+    [
+        ("other prompt", "canary: on fixed prompts the log-probs of engine and trainer differ"),
+        pytest.param("NaN", "in a form that its interface does not define", marks=BY_HAND),
+        pytest.param("older label", "weights 'default' instead of '0.0'", marks=BY_HAND),
+        pytest.param("other tokens", "a token 1000000, which the model does not have", marks=BY_HAND),
+        pytest.param("garbage", "no JSON, but '<html>Bad Gateway'", marks=BY_HAND),
+    ],
+)
+def test_a_run_ends_at_the_start_with_what_its_server_answers(lie: str, text: str, tmp_path: Path) -> None:
+    ground = Playground(tmp_path, num_rows=4)
+    with server_of(tmp_path, lie) as server, pytest.raises(TrustError, match=text):
+        ground.run("grpo", "actor_rollout_ref.rollout.name=sglang", server, "trainer.total_training_steps=2")
+    assert not (tmp_path / "run/metrics.jsonl").exists() or not list(read_metrics(tmp_path / "run"))
 
 
 @pytest.mark.slow

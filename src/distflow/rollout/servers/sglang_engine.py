@@ -31,8 +31,9 @@ HEALTH_S: Final = 10.0
 
 @dataclass(eq=False)
 class SGLangEngine(HttpEngine):
-    """An answer of SGLang names a single weight version, so running requests are aborted at a pause, and sent again
-    with their tokens so far: each part has one version, and keys and values are always recomputed.
+    """An answer of SGLang names a single weight version, so running requests are aborted at an update, and sent again
+    with their tokens so far: each part has one version, and keys and values are always recomputed. A pause without
+    an update leaves requests open (`in_place`).
 
     repeats_draws: whether the server honours the seeds that it receives.
     """
@@ -43,7 +44,8 @@ class SGLangEngine(HttpEngine):
         super().__post_init__()
         self.check({"kv_on_update": self.kv_on_update})
         self.repeats_draws = False
-        self._num_tokens = self._num_halts = 0
+        self._num_tokens = self._num_aborts = 0
+        self._is_in_place = False
         self._hashes = dict[str, str]()
         if self.url is None:
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -94,7 +96,7 @@ class SGLangEngine(HttpEngine):
     async def _respond(self, request: GenerateRequest, sample: int) -> Answer:
         ids, rollout, sampling, versions = list[int](), list[float](), list[float](), list[str]()
         while True:
-            num_halts, left = self._num_halts, request.params.max_tokens - len(ids)
+            num_aborts, left = self._num_aborts, request.params.max_tokens - len(ids)
             body = {
                 "input_ids": [*request.prompt_ids, *ids],
                 "sampling_params": _sampling_params(request, sample, left),
@@ -112,7 +114,7 @@ class SGLangEngine(HttpEngine):
             self._num_tokens += len(tokens)
             if reason != "abort" or self.kv_on_update == "abort" or len(tokens) >= left:
                 return Answer(ids, rollout, sampling, versions, reason)
-            if num_halts == self._num_halts:
+            if num_aborts == self._num_aborts:
                 raise ServerFailed(f"{self.who} aborted a request by itself: {meta['finish_reason'].get('message')}")
 
     async def _generate(self, body: dict[str, Any]) -> Any:
@@ -132,13 +134,18 @@ class SGLangEngine(HttpEngine):
                 await self.client.post("/abort_request", json={"rid": name})
 
     async def halt(self) -> None:
-        self._num_halts += 1
+        self._is_in_place = True
+        await self.post("/pause_generation", {"mode": "in_place"})
+
+    async def halt_for_update(self) -> None:
+        if self._is_in_place:  # without steps only waiting requests can be aborted
+            await self.post("/pause_generation", {"mode": "retract"})
+            self._is_in_place = False
+        self._num_aborts += 1
         await self.post("/pause_generation", {"mode": "abort"})
 
-    halt_for_update = halt
-
     async def drop_cache(self) -> None:
-        await self.halt()
+        await self.halt_for_update()
         if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # the answer is not JSON
             raise ServerFailed(f"{self.who} did not flush its cache: {answer.text[:500]}")
 
@@ -150,6 +157,7 @@ class SGLangEngine(HttpEngine):
 
     async def go_on(self) -> None:
         await self.post("/continue_generation", {})
+        self._is_in_place = False
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
         """SGLang reports no hashes of its weights: these are of the files. The canary detects wrong weights."""
