@@ -62,6 +62,7 @@ class VllmEngine(HttpEngine):
     group: ServerGroup | None = None
 
     NAME = "vLLM server"
+    counts_each_token = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +129,8 @@ class VllmEngine(HttpEngine):
             if answer.get(name) != value:
                 raise UserError(f"{self.who} has {name} {answer.get(name)}, and this run needs {value}")
         self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
+        if self.free_cache_engine and not answer.get("can_sleep"):
+            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or leave it out")
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         # If keys and values are kept across weight updates, only a prompt's own samples may find them again.
