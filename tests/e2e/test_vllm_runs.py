@@ -63,7 +63,9 @@ def test_kills_around_updates_cost_no_group(
     )
     assert sorted(struck) == sorted(KILLS) and len(run.metrics()) == NUM_STEPS
     counts = verify(run.folder / "ledger.jsonl")
-    print(counts, run.notes("warning"), run.notes("finding"), run.audits()[:1])
+    assert (counts.consumed, counts.running, dict(counts.dropped)) == (NUM_STEPS * BATCH_SIZE, 0, {})
+    assert not run.notes("warning") and not run.notes("finding") and not run.notes("error")
+    assert all(audit["proven"] and not audit["unproven"] for audit in run.audits()) and run.audits()
     same = [row["mismatch/same_version/max_abs"] for row in run.metrics() if "mismatch/same_version/max_abs" in row]
     assert same and max(same) < 1e-4
     assert all(row["async/version_diff/max"] <= staleness for row in run.metrics() if staleness)
