@@ -224,6 +224,13 @@ def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server
     run(make(server.url), story)
 
 
+def test_a_server_that_cannot_load_the_weights(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+    server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_load" else true
+    with pytest.raises(ServerFailed, match="cannot load the weights of a LlamaForCausalLM.*\\n?.*name=hf"):
+        run(make(server.url), lambda engine: asyncio.sleep(0))
+
+
 def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
     async def story(engine: VllmEngine) -> None:
         weights, asked = list(engine.model.named_parameters()), len(server.asked)

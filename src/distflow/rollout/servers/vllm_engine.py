@@ -13,7 +13,7 @@ from typing import Any, Final
 from distflow.errors import TrustError, UserError
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
-from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine
+from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.servers.shared_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
@@ -168,7 +168,13 @@ class VllmEngine(HttpEngine):
         await self.post("/resume")
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
-        return _alike(await self._rpc("distflow_load", [str(file) for file in files]))
+        try:
+            return _alike(await self._rpc("distflow_load", [str(file) for file in files]))
+        except ServerFailed as err:
+            raise ServerFailed(
+                f"{err}\nIt cannot load the weights of a {type(self.model).__name__}. vLLM may read other names than "
+                f"transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
+            ) from err
 
     async def held_hashes(self) -> dict[str, str]:
         return _alike(await self._rpc("distflow_hashes"))
