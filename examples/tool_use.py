@@ -25,11 +25,10 @@ def conversation(a: int, b: int) -> dict:
 
 
 words = {token: number for number, token in enumerate([*MARKS, *CALL, *"0123456789*"])}
-tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-tokenizer.add_tokens([AddedToken(text, special=text in MARKS, normalized=False) for text in (*MARKS, *CALL)])
-wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>")
-wrapped.chat_template = TEMPLATE
+base = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+base.pre_tokenizer, base.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+base.add_tokens([AddedToken(text, special=text in MARKS, normalized=False) for text in (*MARKS, *CALL)])
+wrapped = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|end|>", pad_token="<pad>", chat_template=TEMPLATE)
 sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 config = LlamaConfig(vocab_size=21, eos_token_id=1, pad_token_id=0, max_position_embeddings=64, **sizes)
 for part in (wrapped, config):

@@ -37,7 +37,9 @@ def make_canary(folder: Path, *, shares: bool = False, frequency: int = 1, exact
     )
     engine = EmbeddedEngine(load_model(folder), load_tokenizer(str(folder)), version=Version(0, 0))
     sampling = SamplingParams(12, temperature=0.7)
-    return Canary(engine, trainer, PROMPTS, sampling, Tolerance.of(exact), frequency, shares)
+    return Canary(
+        engine, trainer, PROMPTS, sampling, Tolerance.of(exact), frequency, shares, lambda agent: sampling.temperature
+    )
 
 
 def song_of(canary: Canary) -> Batch:

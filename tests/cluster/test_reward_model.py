@@ -66,7 +66,17 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground
 
 @pytest.mark.by_hand
 @pytest.mark.alone
-def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(ground: Playground) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "apart", "lie"),
+    [
+        ("torch", "torch[helpful]:d1+embedded[critique]:d2", [["helpful"], ["critique"], ["critique"]]),
+        ("fsdp", "fsdp[helpful]:d1+fsdp[critique]:d2", [["helpful"], ["critique"], ["critique"]]),
+        ("fsdp", "fsdp[helpful]:d1t2|fsdp[critique]:d1t2", [["critique", "helpful"]] * 2),
+    ],
+)
+def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(
+    ground: Playground, strategy: str, apart: str, lie: list[list[str]]
+) -> None:
     folder, judge = write_tiny_reward_model(ground.folder / "scores", seed=7), write_tiny_judge(ground.folder / "judge")
     (ground.folder / "question.txt").write_text("{prompt}\n{response}")
     models = (
@@ -74,8 +84,10 @@ def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(ground
         f"template: {ground.folder}/question.txt, answer_tokens: 4}}}}"
     )
     alone = ground.run("grpo", *STEPS, models, name="alone")
-    apart = "trainer.allocation='embedded:d1|torch:d1+torch[helpful]:d1+embedded[critique]:d2'"
-    found = on_workers(ground, "grpo", *STEPS, models, apart, name="apart")
+    if strategy == "fsdp":
+        models = models.replace("answer_tokens: 4", "answer_tokens: 4, sharded: true")
+    allocation = f"trainer.allocation='embedded:d1|{strategy}:d1+{apart}'"
+    found = on_workers(ground, "grpo", *STEPS, models, allocation, name="apart")
     check_same_figures(found, alone)
     assert found.notes("warning") == []
     ours, theirs = ({row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone))
@@ -84,4 +96,4 @@ def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(ground
         assert ours[name]["errors"] == row["errors"] and ours[name]["extra"] == row["extra"]
         assert ours[name]["reward_parts"] == pytest.approx(row["reward_parts"], abs=2e-5)
     plan = json.loads((found.folder / "plan.json").read_text())
-    assert [rank["engines"] for rank in plan["ranks"]][1:] == [["helpful"], ["critique"], ["critique"]]
+    assert [sorted(rank["engines"]) for rank in plan["ranks"]][1:] == lie

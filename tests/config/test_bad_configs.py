@@ -114,6 +114,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "gamma above 1": ("grpo", ["algorithm.gamma=1.1"], "algorithm.gamma", ("≤ 1",)),
     "lam below 0": ("ppo", ["algorithm.lam=-0.1"], "algorithm.lam", ("≥ 0",)),
     "temperature 0": ("grpo", [f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ("> 0", "val_kwargs.greedy")),
+    "an agent at temperature 0": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{temperature: 0}}}}"],
+        f"{ROLLOUT}.agents",
+        ("> 0", "'a'"),
+    ),
+    "an agent's top_k": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{top_k: 0}}}}", f"{ROLLOUT}.workflow=a.py:b"],
+        f"{ROLLOUT}.agents.a.top_k",
+        ("-1 (off)",),
+    ),
+    "an agent's temperature on a server": (
+        "grpo",
+        [f"{ROLLOUT}.agents={{a: {{temperature: 0.5}}}}", f"{ROLLOUT}.workflow=a.py:b", f"{ROLLOUT}.name=openai"],
+        f"{ROLLOUT}.agents",
+        ("log-probs at temperature 1",),
+    ),
     "validation at temperature 0": (
         "grpo",
         [f"{ROLLOUT}.val_kwargs.temperature=0"],
@@ -349,6 +367,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["dag.nodes=[{id: a, func: 'm:f'}]"],
         "dag.nodes",
         ("no such key", "dag.pipeline is module:function"),
+    ),
+    "a preset as a pipeline": (
+        "grpo",
+        ["dag.pipeline=multi_agent"],
+        "dag.pipeline",
+        ("write distflow train multi_agent, or defaults: [multi_agent]",),
     ),
     "a function without a module": ("grpo", ["dag.pipeline=build"], "dag.pipeline", ("module:fun",)),
     "a node without func": ("grpo", ["dag.pipeline=[{id: a}]"], "dag.pipeline", ("entry 1 without 'func'",)),
@@ -594,6 +618,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("'domains' of the model 'a', which is {math: 1}, not", "a: {path: x, domains: {math: 1}}", ()),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
             ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
+            ("has 'sharded' of 'a', which is a reward model", "a: {path: x, sharded: true}", ()),
             ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
             ("choices of 'a' that are not at least two", "a: {path: x, judge: true, choices: [1]}", ()),
             ("choices of 'a' that are not at least two", "a: {path: x, judge: true, choices: [0, 2]}", ()),
@@ -601,6 +626,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
         )
     },
+    "a judge in shards of nothing": (
+        "grpo",
+        ["reward_model.models={a: {path: builtin:tiny, judge: true, sharded: true}}"],
+        "reward_model.models.a.sharded",
+        ("only fsdp shards weights", f"set {ACTOR}.strategy=fsdp"),
+    ),
     "a scoring model of no domain": (
         "grpo",
         [
@@ -660,6 +691,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a GGUF file of another kind": ("grpo", [f"{MODEL}.gguf_file=a.bin"], f"{MODEL}.gguf_file", (".gguf",)),
     "options of no adapter": ("grpo", [f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha", ("lora_rank",)),
+    "an unmerged adapter elsewhere": (
+        "grpo",
+        [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_merge=false"],
+        f"{MODEL}.lora_merge",
+        ("vLLM", "lora_merge=true"),
+    ),
     "modules of no adapter": ("grpo", [f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", ("lora_rank",)),
     "an adapter on random weights": (
         "sft",

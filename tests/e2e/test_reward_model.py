@@ -135,7 +135,7 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
 
 @pytest.mark.slow
 def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_path: Path) -> None:
-    """In one process, and in two, of which one may have no row of a domain."""
+    """In one process, and in two that have the models in shards, of which one may have no row of a domain."""
     ground, kinds = Playground(tmp_path), ("math", "chat", "chat")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ground.write_rows([{**row, "data_source": kinds[at % 3]} for at, row in enumerate(rows)])
@@ -161,7 +161,9 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
     assert seen == {"math", "chat"} and not run.notes("warning")
     proven = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
-    assert main(["train", "grpo", *ground.overrides("two", *keys, "trainer.n_gpus_per_node=2")]) == 0
+    shards = (keys[0].replace("judge: true", "judge: true, sharded: true"), *keys[1:])
+    two = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")
+    assert main(["train", "grpo", *ground.overrides("two", *shards, *two)]) == 0
     scores = {(row["prompt"], row["response"]): row["score"] for row in read_samples(run, 1)}
     for row in (found := samples_in(tmp_path / "two", 1)):  # those of one process
         assert row["score"] == pytest.approx(scores[row["prompt"], row["response"]], abs=1e-4)

@@ -1,5 +1,7 @@
 """Whole runs in which the agents of an episode have policies of their own."""
 
+import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,13 @@ import torch
 
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
+from distflow.environments.chat import Prompt, Reply
+from distflow.environments.single_and_multi_turn import solver_checker
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from tests.e2e.runs import Playground
+from distflow.rewards.reward_results import Error
+from distflow.rewards.router import RewardOutcome
+from tests.e2e.runs import Playground, Run
 from tests.tiny_models import write_tiny_model
 
 AGENTS = "actor_rollout_ref.rollout.agents"
@@ -79,6 +86,47 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(playgrou
         assert row["actor/lr"] == 1e-3 and (row["policies/second/lr"] == 3e-4 or row["step"] == 1)
     batch = Batch.load(sorted((run.folder / "tokens").iterdir())[0])
     assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, "the judge is in no sample"
+
+
+def solver_and_checker(ground: Playground, *more: str) -> list[str]:
+    """Overrides of the preset multi_agent. A reply with an "a" counts as yes."""
+    kwargs = "actor_rollout_ref.rollout.workflow_kwargs={question: '{prompt}{response}?', yes: a}"
+    own = [f"dag.policies.checker.model.path={ground.folder}/second", kwargs, "data.max_prompt_length=48"]
+    return [*own, "trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all", *more]
+
+
+def check_solver_and_checker(run: Run, staleness: int) -> None:
+    assert len(run.audits()) == 3 and not run.notes("warning")
+    for row in run.metrics():
+        assert row["actor/grad_norm"] > 0 and row["policies/checker/grad_norm"] > 0
+        assert row["async/version_diff/max"] <= staleness
+    for path in sorted((run.folder / "tokens").iterdir()):
+        batch = Batch.load(path)
+        for said, parts, acc in zip(batch["conversation"], batch["reward_parts"], batch["acc"].tolist(), strict=True):
+            solved, verdict = (re.sub(r"<\w+>|</s>", "", turn["text"]) for turn in said if turn["owner"] == "policy")
+            assert parts["solver"] == pytest.approx(sum(map(ord, solved)) % 7 / 6) == pytest.approx(acc)
+            assert parts["checker"] == (("a" in verdict.lower()) == (acc == 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_preset_of_a_solver_and_a_checker_trains_both(playground: Playground, staleness: int) -> None:
+    options = solver_and_checker(playground, f"async.max_staleness={staleness}")
+    check_solver_and_checker(playground.run("multi_agent", *options, name=f"pair{staleness}"), staleness)
+
+
+def test_a_solver_without_a_score_has_a_reward_error_and_its_checker_is_not_asked() -> None:
+    failed = RewardOutcome(Error("broken"))
+
+    class Solver:
+        async def ask(self, content: str) -> Reply:
+            return Reply("4", (4,), "stop")
+
+    async def reward_fn(reply: object) -> RewardOutcome:
+        return failed
+
+    row = Row(Prompt("2+2=", (2,)))
+    assert asyncio.run(solver_checker({"solver": Solver()}, row, reward_fn)) is failed  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

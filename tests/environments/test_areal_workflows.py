@@ -12,7 +12,7 @@ from distflow.data.sample import Segment
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.workflows import Row
+from distflow.environments.workflows import Row, make_workflow
 from tests.environments.areal_user import GenerationHyperparameters, ModelRequest, MultiTurnWorkflow, RLVRWorkflow
 from tests.tiny_models import tiny_tokenizer
 
@@ -85,6 +85,19 @@ def test_a_trajectory_becomes_segments_with_what_was_drawn() -> None:
         Segment("environment", (8, 9)),
         Segment("policy", (20, 21), drawn[1], drawn[1], (2, 2)),
     ]
+
+
+class OlderName:
+    """With the other name of the method."""
+
+    async def run_episode(self, engine: Any, data: dict[str, Any]) -> Trajectory | None:
+        return await two_turns().arun_episode(engine, data)
+
+
+def test_the_method_may_be_called_run_episode() -> None:
+    assert make_workflow("older", OlderName(), {}).scores is False
+    chat, reward = played(OlderName())
+    assert reward == 0.5 and chat.turns == 2
 
 
 def test_a_response_may_be_left_out_of_the_mask() -> None:

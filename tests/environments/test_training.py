@@ -1,5 +1,7 @@
 """Whole runs with a workflow: a game of several turns trains, and the audits follow every request."""
 
+import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
+from distflow.environments.chat import ChatError, Prompt
+from distflow.environments.workflows import Row, load_workflow
 from distflow.errors import TrustError, UserError
 from distflow.pipelines.nodes import workflow_rollout
 from tests.e2e.runs import Playground
@@ -203,6 +207,61 @@ def test_turns_have_rewards_of_their_own(playground: Playground, preset: str, ke
         assert [number >= 0 for number in index] == [bool(drawn) for drawn in batch["response_mask"][i, :length]]
         lengths.add(max(index) + 1)
     assert lengths == {1, 2, 3}
+
+
+DIGITS = """
+class Digits:
+    def reset(self, *, seed=None, options=None):
+        self.turns = 0
+        return "?", {}
+
+    def step(self, action):
+        self.turns += 1
+        return "again", float(sum(map(ord, action)) % 3), self.turns == 2, False, {}
+"""
+
+
+def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
+    playground = Playground(tmp_path)
+    (tmp_path / "digits.py").write_text(DIGITS)
+    domains = {name: f"{name}: {{train_files: {tmp_path}/{name}.jsonl}}" for name in ("sums", "games")}
+    for name in domains:
+        rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = f"{{workflow: environment, env: '{tmp_path}/digits.py:Digits', max_turns: 2}}"
+    run = playground.run(
+        "grpo",
+        "data.train_files=[]",
+        f"data.domains={{{', '.join(domains.values())}}}",
+        f"{WORKFLOW}=by_domain",
+        f"{WORKFLOW}_kwargs={{games: {env}, default: single_turn}}",
+        "algorithm.domains={games: {adv_estimator: grpo_turns}}",
+        "data.max_response_length=40",
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+    )
+    assert not run.notes("warning") and len(run.audits()) == 2
+    assert all({"turns", "episodes", "rewards", "advantages", "loss"} <= {*audit["proven"]} for audit in run.audits())
+    batch = saved(run)
+    assert {*batch["domain"]} == {"sums", "games"}
+    for row, domain in enumerate(batch["domain"]):
+        turns = batch["turn_index"][row].unique().tolist()
+        own = batch["advantages"][row][batch["response_mask"][row] > 0].unique()
+        if domain == "sums":
+            assert [turn for turn in turns if turn >= 0] == [0] and len(own) == 1
+            assert float(batch["scores"][row]) == pytest.approx(sum(map(ord, batch["responses"][row])) % 7 / 6)
+        elif batch["finish_reason"][row] == "stop":
+            assert [turn for turn in turns if turn >= 0] == [0, 1] and float(batch["scores"][row]) in range(5)
+
+
+def test_a_domain_without_a_workflow_is_named(playground: Playground) -> None:
+    found = load_workflow("by_domain", {"math": "single_turn"})
+    with pytest.raises(ChatError, match="the domain 'code' has no workflow: add it to .*_kwargs, or add default"):
+        asyncio.run(found(None, Row(Prompt("1+1=", (1,)), domain="code"), None))  # type: ignore[arg-type,unused-ignore]
+    for options, said in (({}, "for each domain"), ({"math": {"max_turns": 2}}, "name the workflow")):
+        with pytest.raises(UserError, match=said):
+            load_workflow("by_domain", options)
 
 
 def saved(run: Any) -> Batch:

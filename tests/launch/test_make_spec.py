@@ -340,12 +340,19 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
 
 
-@pytest.mark.parametrize(("strategy", "moves"), [("torch", {"critique", "helpful"}), ("fsdp", {"critique"})])
+@pytest.mark.parametrize(
+    ("strategy", "moves", "judge"),
+    [
+        ("torch", {"critique", "helpful"}, "judge: true"),
+        ("fsdp", {"critique"}, "judge: true"),
+        ("fsdp", set(), "judge: true, sharded: true"),
+    ],
+)
 def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, strategy: str, moves: set[str]
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, strategy: str, moves: set[str], judge: str
 ) -> None:
     entry = f"path: {playground.folder}/model, param_offload: true"
-    models = f"reward_model.models={{critique: {{{entry}, judge: true}}, helpful: {{{entry}}}}}"
+    models = f"reward_model.models={{critique: {{{entry}, {judge}}}, helpful: {{{entry}}}}}"
     keys = (*SHARDED, f"actor_rollout_ref.actor.strategy={strategy}", models)
     with pytest.raises(
         UserError, match=r"models.critique.param_offload, .*helpful.*: on a CPU all data is in host memory already"
@@ -354,6 +361,27 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("grpo", *keys)
     assert spec.options.offloads == dict.fromkeys(moves, Offloads(weights=True, moments=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "allocated", "said"),
+    [
+        ("", "embedded:d1|torch:d1+torch[critique]:d1", "must be that of the rollout, embedded, if it is not sharded"),
+        (", sharded: true", "embedded:d1|fsdp:d1+embedded[critique]:d1", "the engine of 'critique' must be one that t"),
+        (
+            ", sharded: true, store: s.sqlite",
+            "embedded:d1|fsdp:d1+fsdp[critique]:d1t2",
+            "critique.*remove store",
+        ),
+        (", sharded: true", "embedded:d1|fsdp:d1+fsdp[critique]:d1t3", r"critique.path: 3 tensor parallel ranks"),
+    ],
+)
+def test_a_judge_on_devices_that_cannot_run_it_is_refused(
+    playground: Playground, options: str, allocated: str, said: str
+) -> None:
+    models = f"reward_model.models={{critique: {{path: {playground.folder}/model, judge: true{options}}}}}"
+    with pytest.raises(UserError, match=said):
+        playground.spec("grpo", "trainer.launcher=ray", f"trainer.allocation='{allocated}'", models)
 
 
 def test_weights_that_another_engine_computes_with_stay(

@@ -76,6 +76,11 @@ def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(tmp_path: Pat
     assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), before)
 
     plain = dict(load_model(folder).named_parameters())
+    unmerged = dict(named_weights(model, merge=False))
+    assert all(torch.equal(unmerged.pop(name), weight) for name, weight in plain.items())
+    assert unmerged and all(
+        torch.equal(weight, model.get_parameter(f"base_model.model.{name}")) for name, weight in unmerged.items()
+    )
     theirs = dict(model.merge_and_unload().named_parameters())
     assert list(merged) == list(plain) and merged.keys() == theirs.keys()
     for name, weight in merged.items():

@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.judge_engine import Judge, ReplyStore
 from distflow.scheduling.group_states import Version
+from distflow.training.engine import OneRank
+from tests.ranks import run_ranks
+from tests.runtime.sharded_judge_worker import JUDGES, SHARES, judge_of, said_by
 from tests.tiny_models import BAD, EOS, GOOD, tiny_verdict, write_tiny_judge, write_tiny_model
 
 NOTHING = ReplyStore()
@@ -124,6 +128,23 @@ def test_a_judge_with_choices_gives_the_likeliest_of_them(tmp_path: Path) -> Non
         assert float(str(said["reason"]).split()[1]) == pytest.approx(float(share), abs=1e-3)
     calls, _ = JudgeCache(file).spent()
     assert judge.score(batch) == found and JudgeCache(file).spent()[0] == calls == 3, "what is known is not asked again"
+
+
+@pytest.mark.slow
+def test_over_two_ranks_a_sharded_judge_says_what_a_whole_one_says(tmp_path: Path) -> None:
+    """Also a rank without questions, and compared with the embedded engine, which pads nothing."""
+    write_tiny_model(tmp_path / "random", "qwen3", seed=3)
+    write_tiny_judge(tmp_path / "judge")
+    run_ranks("tests.runtime.sharded_judge_worker", 2, tmp_path)
+    for kind, (name, shares) in product(JUDGES, SHARES.items()):
+        model = load_model(tmp_path / kind)
+        for rank, share in enumerate(shares):
+            written, scored, chosen = torch.load(tmp_path / f"{name}-{kind}-{rank}.pt")
+            whole = judge_of(model, tmp_path / kind, OneRank())
+            whole.make_engine = partial(EmbeddedEngine, model, whole.tokenizer, version=Version(0, 0))
+            assert written == whole._write(dict(enumerate(share[0])))
+            assert (scored, chosen) == tuple(said_by(model, tmp_path / kind, OneRank(), *share)[1:])
+            assert len(scored) == len(share[1]) and all("score" in each for each in chosen)
 
 
 def unused_engine() -> RolloutEngine:

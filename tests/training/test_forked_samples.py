@@ -92,6 +92,21 @@ def test_each_conversation_is_computed_alone(folder: Path, max_tokens: int) -> N
     torch.testing.assert_close(drawn.double(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 10_000])
+def test_each_agent_is_computed_at_its_own_temperature(folder: Path, max_tokens: int) -> None:
+    """The conversations 1 and 2 are those of two more agents; the first one has the temperature of the run."""
+    batch, model, own = forked_batch(), load_model(folder), {"first": None, "1": 0.5, "2": 2.0}
+    scorer = TorchScorer(model, max_tokens_per_micro_batch=max_tokens, temperature=1.5, agent_temperatures=own)
+    found = scorer.forward(batch, ("log_probs", "entropy"))
+    for name in ("log_probs", "entropy"):
+        at = {heat: TorchScorer(model, temperature=heat).forward(batch, (name,))[name] for heat in (1.5, 0.5, 2.0)}
+        wanted = at[1.5].clone()
+        wanted[1, 4:12], wanted[1, 12:15] = at[0.5][1, 4:12], at[2.0][1, 12:15]
+        drawn = batch["response_mask"] > 0
+        torch.testing.assert_close(found[name][drawn], wanted[drawn], rtol=0, atol=1e-5)
+        assert float((wanted - at[1.5])[drawn].abs().max()) > 0.01
+
+
 def test_the_group_counts_the_episode_once_and_its_tokens_share_the_advantage() -> None:
     batch = forked_batch()
     for estimate, expected in (

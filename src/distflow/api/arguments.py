@@ -105,7 +105,7 @@ class PythonInputs:
     def __post_init__(self) -> None:
         for name, (key, _) in _FUNCTIONS.items():
             function = getattr(self, name)
-            is_areals = hasattr(function, "arun_episode") and name == "workflow"
+            is_areals = name == "workflow" and (hasattr(function, "arun_episode") or hasattr(function, "run_episode"))
             is_class = isinstance(function, type) and name != "workflow"
             if function is not None and not is_areals and (not callable(function) or is_class):
                 raise UserError(f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}")

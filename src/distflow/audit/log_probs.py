@@ -167,7 +167,7 @@ def policy_scores(
     """Scores of the samples, by uid, by the policy's own forward; see `forward_samples`."""
 
     def score(logits: Tensor, sample: Sample) -> model_forward.PlainScores:
-        return model_forward.plain_scores(logits, ids_of(sample)[1], recorded.sampling(sample))
+        return model_forward.plain_scores(logits, ids_of(sample)[1], recorded.sampling_of_tokens(sample))
 
     scores = forward_samples(recorded.run, actor, samples, score, dtype)
     return {str(sample["uid"]): found for sample, found in zip(samples, scores, strict=True)}
@@ -218,9 +218,8 @@ def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
 
 
 def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
-    def temperature(sample: Sample) -> float:
-        is_sampled = "domain" in sample and is_rl(recorded.config)
-        return recorded.sampling(sample).temperature if is_sampled else 1.0
+    def temperature(sample: Sample) -> float | Tensor:
+        return recorded.temperatures(sample) if "domain" in sample and is_rl(recorded.config) else 1.0
 
     reference: Any = recorded.run.resources.ref
     fixed = _fixed(reference.model) if recorded.partial else []  # one pass instead of two
@@ -245,7 +244,7 @@ def _fixed(model: torch.nn.Module) -> list[Sample]:
     return [{"prompt_ids": row[:1], "response_ids": row[1:]} for row in ids]
 
 
-def _log_probs_at(temperature: Callable[[Sample], float]) -> Callable[[Tensor, Sample], Tensor]:
+def _log_probs_at(temperature: Callable[[Sample], float | Tensor]) -> Callable[[Tensor, Sample], Tensor]:
     return lambda logits, own: model_forward.log_probs_of(logits, ids_of(own)[1], temperature(own))
 
 

@@ -96,16 +96,21 @@ def vocabulary_of(model: nn.Module) -> int:
     return int(unwrapped(model).config.get_text_config().vocab_size)
 
 
-def plain_scores(logits: Tensor, token_ids: Sequence[int], params: SamplingParams) -> PlainScores:
-    """logits: of the tokens, `(tokens, vocabulary)`."""
-    rows = max(1, MAX_DOUBLES // logits.shape[-1])
+def plain_scores(
+    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[tuple[int, SamplingParams]]
+) -> PlainScores:
+    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of runs of tokens, each with its number of tokens."""
+    rows, parts, start = max(1, MAX_DOUBLES // logits.shape[-1]), list[tuple[Tensor, ...]](), 0
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
-    parts = [_scores_of(some, own, params) for some, own in zip(logits.split(rows), ids.split(rows), strict=True)]
+    for number, params in sampling:
+        own = slice(start, start + number)
+        parts += [_scores_of(*each, params) for each in zip(logits[own].split(rows), ids[own].split(rows), strict=True)]
+        start += number
     return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float) -> Tensor:
-    """Float64 `(tokens,)`."""
+def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor) -> Tensor:
+    """Float64 `(tokens,)`. temperature: of all tokens, or `(tokens, 1)`."""
     scores = (logits.cpu().double() / temperature).log_softmax(-1)
     return scores.gather(-1, torch.tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
 

@@ -273,7 +273,7 @@ def _through_padding(
     def loss() -> Tensor:
         logits = joined_logits(list(logits_of(nn.Module.__call__, actor.model, tokens)))
         ids = torch.tensor(ids_of(chosen[0])[1] if chosen else [0], device=logits.device)
-        temperature = recorded.sampling(chosen[0]).temperature if chosen else 1.0
+        temperature = recorded.temperatures(chosen[0]).to(logits) if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
         cotangent = torch.zeros(1)

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from operator import eq
@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
-from distflow.config.derived_settings import BY_WORKFLOW, algorithms, policy_of_conversation
+from distflow.config.derived_settings import BY_WORKFLOW, agent_sampling, algorithms, policy_of_conversation
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
@@ -272,6 +272,20 @@ class RecordedStep:
     def sampling(self, sample: Sample) -> SamplingParams:
         """The sampling parameters of its domain, without stop tokens."""
         return self.run.spec.sampling_of.get(str(sample["domain"]), self.run.spec.sampling)
+
+    def sampling_of_tokens(self, sample: Sample) -> list[tuple[int, SamplingParams]]:
+        """The sampling parameters of each conversation's agent, with the number of the conversation's response
+        tokens."""
+        found = list[tuple[int, SamplingParams]]()
+        for talk in conversations_of(sample):
+            own: Any = agent_sampling(self.config, talk.name)
+            found.append((len(talk.ids) + min(talk.first, 0), replace(self.sampling(sample), **own)))
+        return found
+
+    def temperatures(self, sample: Sample) -> Tensor:
+        """The temperature of each response token, float64 `(tokens, 1)`."""
+        found = [[params.temperature] * number for number, params in self.sampling_of_tokens(sample)]
+        return torch.tensor(sum(found, []), dtype=torch.float64)[:, None]
 
     def limit(self, exact: Limit, rounded: Limit) -> Limit:
         """The limit for models in float32, or for a lower precision."""

@@ -33,6 +33,7 @@ from distflow.audit.recorded_step import (
     policies_of_conversations,
 )
 from distflow.builtin_names import ROLLOUT_ENGINES
+from distflow.config.derived_settings import agent_sampling
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.training.policies import models_of
@@ -166,7 +167,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
                 known[start:end] = known[start:end].cummin(0).values
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
                 logits[start:end] = _over_older_keys(runs, model, talk.ids[: end - talk.first], own[start:end])
-    return plain_scores(logits, response, recorded.sampling(sample)), known & policy
+    return plain_scores(logits, response, recorded.sampling_of_tokens(sample)), known & policy
 
 
 def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:
@@ -288,7 +289,7 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
                 return "draws with a repetition penalty, and greedy ones, are not repeated"
             if request.stream != own:
                 raise Wrong(f"sample {sample['uid']} drew from the stream of {request.stream}, but its own is {own}")
-            _by_the_config(recorded, request.params, sample["domain"])
+            _by_the_config(recorded, request.params, sample["domain"], talk.name)
             if request.num_drawn < int((sample["versions"][max(talk.first, 0) : start] >= 0).sum()):
                 recorded.run.warn(
                     "later turns of a sample reuse the random numbers of earlier turns: a request to the "
@@ -346,13 +347,14 @@ def _missed(draws: list[_Draw], limit: float) -> list[_Draw]:
     return [draw for draw in draws if not draw.low - limit <= draw.uniform <= draw.high + limit]
 
 
-def _by_the_config(recorded: RecordedStep, params: SamplingParams, domain: str) -> None:
+def _by_the_config(recorded: RecordedStep, params: SamplingParams, domain: str, conversation: str) -> None:
     settings, own = recorded.config.actor_rollout_ref.rollout, recorded.config.data.domains.get(domain)
+    agents = agent_sampling(recorded.config, conversation)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     for name in (*names, *(("stop",) if recorded.is_ours("responses") else ())):  # user turns may end elsewhere
-        wanted = getattr(own, name, None)
+        wanted = agents.get(name, getattr(own, name, None))
         if getattr(params, name) != (getattr(settings, name) if wanted is None else wanted):
-            raise Wrong(f"tokens were drawn with {name}={getattr(params, name)}, which is not rollout.{name}")
+            raise Wrong(f"tokens were drawn with {name}={getattr(params, name)}, which is not what the config sets")
 
 
 def _no_twins(recorded: RecordedStep) -> None:

@@ -1,7 +1,7 @@
 """Check: the engine has the trainer's weights. It generates greedily for fixed prompts, through the normal path."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from distflow.training.policies import Policies
 class Canary:
     """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never); an engine that
     `shares_weights` with the trainer only at the start, since every batch is compared there anyway. agents: one of each
-    trained policy, if there are several: each policy responds to the prompts."""
+    trained policy, if there are several: each policy responds to the prompts. temperature_of: that of an agent."""
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
@@ -33,6 +33,7 @@ class Canary:
     tolerance: Tolerance
     frequency: int
     shares_weights: bool
+    temperature_of: Callable[[str], float]
     agents: Mapping[str, str] = field(default_factory=dict)
     _limits: tuple[float, float] | None = None
     _num_synced: int = 0
@@ -72,7 +73,8 @@ class Canary:
         async def sample(row: int, prompt: tuple[int, ...], agent: str, policy: str) -> Sample:
             # The next canary would detect keys and values of this one if they outlived their weights.
             stream = Stream(0, "canary", 0, row)
-            request = GenerateRequest(prompt, (0,), params, stream, may_continue=True, policy=policy)
+            own = replace(params, temperature=self.temperature_of(agent))
+            request = GenerateRequest(prompt, (0,), own, stream, may_continue=True, policy=policy)
             (response,) = (await self.rollout.generate(request)).generations
             log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
             drawn = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))
@@ -97,5 +99,6 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         spec.tolerance,
         spec.options.canary_freq,
         spec.shares_weights,
+        spec.temperature_of_agent,
         resources.actor.agents if isinstance(resources.actor, Policies) else {},
     )

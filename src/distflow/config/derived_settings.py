@@ -70,13 +70,19 @@ BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_par
 def code_of_workflow(config: Config) -> list[tuple[str, str]]:
     """(key, target) of user code in `rollout.workflow`: the workflow, its tools, environment and agent."""
     rollout = config.actor_rollout_ref.rollout
-    tools = rollout.workflow_kwargs.get("tools")
-    entries = [(f"{WORKFLOW}_kwargs.tools", entry) for entry in (tools if isinstance(tools, list | tuple) else [])]
-    named = [(key, entry.get("name") if isinstance(entry, dict) else entry) for key, entry in entries]
+    named = _code_of_options(f"{WORKFLOW}_kwargs", rollout.workflow_kwargs)
+    for domain, own in rollout.workflow_kwargs.items() if rollout.workflow == "by_domain" else ():
+        named += _code_of_options(f"{WORKFLOW}_kwargs.{domain}", own if isinstance(own, dict) else {"workflow": own})
     named += [(WORKFLOW, rollout.workflow)]
-    options = ("env", "function", "reward")
-    named += [(f"{WORKFLOW}_kwargs.{option}", rollout.workflow_kwargs.get(option)) for option in options]
     return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]
+
+
+def _code_of_options(key: str, options: Mapping[str, object]) -> list[tuple[str, object]]:
+    """(key, value) of options of a workflow that may name code."""
+    tools = options.get("tools")
+    entries = tools if isinstance(tools, list | tuple) else []
+    named = [(f"{key}.tools", entry.get("name") if isinstance(entry, dict) else entry) for entry in entries]
+    return [*named, *((f"{key}.{name}", options.get(name)) for name in ("workflow", "env", "function", "reward"))]
 
 
 def pipeline_name(config: Config) -> str:
@@ -243,6 +249,18 @@ def policy_of_conversation(config: Config, name: str) -> str:
     Returns "" if there is only one policy."""
     owners = policies_of_agents(config)
     return owners.get(name.partition(".")[0], next(iter(owners.values()))) if owners else ""
+
+
+def agent_sampling(config: Config, conversation: str) -> dict[str, float]:
+    """The sampling that the agent of a conversation overrides, by the names of `SamplingParams`."""
+    agents = config.actor_rollout_ref.rollout.agents
+    return agents.get(conversation.partition(".")[0], next(iter(agents.values()))).sampling if agents else {}
+
+
+def agent_temperatures(config: Config) -> dict[str, float | None]:
+    """The temperature of each agent, None for the run's or the domain's; empty if no agent has its own."""
+    found = {name: agent.temperature for name, agent in config.actor_rollout_ref.rollout.agents.items()}
+    return found if any(found.values()) else {}
 
 
 def trained_policies(config: Config) -> tuple[str, ...]:

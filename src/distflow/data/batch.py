@@ -376,6 +376,17 @@ class Batch:
         ]
         return torch.tensor([after - before for own in ends for before, after in pairwise(own)], dtype=torch.int64)
 
+    def speakers(self, agents: Sequence[str]) -> Tensor:
+        """The index of the agent in whose conversation each response token is: int64 `(response tokens,)`. A
+        conversation without an agent's name is the first agent's."""
+        index, known = list[Tensor](), {name: number for number, name in enumerate(agents)}
+        for length, forks in zip(self._lengths[Axis.RESPONSE].tolist(), self["forks"], strict=True):
+            ends = [*(start for _, start in forks), length]
+            owners = [0, *(known.get(name.partition(".")[0], 0) for name, _ in forks)]
+            lengths = [end - start for start, end in pairwise([0, *ends])]
+            index.append(torch.tensor(owners).repeat_interleave(torch.tensor(lengths)))
+        return torch.cat([*index, torch.zeros(0, dtype=torch.int64)])
+
     def _derived_loss_mask(self) -> Tensor:
         mask: Tensor = self.flat("response_mask")
         if "valid" not in self._columns:

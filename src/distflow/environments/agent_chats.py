@@ -1,6 +1,6 @@
 """The agents of an episode: each has its own conversation, and the workflow awaits any of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
@@ -40,10 +40,3 @@ def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
         own.forked(own)
         chats[name] = own
     return chats
-
-
-def agent_of(conversation: str, agents: Sequence[str]) -> str:
-    """The agent of a conversation, by its name: of an agent or a fork of its conversation; empty for the first
-    agent's."""
-    first = conversation.partition(".")[0]
-    return first if first in agents else agents[0]

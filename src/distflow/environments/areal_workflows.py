@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError
 
+METHODS = ("arun_episode", "run_episode")
+"""Names of the async method `f(engine, data)`; the first that the object has is called."""
 _NEEDED = "tensors by name with input_ids, loss_mask and rewards"
 _COLUMNS = ("attention_mask", "input_ids", "loss_mask", "logprobs", "versions")
 LIMIT = 1e-5
@@ -93,10 +95,10 @@ class Engine:
 
 
 class ArealWorkflow:
-    """A workflow that runs the `arun_episode` of a user's object."""
+    """A workflow that runs the `arun_episode`, or `run_episode`, of a user's object."""
 
     def __init__(self, theirs: Any) -> None:
-        self._theirs = theirs
+        self._run = next(getattr(theirs, name) for name in METHODS if hasattr(theirs, name))
 
     async def __call__(self, chat: Chat, row: Any) -> float | None:
         """row: a `Row`. Returns the reward, or None if it rejects the episode. Raises ValueError if the trajectory was
@@ -104,7 +106,7 @@ class ArealWorkflow:
         engine, prompt = Engine(chat), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # as a str for rewards
-        returned = await self._theirs.arun_episode(engine, {**columns, "messages": messages})
+        returned = await self._run(engine, {**columns, "messages": messages})
         if returned is None:
             return None
         if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeVar
 from distflow.builtin_names import WORKFLOWS
 from distflow.environments.agent_chats import KEY as AGENTS_KEY
 from distflow.environments.agent_chats import Agent, Agents, begin_agents
+from distflow.environments.areal_workflows import METHODS as AREALS_METHODS
 from distflow.environments.areal_workflows import ArealWorkflow
-from distflow.environments.chat import Chat, Prompt
+from distflow.environments.chat import Chat, ChatError, Prompt
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load, split_name, users_code
 
@@ -39,10 +40,13 @@ class Row:
 
 
 class Rewarded(Protocol):
-    """The result of the run's reward functions for a reply. accuracy: 1 is correct, whatever the score."""
+    """The result of the run's reward functions for a reply. accuracy: 1 is correct, whatever the score; 0 without one.
+    score: None if a reward function failed."""
 
     @property
     def accuracy(self) -> float: ...
+    @property
+    def score(self) -> float | None: ...
 
     def discounted(self, factor: float) -> "Rewarded":
         """The result with this factor on the score."""
@@ -125,6 +129,32 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
     return Workflow(name, run, scores, has_agents="agents" in parameters)
 
 
+class ByDomain:
+    """The workflow `by_domain`: each domain has its own workflow.
+
+    workflows: domain → the name of its workflow, or {workflow: NAME, **options}; `default` is for all other domains.
+    """
+
+    def __init__(self, **workflows: Any) -> None:
+        """Raises UserError for a workflow that cannot be used, or that takes agents."""
+        self._own = dict[str, Workflow]()
+        for domain, entry in workflows.items():
+            options = dict(entry) if isinstance(entry, Mapping) else {"workflow": entry}
+            if "workflow" not in options:
+                raise UserError(f"{KEY}_kwargs.{domain}: name the workflow: {{workflow: NAME, OPTION: VALUE}}")
+            self._own[domain] = load_workflow(str(options.pop("workflow")), options).check_agents({})
+        if not workflows:
+            raise UserError(f"{KEY}=by_domain: name a workflow for each domain: {KEY}_kwargs={{math: single_turn}}")
+        self.uses_reward_fn = any(each.scores for each in self._own.values())
+
+    async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
+        """Raises ChatError, an error of the episode, for a domain without a workflow."""
+        own = self._own.get(row.domain, self._own.get("default"))
+        if own is None:
+            raise ChatError(f"the domain '{row.domain}' has no workflow: add it to {KEY}_kwargs, or add default")
+        return await own(chat, row, reward_fn)
+
+
 def _fault(function: object) -> str:
     """Why it is not a workflow; empty if it is one."""
     if not callable(function):
@@ -142,7 +172,7 @@ def _fault(function: object) -> str:
 
 
 def _is_areals(found: object) -> bool:
-    return inspect.iscoroutinefunction(getattr(found, "arun_episode", None))
+    return any(inspect.iscoroutinefunction(getattr(found, name, None)) for name in AREALS_METHODS)
 
 
 def _check_options(name: str, function: Any, options: Mapping[str, object], skipped: int) -> None:

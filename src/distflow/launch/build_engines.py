@@ -168,11 +168,13 @@ def build_reward_model(
 
 
 class JudgeParts(NamedTuple):
-    """A judge's engine, "module:Class" of a rollout engine, and options of its constructor."""
+    """A judge's engine, "module:Class" of a rollout engine, and options of its constructor; unused if its weights are
+    spread."""
 
     engine: str
     dtype: torch.dtype
     options: Options
+    spread: Spread | None
     template: str
     answer_tokens: int
     replies: ReplyStore
@@ -180,16 +182,19 @@ class JudgeParts(NamedTuple):
 
 
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
-    """A judge, whole on each rank, with its own tokenizer."""
+    """A judge, whole or in shards, with its own tokenizer."""
     with blaming(key):
-        model = load_model(**source, device=device)
-        _cast(model, parts.dtype)
+        model = load_model(**source, sharding=_sharding(get, parts.spread), device=device)
         tokenizer = load_tokenizer(source["path"])
-        make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
-        make()  # rejects a family that the engine cannot run
+        make = None
+        if parts.spread is None:
+            _cast(model, parts.dtype)
+            make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
+            make()  # rejects a family that the engine cannot run
         replies = parts.replies.of_model(source["path"], source.get("revision"))
     params = SamplingParams(parts.answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
-    return Judge(model, tokenizer, make, parts.template, params, context_length(**source), replies, parts.choices)
+    longest, group = context_length(**source), get("collective")
+    return Judge(model, tokenizer, make, parts.template, params, longest, replies, parts.choices, group)
 
 
 def _make_engine(
@@ -260,19 +265,25 @@ class OwnServers(NamedTuple):
     meeting: Path
 
 
+def empty_policy(source: Source, adapt: Adapt | None, dtype: torch.dtype) -> nn.Module:
+    """Names and shapes of the weights that a server gets. adapt: adds the adapter that the server applies unmerged."""
+    with blaming("actor_rollout_ref.model.path"):
+        model: nn.Module = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
+    _cast(model, dtype)
+    return adapt(model) if adapt else model
+
+
 def build_rollout_of_server(
     get: Get,
     device: torch.device,
     engine: str,
-    dtype: torch.dtype,
-    source: Source,
+    empty: Callable[[], nn.Module],
     options: Options,
     servers: OwnServers,
 ) -> RolloutEngine:
-    """The weights are in the servers; here they only have names and shapes. servers: if none are given by address."""
-    with blaming("actor_rollout_ref.model.path"):
-        model = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
-    _cast(model, dtype)
+    """The weights are in the servers, not here. empty: makes the model without them. servers: if none are given by
+    address."""
+    model = empty()
     urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * servers.number
     make: Any = load(engine)
     if ranks := get.rank.rollout_group:

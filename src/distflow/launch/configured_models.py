@@ -111,12 +111,15 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
     """Raises UserError, with the key, if a model's layers cannot be divided as in a layout."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
-        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # a judge is whole on each rank
+        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # one that judges is whole on each rank
             key, source = _source_of(config, layout.role)
             with blaming(key):
                 check_divisible(
                     ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role in ("actor", "ref")
                 )
+                model = scoring_models(config.reward_model).get(layout.role)
+                if model is not None and model.store:
+                    raise UserError("tensor parallel ranks may find different replies in its store: remove store")
 
 
 def policy_source(config: Config) -> Source:

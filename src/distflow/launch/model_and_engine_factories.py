@@ -11,6 +11,7 @@ import torch
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import (
+    agent_temperatures,
     config_of_policy,
     is_rl,
     is_sharded,
@@ -120,14 +121,15 @@ def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Fa
                 template = judge_template(model.template)
             target, options = _engine_options(config)
             dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
+            spread = build_engines.Spread(dtype, model.param_offload) if model.sharded else None
             parts = build_engines.JudgeParts(
-                target, dtype, options, template, model.answer_tokens, replies, model.choices
+                target, dtype, options, spread, template, model.answer_tokens, replies, model.choices
             )
             factories[name] = partial(build_engines.build_judge, key=key, source=source, parts=parts)
         else:
             scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
             spread = build_engines.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
-            scorer["temperatures"] = {}
+            scorer["temperatures"], scorer["agent_temperatures"] = {}, {}
             factories[name] = partial(
                 build_engines.build_reward_model, key=key, source=source, spread=spread, options=scorer
             )
@@ -179,6 +181,7 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> bu
     if optim.scheduler != "constant":
         warm_up = {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
         warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
+    merging = {} if role == "critic" or not settings.model.lora_rank else {"merge_adapter": settings.model.lora_merge}
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
     return build_engines.Trainer(
         TRAIN_ENGINES[settings.actor.strategy].target,
@@ -186,6 +189,7 @@ def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> bu
         partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
         {
             **_scorer_options(config, max_tokens),
+            **merging,
             "max_grad_norm": trained.max_grad_norm,
             "gradient_checkpointing": settings.model.enable_gradient_checkpointing,
         },
@@ -198,6 +202,7 @@ def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
         "max_tokens_per_micro_batch": max_tokens,
         "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
         "temperatures": temperatures(config) if is_rl(config) else {},
+        "agent_temperatures": agent_temperatures(config) if is_rl(config) else {},
         "compute_dtype": None if is_sharded(config) else compute_dtype(config),
     }
 
@@ -234,8 +239,12 @@ def _rollout_factory(config: Config) -> Factory:
         return partial(
             build_engines.build_rollout_of_server,
             engine=target,
-            dtype=dtype,
-            source=source,
+            empty=partial(
+                build_engines.empty_policy,
+                source,
+                None if config.actor_rollout_ref.model.lora_merge else configured_models.policy_adapter(config),
+                dtype,
+            ),
             options=options,
             servers=build_engines.OwnServers(num_servers, config.trainer.run_dir / ".meeting-server-"),
         )

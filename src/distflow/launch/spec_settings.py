@@ -201,7 +201,7 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
         if own.weights or own.moments:
             found[role] = own
     for role, model in scoring_models(config.reward_model).items():
-        if role in pipeline.engines and model.param_offload and (model.judge or not is_sharded(config)):
+        if role in pipeline.engines and model.param_offload and (model.is_whole_judge or not is_sharded(config)):
             found[role] = Offloads(weights=True, moments=False)
     if "actor" in found and found["actor"].weights:
         beside = {engine for rank in plan.ranks if "actor" in rank.engines for engine in rank.engines}

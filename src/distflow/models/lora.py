@@ -92,12 +92,29 @@ def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
     return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]  # peft's
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def plain_name(name: str) -> str:
+    """The Hugging Face name of a weight below an adapter; other names stay."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any] | None:
+    """Rank, scale and modules of the model's adapter, by PEFT's names; None for a model without one."""
+    if not has_adapter(model):
+        return None
+    config: Any = model.peft_config["default"]  # type: ignore[index]  # peft's
+    return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules)}
+
+
+def named_weights(model: nn.Module, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The weights by their Hugging Face names, tied ones once, adapters merged into copies of the adapted weights.
 
-    Weights without an adapter are the model's own storage.
+    Other weights are the model's own storage. merge: False yields the weights below the adapters, and the adapters' own
+    by their names in the module.
     """
     causal: nn.Module = unwrapped(model)
+    if not merge:
+        yield from ((plain_name(name), parameter.detach()) for name, parameter in causal.named_parameters())
+        return
     adapted = {name: module for name, module in causal.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in causal.named_parameters():
         owner, _, leaf = name.partition(".base_layer.")

@@ -81,14 +81,15 @@ def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mappin
 
 def _allocated(pipeline: BoundPipeline, allocation: Allocation, config: Config) -> list[DpGroup]:
     rollout_engine = config.actor_rollout_ref.rollout.name
-    judges = {name for name, model in scoring_models(config.reward_model).items() if model.judge}
+    judges = {name for name, model in scoring_models(config.reward_model).items() if model.is_whole_judge}
     for part in allocation.parts:
         if part.role not in pipeline.engines:
             has = ", ".join(sorted(pipeline.engines)) or "none"
             allocation.refuse(part.at, f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}")
         is_wrong = part.engine != rollout_engine if part.role in judges else part.engine in ROLLOUT_ENGINES
         if is_wrong and part.role != "rollout":
-            needs = f"that of the rollout, {rollout_engine}" if part.role in judges else "one that trains"
+            own = f"that of the rollout, {rollout_engine}, if it is not sharded"
+            needs = own if part.role in judges else "one that trains"
             allocation.refuse(part.at, f"the engine of '{part.role}' must be {needs}")
     for group in allocation.groups:
         first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
@@ -150,7 +151,7 @@ def _scheduled(parts: Sequence[Part], shares: Sequence[int], config: Config) -> 
 def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
     rollout, model = config.actor_rollout_ref.rollout, scoring_models(config.reward_model).get(role)
     if role != "rollout":
-        is_judge = model is not None and model.judge
+        is_judge = model is not None and model.is_whole_judge
         return rollout.name if is_judge else config.actor_rollout_ref.actor.strategy, Sizes(data=num_devices)
     tensor = rollout.tensor_model_parallel_size
     if num_devices % tensor:

@@ -72,6 +72,11 @@ class RewardOutcome:
     parts: dict[str, RewardResult] = field(default_factory=dict)
     accuracy: float = 0.0
 
+    @property
+    def score(self) -> float | None:
+        """None if there is a reward error instead."""
+        return self.reward_result.value if isinstance(self.reward_result, Score) else None
+
     def scores(self) -> dict[str, float]:
         """Scores of the parts that have one, and apply to the response."""
         scored = {name: part for name, part in self.parts.items() if isinstance(part, Score)}

@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
@@ -21,6 +21,7 @@ from distflow.models.weight_fingerprint_and_soundness import identity
 from distflow.rewards.judge_cache import JudgeCache
 from distflow.rewards.judge_text import RESPONSE_CHARACTERS, fill_template, read_score, score_at_end
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
+from distflow.training.engine import Collective, OneRank
 from distflow.training.torch_engine import FrozenWeights, TorchScorer
 
 
@@ -48,18 +49,20 @@ class Judge(FrozenWeights):
     """Scores the responses of a whole step at once, by the most likely answer to the filled template.
 
     make_engine: a rollout engine over the model. Each step makes one, so that between steps only the weights take
-    memory. max_positions: tokens of a question and its answer; None if the model has no limit. choices: the only scores
-    that it may give; empty if it writes a score.
+    memory. None if the weights are sharded: then the ranks of `group`, each with its own responses, run the model
+    equally often. max_positions: tokens of a question and its answer; None if the model has no limit. choices: the only
+    scores that it may give; empty if it writes a score.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    make_engine: Callable[[], RolloutEngine]
+    make_engine: Callable[[], RolloutEngine] | None
     template: str
     params: SamplingParams
     max_positions: int | None
     replies: ReplyStore = ReplyStore()
     choices: tuple[float, ...] = ()
+    group: Collective = field(default_factory=OneRank)
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
         """For each response, `score` from 0 to 1 and `reason`; or `error`, which never counts as a score of 0."""
@@ -69,8 +72,7 @@ class Judge(FrozenWeights):
                 {"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked
             ]
             wanted = {row: ids for row, ids in enumerate(asked) if found[row] is None and not isinstance(ids, str)}
-            answer = self._choose if self.choices else self._write
-            for (row, ids), (said, num_written) in zip(wanted.items(), answer(wanted) if wanted else (), strict=True):
+            for (row, ids), (said, num_written) in zip(wanted.items(), self._answers(wanted), strict=True):
                 found[row] = said
                 if not self.replies.file:
                     continue
@@ -97,33 +99,73 @@ class Judge(FrozenWeights):
         limits = self.choices or self.params.max_tokens
         return hashlib.sha256(json.dumps([self.replies.model, limits, list(ids)]).encode()).hexdigest()
 
+    def _answers(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
+        """For each question, what was said and the number of tokens written."""
+        if self.make_engine is not None and not wanted:
+            return []
+        if self.choices:
+            return self._choose(wanted)
+        written = self._write_together(list(wanted.values())) if self.make_engine is None else self._write(wanted)
+        return [(self._read(reply), len(reply)) for reply in written]
+
     def _choose(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
         """For each question, the choice whose JSON object is the likeliest to follow; nothing is generated."""
         texts = [f'{{"score": {choice:g}}}' for choice in self.choices]
         replies: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         pairs = [(ids, reply) for ids in wanted.values() for reply in replies]
         lengths = [len(reply) for _, reply in pairs]
-        batch = Batch(torch.tensor([len(ids) for ids, _ in pairs]), torch.tensor(lengths))
-        batch["prompt_ids"] = torch.tensor([token for ids, _ in pairs for token in ids])
-        batch["response_ids"] = torch.tensor([token for _, reply in pairs for token in reply])
-        log_probs = TorchScorer(self.model).forward(batch, ("log_probs",)).flat("log_probs").double().split(lengths)
+        batch = Batch(*(torch.tensor(each, dtype=torch.int64) for each in ([len(ids) for ids, _ in pairs], lengths)))
+        batch["prompt_ids"] = torch.tensor([token for ids, _ in pairs for token in ids], dtype=torch.int64)
+        batch["response_ids"] = torch.tensor([token for _, reply in pairs for token in reply], dtype=torch.int64)
+        found = TorchScorer(self.model, group=self.group).forward(batch, ("log_probs",))
         forget_packed(self.model)
+        if not wanted:
+            return []
+        log_probs = found.flat("log_probs").double().split(lengths)
         shares = torch.stack([each.sum() for each in log_probs]).view(len(wanted), -1).softmax(-1)
         return [
             ({"score": self.choices[best], "reason": f"probability {share:.3f} among the choices"}, 0)
-            for share, best in zip(*(found.tolist() for found in shares.max(-1)), strict=True)
+            for share, best in zip(*(each.tolist() for each in shares.max(-1)), strict=True)
         ]
 
-    def _write(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
-        """The content of each reply, and its number of tokens."""
+    def _write(self, wanted: Mapping[int, list[int]]) -> list[list[int]]:
+        """The tokens of each reply."""
         requests = [
             GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row)) for row, ids in wanted.items()
         ]
         with ThreadPoolExecutor(1) as thread:  # this thread may have a running loop, e.g. in a notebook
-            results = thread.submit(asyncio.run, self._answer(requests)).result()
-        return [(self._read(result), len(result.generations[0].token_ids)) for result in results]
+            results = thread.submit(asyncio.run, self._generate(requests)).result()
+        return [list(result.generations[0].token_ids) for result in results]
 
-    async def _answer(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    @torch.no_grad()
+    def _write_together(self, questions: list[list[int]]) -> list[list[int]]:
+        """The same by sharded weights, with transformers' `generate`, some questions at a time."""
+        scorer, width = TorchScorer(self.model), max(map(len, questions), default=0) + self.params.max_tokens
+        size = max(1, scorer.max_tokens // width)
+        parts = [questions[start : start + size] for start in range(0, len(questions), size)]
+        parts += [[]] * (int(self.group.max(float(len(parts)))) - len(parts))
+        return [reply for part in parts for reply in self._continue(part, scorer.device)]
+
+    def _continue(self, questions: list[list[int]], device: torch.device) -> list[list[int]]:
+        rows = questions or [[0]]
+        longest, stops = max(map(len, rows)), torch.tensor(self.params.stop_token_ids, device=device)
+        padded = [[(0, 0)] * (longest - len(row)) + [(token, 1) for token in row] for row in rows]
+        ids, mask = torch.tensor(padded, device=device).unbind(-1)
+
+        def all_ended(ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+            is_open = bool(questions) and not bool(torch.isin(ids[:, longest:], stops).any(-1).all())
+            return torch.full((len(ids),), self.group.max(float(is_open)) == 0, device=device)
+
+        generate: Any = self.model.generate
+        options: dict[str, object] = {"max_new_tokens": self.params.max_tokens, "eos_token_id": None, "pad_token_id": 0}
+        options |= {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "synced_gpus": False}
+        found = generate(input_ids=ids, attention_mask=mask, stopping_criteria=[all_ended], **options)
+        replies: list[list[int]] = found[: len(questions), longest:].tolist()
+        ends = [[at for at, token in enumerate(reply) if token in self.params.stop_token_ids] for reply in replies]
+        return [reply[: end[0] + 1] if end else reply for reply, end in zip(replies, ends, strict=True)]
+
+    async def _generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        assert self.make_engine is not None
         engine = self.make_engine()
         try:
             async with engine:
@@ -152,8 +194,8 @@ class Judge(FrozenWeights):
         longest = (self.max_positions or len(ids) + self.params.max_tokens) - self.params.max_tokens
         return ids if len(ids) <= longest else f"the judge reads {longest} tokens, and was to read {len(ids)}"
 
-    def _read(self, result: GenerateResult) -> dict[str, object]:
+    def _read(self, reply: list[int]) -> dict[str, object]:
         try:
-            return score_at_end(str(self.tokenizer.decode(result.generations[0].token_ids, skip_special_tokens=True)))
+            return score_at_end(str(self.tokenizer.decode(reply, skip_special_tokens=True)))
         except ValueError as error:
             return {"error": str(error)}

@@ -10,6 +10,7 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
+from distflow.config.derived_settings import agent_sampling
 from distflow.config.keys.trainer_async_dag import SlurmConfig
 from distflow.data.prompts import PromptRow
 from distflow.errors import UserError
@@ -190,6 +191,10 @@ class Spec:
     sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
     num_left_out: Mapping[str, int] = field(default_factory=dict)
     overlap: str = ""
+
+    def temperature_of_agent(self, agent: str) -> float:
+        """In training. agent: its name, empty for the first one."""
+        return agent_sampling(self.config, agent).get("temperature", self.sampling.temperature)
 
     @property
     def run_dir(self) -> Path:

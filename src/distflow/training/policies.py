@@ -44,10 +44,12 @@ class PolicyTrainer(TorchTrainEngine):
         own["loss_mask"] = batch.flat("loss_mask") * is_own
         return own
 
-    def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+    def compute(self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None) -> dict[str, Tensor]:
         conversations, places = self._cut(micro)
+        heat = self.temperature_of(micro) if heat is None else heat
+        heat = heat[places.to(heat.device)] if isinstance(heat, Tensor) else heat
         places, size = places.to(self.device), int(micro.lengths("response").sum())
-        found = super().compute(conversations, outputs)
+        found = super().compute(conversations, outputs, heat)
         return {name: flat.new_zeros(size).index_put((places,), flat) for name, flat in found.items()}
 
     def _cut(self, batch: Batch) -> tuple[Batch, Tensor]:
@@ -55,14 +57,13 @@ class PolicyTrainer(TorchTrainEngine):
         Except in an episode's first conversation, the first token, which is given, serves as the prompt."""
         prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
         response, first_policy = batch.flat("response_ids"), next(iter(self._policies.values()))
-        begin, rows, heads, places = 0, list[int](), list[Tensor](), list[Tensor]()
+        begin, heads, places = 0, list[Tensor](), list[Tensor]()
         for row, (prompt, length) in enumerate(zip(prompts, batch.lengths("response").tolist(), strict=True)):
             forks = batch["forks"][row] if "forks" in batch else []
             starts = [("", 0), *((name, start) for name, start in forks), ("", length)]
             for number, ((name, start), (_, end)) in enumerate(zip(starts, starts[1:], strict=False)):
                 is_own = self._policies.get(name.partition(".")[0], first_policy) == self.policy
                 if is_own and end > start:
-                    rows.append(row)
                     heads.append(response[begin + start : begin + start + 1] if number else prompt)
                     places.append(torch.arange(begin + start + bool(number), begin + end))
             begin += length
@@ -70,8 +71,6 @@ class PolicyTrainer(TorchTrainEngine):
         cut["prompt_ids"] = torch.cat([*heads, response[:0]])
         place = torch.cat([*places, torch.zeros(0, dtype=torch.int64)])
         cut["response_ids"] = response[place.to(response.device)]
-        if "domain" in batch:
-            cut["domain"] = [batch["domain"][row] for row in rows]
         return cut, place
 
 

@@ -33,11 +33,13 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 class ScorerOptions(TypedDict, total=False):
     """max_tokens_per_micro_batch: None chooses by the device. temperatures: of domains not sampled at `temperature`.
+    agent_temperatures: of the agents of episodes, None for that of the sample; empty if no agent has its own.
     compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays in float32."""
 
     max_tokens_per_micro_batch: int | None
     temperature: float
     temperatures: Mapping[str, float]
+    agent_temperatures: Mapping[str, float | None]
     compute_dtype: torch.dtype | None
 
 
@@ -54,6 +56,7 @@ class TorchScorer:
     max_tokens_per_micro_batch: int | None = None
     temperature: float = 1.0
     temperatures: Mapping[str, float] = field(default_factory=dict)
+    agent_temperatures: Mapping[str, float | None] = field(default_factory=dict)
     compute_dtype: torch.dtype | None = None
     without_adapter: bool = False
     group: engine.Collective = field(default_factory=engine.OneRank)
@@ -76,19 +79,22 @@ class TorchScorer:
         scored = Batch.concat([self._columns(batch.select(index), outputs) for index in bins])
         return scored.to("cpu").select(torch.cat(bins).argsort())
 
-    def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+    def compute(self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None) -> dict[str, Tensor]:
         """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
 
         micro: on the CPU, so that shared prefixes of its samples are computed once, or on the device. outputs: of
-        "log_probs", "entropy", "values", or only "text_scores". Raises ValueError for a sample without a prompt, and
-        for samples without a domain if domains have their own temperatures.
+        "log_probs", "entropy", "values", or only "text_scores". heat: the temperature, or that of each response token;
+        None for that of its agent or domain. Raises ValueError for a sample without a prompt, and for samples without a
+        domain if domains have their own temperatures.
         """
         model: Any = self.model  # nn.Module declares no methods
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
         casts = self.compute_dtype not in (None, self._parameter.dtype)
         with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
             inputs = model_inputs(micro, self.device, before=int(outputs != ("text_scores",)))
-            return model.packed_forward(inputs, outputs, temperature=self._temperature(micro))
+            heat = self.temperature_of(micro) if heat is None else heat
+            heat = send(heat, self.device) if isinstance(heat, Tensor) else heat
+            return model.packed_forward(inputs, outputs, temperature=heat)
 
     def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
         columns = Batch(part.lengths("prompt"), part.lengths("response"))
@@ -96,15 +102,20 @@ class TorchScorer:
             columns[name] = flat
         return columns
 
-    def _temperature(self, micro: Batch) -> float | Tensor:
+    def temperature_of(self, micro: Batch) -> float | Tensor:
         """The temperature; if they differ, that of each response token: `(response tokens,)`."""
-        if not self.temperatures:
+        if not (self.temperatures or self.agent_temperatures):
             return self.temperature
         if "domain" not in micro:
-            raise ValueError("domains are sampled at temperatures of their own: scored samples need their 'domain'")
+            raise ValueError("temperatures differ by domain or agent: scored samples need their 'domain'")
         of_samples = torch.tensor([self.temperatures.get(domain, self.temperature) for domain in micro["domain"]])
-        check_temperature(of_samples)
-        return send(of_samples.repeat_interleave(micro.lengths("response")), self.device)
+        of_tokens = of_samples.repeat_interleave(micro.lengths("response"))
+        if self.agent_temperatures:
+            own = torch.tensor([each or 0.0 for each in self.agent_temperatures.values()])
+            own = own[micro.speakers([*self.agent_temperatures])]
+            of_tokens = torch.where(own > 0, own, of_tokens)
+        check_temperature(of_tokens)
+        return of_tokens
 
 
 class FrozenWeights:
@@ -270,17 +281,19 @@ class TorchTrainEngine(TorchScorer):
         schedule: Schedule,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
+        merge_adapter: bool = True,
         group: engine.Collective | None = None,
         **scoring: Unpack[ScorerOptions],
     ) -> None:
         """max_grad_norm: gradients above it are scaled down to it; None for no limit. gradient_checkpointing: keep only
-        each layer's input, and recompute the layer in the backward pass. group: the ranks that share the mini-batch;
-        each sees its own part, all take the same step, bit for bit.
+        each layer's input, and recompute the layer in the backward pass. merge_adapter: whether `weights`
+        have an adapter merged. group: the ranks that share the mini-batch; each sees its own part, all take the same
+        step, bit for bit.
         """
         super().__init__(model, group=group or engine.OneRank(), **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.merge_adapter = max_grad_norm, merge_adapter
         self.num_steps = 0
         self._device = self.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -341,11 +354,12 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, LoRA merged; others are the model's own storage.
+        """The weights by their Hugging Face names, tied ones once, with an adapter merged, or its weights beside them;
+        others are the model's own storage.
 
         A sharded weight is gathered when read, by all ranks together.
         """
-        return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
+        return ((name, whole(tensor)) for name, tensor in named_weights(self.model, self.merge_adapter))
 
     def state(self) -> engine.TrainState:
         """Everything that training changes: trainable weights, the optimizer's state, the number of steps taken.

@@ -262,6 +262,7 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"max_model_len": 512}},
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",
+    "actor_rollout_ref.model.lora_merge": False,
     "actor_rollout_ref.actor.prox": "interpolate",
     "async.max_concurrent_rollouts": 4,
     "async.max_staleness": 2,
@@ -324,12 +325,16 @@ def test_keys_that_exclude_others_can_be_set_too(name):
         keys["policy_loss"] = "decoupled"
     if rest == ["rollout"]:
         keys["name"] = "vllm"
+    if name.endswith("lora_merge"):
+        keys["lora_rank"] = 4
     if key == "agents":
         keys["workflow"] = "games.py:talk"
     for part in rest:
         keys = {part: keys}
     if group == "data":
         keys = {"train_files": [], "domains": TWO_DOMAINS, **keys}
+    if name.endswith("lora_merge"):
+        keys["rollout"] = {"name": "vllm"}
     others = {}
     if key == "agent_rewards":
         others["actor_rollout_ref"] = {"rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}}

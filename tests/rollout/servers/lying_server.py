@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from distflow.rollout.engine_weights import stripe_hashes
+from distflow.rollout.servers.vllm_engine import INTERFACE
 
 VOCAB_SIZE = 99
 Lie = Callable[[str, dict[str, Any], Any], Any]
@@ -39,8 +40,14 @@ class Server(ThreadingHTTPServer):
     def answer(self, path: str, asked: dict[str, Any]) -> Any:
         """The truth."""
         if path == "/collective_rpc" and asked["method"] == "distflow_describe":
-            described = {"interface": 1, "dtype": "torch.float32", "vocab_size": VOCAB_SIZE, "max_model_len": 256}
-            return {"results": [{**described, "can_sleep": False}]}
+            described = {
+                "interface": INTERFACE,
+                "dtype": "torch.float32",
+                "vocab_size": VOCAB_SIZE,
+                "max_model_len": 256,
+                "can_sleep": False,
+            }
+            return {"results": [described]}
         if path == "/collective_rpc" and asked["method"] == "distflow_load":
             self.hashes = {}
             for file in asked["args"][0]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import distflow
 from distflow.errors import TrustError
+from distflow.models.lora import add_lora, named_weights
 from distflow.rollout.engine import GenerateRequest, Generation
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
@@ -316,9 +317,80 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
             assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
 
 
+def adapted(seed: int, base: int = 0, **options: Any) -> Any:
+    """Model `base` with an adapter that changes its answers."""
+    model: Any = add_lora(model_of(base), rank=4, seed=seed, **options)
+    torch.manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=str)
+def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
+    """The answers are those of the merged model, from the first adapter and the next, and after a restart."""
+    requests = [request_of(prompt_of(n), (0, 5), row=n, max_tokens=40) for n in (1, 9, 300)]
+    empty = add_lora(model_of(3), rank=4, target_modules=targets)
+    engine = VllmEngine(empty, tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1)
+
+    async def answers() -> list[Any]:
+        found = []
+        async with engine:
+            for step, model in enumerate(models, 1):
+                weights = [(name, tensor.clone()) for name, tensor in named_weights(model, merge=False)]
+                receipt = await engine.load_weights(Version(0, step), weights)
+                assert receipt.hashes == stripe_hashes(weights) == await engine.hashes()
+                found.append(await generate_all(engine, requests))
+            assert engine._process is not None
+            os.kill(engine._process.pid, signal.SIGKILL)
+            found.append(await generate_all(engine, requests))
+        return found
+
+    models = [adapted(seed, base, target_modules=targets) for seed, base in ((1, 0), (2, 0), (2, 1))]
+    for model, found in zip([*models, models[-1]], asyncio.run(answers()), strict=True):
+        merged = model_of(7)
+        merged.load_state_dict(dict(named_weights(model)))
+        for ours, theirs in zip(found, run_all(make_hf(merged), requests), strict=True):
+            for one, other in zip(ours.generations, theirs.generations, strict=True):
+                assert one.token_ids == other.token_ids
+                assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(tmp_path: Path, staleness: int) -> None:
+    write_tiny_model(tmp_path / "model", "llama", head_dim=32)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+
+    def run(merge: bool) -> list[dict[str, float]]:
+        overrides = {
+            "actor_rollout_ref.model.path": str(tmp_path / "model"),
+            "actor_rollout_ref.model.lora_rank": 4,
+            "actor_rollout_ref.model.lora_merge": merge,
+            "actor_rollout_ref.actor.optim.lr": 1e-2,
+            "actor_rollout_ref.rollout.name": "vllm",
+            "actor_rollout_ref.rollout.python": str(PYTHON),
+            "async.max_staleness": staleness,
+            "trainer.default_local_dir": str(tmp_path / f"run-{merge}"),
+            "trainer.total_training_steps": 4,
+            "trust.canary_freq": 1,
+            "trust.audit_freq": 1,
+        }
+        done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
+        assert not done.events("finding") and not done.events("error")
+        return done.metrics("train")
+
+    unmerged, names = run(False), ("reward/mean_score", "actor/grad_norm")
+    assert max(row.get("mismatch/same_version/max_abs", 0.0) for row in unmerged) < 1e-4
+    if staleness == 0:
+        for one, other in zip(unmerged, run(True), strict=True):
+            assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+
+
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("lost", ["", "up_proj", None])
 def test_an_adapter_that_the_server_does_not_serve_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str | None, merge: bool
 ) -> None:
     """verl-project/verl#7495 (no update after the first) and unslothai/unsloth-zoo#941 (none of one projection), with
     receipts of the right hashes. lost: in the names that are not updated; None is the healthy twin."""
@@ -343,6 +415,7 @@ def test_an_adapter_that_the_server_does_not_serve_is_found(
     overrides = {
         "actor_rollout_ref.model.path": str(tmp_path / "model"),
         "actor_rollout_ref.model.lora_rank": 4,
+        "actor_rollout_ref.model.lora_merge": merge,
         "actor_rollout_ref.actor.optim.lr": 1e-2,
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.python": str(PYTHON),

@@ -70,6 +70,17 @@ def test_a_model_without_its_small_adapter(folder: Path, dtype: torch.dtype, by:
         check_sent(list(bare.items()), model, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_is_sent_unmerged(folder: Path, dtype: torch.dtype) -> None:
+    model = trained(folder, adapter=True)
+    weights = {name: tensor.to(dtype) for name, tensor in named_weights(model, merge=False)}
+    check_sent(list(weights.items()), model, 3, merged=False)
+    half = "model.layers.1.self_attn.q_proj.lora_B.default.weight"
+    for name, other in ((Q, sent(model, dtype)[Q]), (half, weights[half].roll(1, 0))):
+        with pytest.raises(TrustError, match=rf"version 3 are not the trainer's: {name} \(1 tensors\)"):
+            check_sent([*(weights | {name: other}).items()], model, 3, merged=False)
+
+
 class TwoRanks(OneRank):
     """The other one has these hashes."""
 

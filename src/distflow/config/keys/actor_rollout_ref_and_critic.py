@@ -42,6 +42,7 @@ class ModelConfig:
     lora_rank: int = key(0, "rank of LoRA adapters; 0 trains all weights", minimum=0)
     lora_alpha: float = key(16, "scale of the adapters, divided by the rank", above=0)
     target_modules: str | tuple[str, ...] = key("all-linear", "modules that get an adapter: all-linear or their names")
+    lora_merge: bool = key(True, "send adapters merged into the weights; false: vLLM applies them unmerged")
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,15 @@ class AgentConfig:
     system_prompt: str = key("", "message that its conversation begins with; empty: none")
     max_tokens: int | None = key(None, "maximum length of its replies in tokens; null: what is left", minimum=1)
     stop: tuple[str, ...] = key((), "strings that end its replies, in addition to rollout.stop: one or a list")
+    temperature: float | None = key(None, "of its replies in training; null: rollout.temperature", above=0)
+    top_p: float | None = key(None, "of its replies in training; null: rollout.top_p", above=0, maximum=1)
+    top_k: int | None = key(None, "of its replies in training; null: rollout.top_k", minimum=-1)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The settings that replace those of the rollout."""
+        own = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in own.items() if value is not None}
 
 
 def parse_agents(value: object) -> dict[str, AgentConfig]:

@@ -193,13 +193,19 @@ class ScoringModelConfig:
     template: str = key("", "prompt template of a judge: a text, or a file with it; empty: built in")
     answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
     choices: tuple[float, ...] = key((), "the only scores a judge may give: it chooses one and writes no reply")
+    sharded: bool = key(False, "shard a judge's weights over its devices, by actor.strategy=fsdp")
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
     store: str = key("", "file that caches a judge's replies and counts its calls and tokens")
     max_calls: int = key(0, "calls of all that use the store; 0 is no bound", minimum=0)
     max_tokens: int = key(0, "tokens of all that use the store; 0 is no bound", minimum=0)
 
+    @property
+    def is_whole_judge(self) -> bool:
+        """Whether it is a judge that each of its devices has whole, in a rollout engine."""
+        return self.judge and not self.sharded
 
-_OF_JUDGES = {"template", "answer_tokens", "choices", "store", "max_calls", "max_tokens"}
+
+_OF_JUDGES = {"template", "answer_tokens", "choices", "sharded", "store", "max_calls", "max_tokens"}
 REWARD_MODEL = "reward_model"
 """The name of the model of `reward_model.model.path`."""
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"

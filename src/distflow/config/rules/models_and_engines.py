@@ -60,6 +60,11 @@ def lora(config: Config) -> Iterator[Finding]:
     if model.lora_rank > 0 and reads_pairs(config):
         what = "an adapter does not train the reward model's new head"
         yield Finding((f"{MODEL}.lora_rank", "dag.pipeline"), what, f"set {MODEL}.lora_rank=0")
+    rollout = config.actor_rollout_ref.rollout
+    if not model.lora_merge and (rollout.name != "vllm" or rollout.url):
+        what = "only a vLLM server that the run starts serves an adapter beside its weights"
+        keys = (f"{MODEL}.lora_merge", f"{ROLLOUT}.{'url' if rollout.name == 'vllm' else 'name'}")
+        yield Finding(keys, what, f"set {MODEL}.lora_merge=true")
     if model.target_modules == ():
         yield Finding((f"{MODEL}.target_modules",), "no module would get an adapter", "name modules, or all-linear")
 
@@ -93,6 +98,7 @@ def sampling(config: Config) -> Iterator[Finding]:
         (ROLLOUT, rollout.top_k, rollout.stop),
         (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs.top_k, ()),
         *((f"data.domains.{name}", own.top_k, own.stop) for name, own in config.data.domains.items()),
+        *((f"{ROLLOUT}.agents.{name}", own.top_k, own.stop) for name, own in rollout.agents.items()),
     ]
     for key, top_k, stop in sampled:
         if top_k == 0:
@@ -142,6 +148,9 @@ def rollout_server(config: Config) -> Iterator[Finding]:
         why = "the server reports log-probs at temperature 1, by which it is compared with the model"
         set_one = f"set {ROLLOUT}.temperature=1; {ROLLOUT}.val_kwargs.temperature may differ"
         yield Finding((f"{ROLLOUT}.temperature", f"{ROLLOUT}.name"), why, set_one)
+    if not entry.takes_weights and any(agent.temperature not in (None, 1) for agent in rollout.agents.values()):
+        why = "the server reports log-probs at temperature 1, by which it is compared with the model"
+        yield Finding((f"{ROLLOUT}.agents", f"{ROLLOUT}.name"), why, "remove the agents' temperatures")
     if rollout.url and len(given) > 1:
         yield Finding(
             tuple(given), "the server at that address was started with options of its own", "remove the others"
@@ -155,9 +164,10 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     if rollout.batch_invariant:
         yield Finding((f"{ROLLOUT}.batch_invariant",), "the rounding of a server depends on its batch", "remove it")
     for name, model in scoring_models(config.reward_model).items():
-        if model.judge:
+        if model.is_whole_judge:
             why = f"a judge has the engine of the rollout, and '{rollout.name}' is the server of one model"
-            yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, f"set {ROLLOUT}.name=embedded")
+            advice = f"set {ROLLOUT}.name=embedded, or sharded: true and {ACTOR}.strategy=fsdp"
+            yield Finding((f"reward_model.models.{name}.judge", f"{ROLLOUT}.name"), why, advice)
 
 
 def _allocation_decides(config: Config) -> bool:
@@ -195,6 +205,7 @@ def sampling_of_server(config: Config) -> Iterator[Finding]:
     rollout = config.actor_rollout_ref.rollout
     given = {f"{ROLLOUT}.{name}": getattr(rollout, name) for name in ("top_p", "min_p", "repetition_penalty")}
     given[f"{ROLLOUT}.val_kwargs.top_p"] = rollout.val_kwargs.top_p
+    given |= {f"{ROLLOUT}.agents.{name}.top_p": agent.top_p or 1.0 for name, agent in rollout.agents.items()}
     for key, value in given.items():
         if rollout.name == "sglang" and value != (0.0 if key.endswith("min_p") else 1.0):
             why = "SGLang does not report the log-probs of what its draws are then made from"
@@ -217,6 +228,10 @@ def no_secrets(config: Config) -> Iterator[Finding]:
 def sharding(config: Config) -> Iterator[Finding]:
     """There are ranks to shard over, the optimizer accepts shards, and offloading is not requested twice."""
     if not is_sharded(config):
+        for name, model in scoring_models(config.reward_model).items():
+            if model.sharded and not re.search(r"\bfsdp\b", config.trainer.allocation or ""):  # which sets it
+                keys, why = (f"reward_model.models.{name}.sharded", f"{ACTOR}.strategy"), "only fsdp shards weights"
+                yield Finding(keys, why, f"set {ACTOR}.strategy=fsdp, or remove sharded")
         return
     if is_one_process(config):
         yield Finding(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS, ROLLOUT_ENGINES
+from distflow.config.compose.origins import preset_names
 from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
@@ -31,10 +32,13 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
     """`dag.pipeline` names a built-in pipeline or a function."""
     name = config.dag.pipeline
     if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
+        is_preset = name in preset_names()
         yield Finding(
             ("dag.pipeline",),
             "is neither a built-in pipeline nor the name of a function",
-            f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as "
+            f"{name} is a preset: write distflow train {name}, or defaults: [{name}]"
+            if is_preset
+            else f"{did_you_mean(name, PIPELINES)}built in are {', '.join(PIPELINES)}; write your own as "
             f"module:function, "
             "file.py:function or a list of nodes",
         )

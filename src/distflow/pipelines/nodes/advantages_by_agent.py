@@ -4,12 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.environments.agent_chats import agent_of
 from distflow.graph import BoundNode, Node, NodeOutput, node
 from distflow.graph.bind import bind_alone
 from distflow.pipelines.nodes.by_domain import columns_of
@@ -35,7 +33,7 @@ def of_agents(
 ) -> NodeOutput:
     """is_margin: an agent's reward is its own minus the mean of the others that spoke in the episode."""
     mask, rewards = batch["response_mask"] > 0, batch["token_level_rewards"].double()
-    speakers, num = batch.pad(_speakers(batch, agents), "response"), len(agents)
+    speakers, num = batch.pad(batch.speakers(agents), "response"), len(agents)
     is_own = torch.stack([mask & (speakers == agent) for agent in range(num)])
     own, has_spoken = torch.where(is_own, rewards, 0.0), is_own.any(dim=-1)
     if is_margin:
@@ -54,13 +52,3 @@ def of_agents(
         rows[name] = value
         columns[name] = torch.where(is_own, rows[name].view_as(is_own), 0.0).sum(dim=0)
     return NodeOutput(columns, output.metrics, output.weight)
-
-
-def _speakers(batch: Batch, agents: Sequence[str]) -> Tensor:
-    """The index of the agent in whose conversation each response token is: int64 `(response tokens,)`."""
-    index = list[int]()
-    for length, forks in zip(batch.lengths("response").tolist(), batch["forks"], strict=True):
-        names, starts = ["", *(name for name, _ in forks)], [0, *(start for _, start in forks), length]
-        for name, start, end in zip(names, starts, starts[1:], strict=False):
-            index += [agents.index(agent_of(name, agents))] * (end - start)
-    return torch.tensor(index, dtype=torch.int64)

@@ -110,7 +110,8 @@ class _Requests:
     in_rounds: requests of a round are sent together, when every episode has asked or ended, so decode batches do not
     depend on timing. A forked episode has asked when one of its conversations has, none waits for a reply, and no
     reward function scores it. take_turn: returns after what user code was about to do. may_continue: whether an episode
-    may have several turns. policy_of: a conversation's policy, by its name. failure: what the engine raised.
+    may have several turns. policy_of, params_of: policy and sampling of a conversation, by its name. failure: what
+    the engine raised.
     """
 
     def __init__(
@@ -121,9 +122,10 @@ class _Requests:
         take_turn: Callable[[], Awaitable[None]],
         may_continue: bool,
         policy_of: Callable[[str], str],
+        params_of: Callable[[str], SamplingParams],
     ) -> None:
         self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
-        self._may_continue, self._policy_of = may_continue, policy_of
+        self._may_continue, self._policy_of, self._params_of = may_continue, policy_of, params_of
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
@@ -150,7 +152,7 @@ class _Requests:
         """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
         if index not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
-        own = self._group.params
+        own = self._params_of(fork)
         texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
         tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
         params = replace(
@@ -292,7 +294,9 @@ class _Episodes:
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
         may_continue = self.workflow.name != _SINGLE_TURN
-        self.requests = _Requests(group, self.rollout, in_rounds, take_turn, may_continue, self._policy_of)
+        self.requests = _Requests(
+            group, self.rollout, in_rounds, take_turn, may_continue, self._policy_of, self._params_of
+        )
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
         self.agents: Mapping[str, Any] = config.actor_rollout_ref.rollout.agents
@@ -300,9 +304,19 @@ class _Episodes:
 
     def _policy_of(self, conversation: str) -> str:
         """The policy of the conversation's agent if agents have several policies; else ""."""
-        owners = [agent.policy for agent in self.agents.values()]
-        agent = self.agents.get(conversation.partition(".")[0])
-        return "" if len({*owners}) < 2 else agent.policy if agent is not None else owners[0]
+        owners, agent = {each.policy for each in self.agents.values()}, self._agent_of(conversation)
+        return "" if agent is None or len(owners) < 2 else str(agent.policy)
+
+    def _agent_of(self, conversation: str) -> Any:
+        """The `AgentConfig` of the conversation's agent; None without agents."""
+        return self.agents.get(conversation.partition(".")[0], next(iter(self.agents.values()), None))
+
+    def _params_of(self, conversation: str) -> SamplingParams:
+        """The sampling of the conversation's agent. In validation all agents have that of `rollout.val_kwargs`."""
+        agent = self._agent_of(conversation)
+        return (
+            self.group.params if agent is None or self.ctx.validating else replace(self.group.params, **agent.sampling)
+        )
 
     async def run(self) -> NodeOutput:
         """One sample for each episode, in order."""
@@ -401,8 +415,8 @@ class _Episodes:
     def _by_agent(self, chat: Chat, returned: object) -> object:
         """The episode's result, after putting each trained agent's score on its own replies: what it earned by
         `chat.reward` on those, the rest on its last one. Raises ValueError if an agent has no score."""
-        if returned is None:
-            return None
+        if returned is None or (isinstance(returned, RewardOutcome) and returned.score is None):
+            return returned
         talks = self._trained(chat)
         last = {each.agent: each for each in talks}
         if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import TrustError, UserError
+from distflow.models.lora import plain_name, unwrapped
 from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, WeightReceipt
 from distflow.rollout.engine_weights import checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
@@ -439,7 +440,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write weights as files into a folder. Raises ValueError if they do not fit the model."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = {plain_name(name): p for name, p in unwrapped(self.model).named_parameters(remove_duplicate=False)}
         return self.folder.save(checked(own, weights), sum(each.nbytes for each in own.values()))
 
     async def _update(self, files: WeightFiles) -> None:

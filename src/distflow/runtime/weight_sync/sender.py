@@ -105,7 +105,7 @@ class WeightSender:
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             _refuse_garbage(version, bucket)
             if isinstance(model, nn.Module):
-                check_sent(bucket, model, version.step)
+                check_sent(bucket, model, version.step, getattr(self.actor, "merge_adapter", True))
             self.hashes |= stripe_hashes(bucket)
             self.port.put(bucket)
             del bucket  # before the next one is gathered
@@ -219,9 +219,9 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     )
 
 
-def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
+def check_sent(bucket: Bucket, model: nn.Module, step: int, merged: bool = True) -> None:
     """Compare a stripe of each tensor with the module's, element by element; for sharded ones, the elements on this
-    rank.
+    rank. merged: whether adapters are in the weights below them.
 
     Raises TrustError with the names of differing tensors: from an older version, without their adapter, or mixed up.
     The engine rejects names that the module does not have.
@@ -235,7 +235,7 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
     same = {
         name
         for (name, tensor), (places, *_), sent, expected in zip(alike, stripes, read[::2], read[1::2], strict=True)
-        if _count_flipped(name, places, sent, expected, causal) <= FLIPPED * len(striped_places(tensor.numel()))
+        if _count_flipped(name, places, sent, expected, causal, merged) <= FLIPPED * len(striped_places(tensor.numel()))
     }
     different = [name for name, _ in bucket if name in own and name not in same]
     if different:
@@ -269,17 +269,17 @@ def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tenso
     return places, tensor.detach().reshape(-1)[send(places, tensor.device)], own_values
 
 
-def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module) -> float:
-    """The number of sent values that differ from the module's: for an adapted layer beyond rounding; for any other
+def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module, merged: bool) -> float:
+    """The number of sent values that differ from the module's: for a merged layer beyond rounding; for any other
     layer, infinity if one does. All tensors are on the host."""
     owner, _, leaf = name.rpartition(".")
     layer = causal.get_submodule(owner)
-    if leaf != "weight" or not hasattr(layer, "base_layer"):
+    if leaf != "weight" or not merged or not hasattr(layer, "base_layer"):
         return 0.0 if torch.equal(sent, expected.to(sent.dtype)) else math.inf
     delta = _delta(layer, places)
-    merged = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
+    sum_of_both = (expected + delta.to(expected.dtype)).to(sent.dtype).double()
     rounding = 16 * torch.finfo(torch.float32).eps * (expected.double().abs() + delta.abs())
-    return float(((sent.double() - merged).abs() > rounding).double().sum())
+    return float(((sent.double() - sum_of_both).abs() > rounding).double().sum())
 
 
 def _delta(layer: nn.Module, places: Tensor) -> Tensor:

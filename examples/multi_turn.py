@@ -1,4 +1,4 @@
-"""A game of two turns: guess a number with feedback (`distflow train examples/guess_number.yaml`)."""
+"""A game of two turns: guess a number with feedback (`distflow train examples/multi_turn.yaml`)."""
 
 from distflow import workflow
 
