@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,12 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf import HFEngine
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.http_engine import HttpEngine
+from distflow.rollout.servers.openai_engine import OpenAIEngine
 from distflow.rollout.servers.sglang_engine import SGLangEngine
+from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import FIRST, make_model
+from tests.rollout.servers import test_vllm
 from tests.rollout.servers.sglang_server import Running
 
 Make = Callable[[Any, PreTrainedTokenizerFast], RolloutEngine]
@@ -80,6 +84,26 @@ class FleetBehindServers(Fleet):
         super().__init__([BehindServer(model, tokenizer, **options) for _ in range(2)])
 
 
+class CompletionsBehindServer(OpenAIEngine):
+    """With the server that it asks, which has the model from the start."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.server = Running(model.eval(), tokenizer, names=["policy"])
+        super().__init__(model, tokenizer, version=FIRST, url=self.server.url)
+
+    async def __aenter__(self) -> HttpEngine:
+        self.server.__enter__()
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await super().__aexit__(*exception)
+        self.server.__exit__()
+
+
+def vllm(model: Any, tokenizer: PreTrainedTokenizerFast) -> RolloutEngine:
+    return VllmEngine(model, tokenizer, version=FIRST, python=str(test_vllm.PYTHON), num_threads=1)
+
+
 PAGES = DeviceOptions(page_tokens=8, num_pages=400)
 ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "embedded": (embedded(), "llama", {}),
@@ -90,8 +114,9 @@ ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "hf": (hf, "qwen3", {}),
     "sglang": (sglang(), "llama", {}),
     "sglang, fleet": (FleetBehindServers, "llama", {}),
+    "vllm": (vllm, "llama", {"head_dim": 32}),
 }
-MARKS = {"embedded": (), "sglang": (pytest.mark.slow, pytest.mark.by_hand)}
+MARKS = {"embedded": (), "sglang": (pytest.mark.slow, pytest.mark.by_hand), "vllm": test_vllm.pytestmark}
 """Of engines; the others are slow. A fleet asks each of its servers what `sglang` is asked."""
 TOP_K_ALONE = {"top_p", "min_p", "repetition_penalty"}
 UNSUPPORTED = {"hf": {"weights in flight"}, "sglang": TOP_K_ALONE, "sglang, fleet": TOP_K_ALONE}
@@ -99,6 +124,7 @@ IN_FLIGHT = {
     "embedded, recompute": "recompute",
     "sglang": "recompute",
     "sglang, fleet": "recompute",
+    "vllm": "recompute",
     "hf": "new weights wait",
 }
 
@@ -125,6 +151,20 @@ def test_it_does_what_every_engine_must(name: str) -> None:
     assert set(findings) == set(PROPERTIES)
     met = IN_FLIGHT.get(name, "abort" if name.endswith("abort") else "keep")
     assert findings["weights in flight"].text.startswith(met)
+
+
+@pytest.mark.slow
+def test_a_server_of_completions_does_what_an_evaluation_needs() -> None:
+    """It reports log-probs at temperature 1 without truncation, so the properties that need others are not asked of
+    it."""
+    other = {"log-probs", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+    findings = check(CompletionsBehindServer, tiny("llama"), [name for name in PROPERTIES if name not in other])
+    by_outcome = defaultdict[str, set[str]](set)
+    for found in findings.values():
+        by_outcome[found.outcome].add(found.name)
+    weights = {FIRST_WEIGHTS, "new weights", "half an update", "weights in flight", "released memory"}
+    assert by_outcome["not supported"] == {*weights, "seeds"}, findings
+    assert by_outcome["held"] == set(findings) - by_outcome["not supported"], findings
 
 
 @pytest.mark.slow

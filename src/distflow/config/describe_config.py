@@ -139,6 +139,11 @@ def _notes(config: Config) -> list[str]:
     off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     shaped = [name for name, value in off.items() if getattr(rollout, name) != value]
     notes = [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"] if shaped else []
+    if rollout.url:
+        notes.append(
+            f"note: {rollout.name} at {', '.join(rollout.url)}: the run can neither restart a server at an address nor "
+            "set its options; weights are sent as files, so the server must read this machine's /dev/shm and /tmp"
+        )
     if rollout.n == 1 and (estimator := find_estimator(config)) and estimator.needs_group:
         notes.append(f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare")
     return notes

@@ -228,6 +228,7 @@ def _rollout_factory(config: Config) -> Factory:
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         if config.trainer.launcher == "local":
             cast(type[HttpEngine], load(target)).check(options)
+        options["longest"] = config.data.max_prompt_length + config.data.max_response_length
         num_servers = config.actor_rollout_ref.rollout.data_parallel_size
         if num_servers > 1 and choose_device(config).type != "cpu":
             raise UserError(

@@ -391,7 +391,11 @@ async def release(bench: Bench) -> str:
 
 
 async def first_weights(bench: Bench) -> str:
-    return await bench.load(bench.model)
+    try:
+        return await bench.load(bench.model)
+    except UserError:  # a server for evaluation, which must have the model's weights already
+        bench.served[bench.engine.version.step] = bench.model
+        raise
 
 
 FIRST: Final = "first weights"
@@ -417,7 +421,10 @@ PROPERTIES: dict[str, Callable[[Bench], Awaitable[str]]] = {
     "weights in flight": in_flight,
     "released memory": release,
 }
-MAY_REFUSE: Final = ("top_k", "top_p", "min_p", "repetition_penalty", "seeds", "weights in flight")
+MAY_REFUSE: Final = (
+    *(FIRST, "new weights", "half an update", "weights in flight", "released memory"),
+    *("top_k", "top_p", "min_p", "repetition_penalty", "seeds"),
+)
 """Properties that an engine may reject with UserError; a run that needs one gets that message at its start."""
 
 

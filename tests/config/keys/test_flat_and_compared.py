@@ -536,6 +536,9 @@ def test_describe_tells_the_rest():
     lines = "\n".join(describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config))
     for part in ("[0.8, 1.28]", "no reference is loaded", "2048 + 4096 = 6144", "note: top_p", "30 epochs"):
         assert part in lines
+    attached = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.url=http://host:8000"]
+    lines = describe(load_config("grpo", [*GOOD, *attached]).config)
+    assert "vllm at http://host:8000: the run can neither restart" in lines[-1]
     custom = [*GOOD, "dag.pipeline=a.b:pipeline"]
     lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
     assert "no KL term" in lines  # it may have a reference all the same

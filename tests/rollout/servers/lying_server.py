@@ -45,6 +45,7 @@ class Server(ThreadingHTTPServer):
                 "dtype": "torch.float32",
                 "vocab_size": VOCAB_SIZE,
                 "max_model_len": 256,
+                "can_sleep": False,
             }
             return {"results": [described]}
         if path == "/collective_rpc" and asked["method"] == "distflow_load":

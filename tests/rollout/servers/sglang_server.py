@@ -147,7 +147,8 @@ class SGLang:
         return {"output_ids": tokens, "meta_info": meta} if self.lie != "other form" else {"tokens": tokens}
 
     async def models(self, body: Json) -> Json:
-        return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.args["names"]]}
+        length = {"max_model_len": self.args.get("context_length")}
+        return {"object": "list", "data": [{"id": name, "object": "model", **length} for name in self.args["names"]]}
 
     async def completions(self, body: Json) -> Json:
         """Of OpenAI, with token ids in and out; `returns` is how: by "token_ids", as "tokens", or not at all."""

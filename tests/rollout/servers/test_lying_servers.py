@@ -191,6 +191,19 @@ def test_a_server_of_something_else(server: Server, change: dict[str, Any], said
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"longest": 257}, "a context of 256 tokens, but data.max_prompt_length and data.max_response_length make 257"),
+        ({"free_cache_engine": True}, "free_cache_engine: start the vLLM server at http://.* with --enable-sleep-mode"),
+    ],
+)
+def test_a_server_that_cannot_do_what_the_run_needs(server: Server, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(make(server.url, **options), lambda engine: asyncio.sleep(0))
+    run(make(server.url, longest=256), lambda engine: engine.generate(request()))
+
+
 def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server) -> None:
     """What the engine says that it holds is what the server read: the run compares it with what was sent."""
 
@@ -209,6 +222,13 @@ def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server
             check_receipt(receipt, Version(0, 2), stripe_hashes(weights.items()))
 
     run(make(server.url), story)
+
+
+def test_a_server_that_cannot_load_the_weights(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
+    server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_load" else true
+    with pytest.raises(ServerFailed, match="cannot load the weights of a LlamaForCausalLM.*\\n?.*name=hf"):
+        run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
 def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
@@ -256,6 +276,30 @@ def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
         server.lie = lie
         (response, _) = (await engine.generate(request())).generations
         assert response.token_ids == [7] * 4 and engine.number_of_server > 0
+
+    run(make(server.url), story)
+
+
+def test_one_that_answers_everything_but_a_request_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses and weight syncs do not count."""
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
+    monkeypatch.setattr(http_engine, "STUCK_S", 0.3)
+
+    async def story(engine: VllmEngine) -> None:
+        def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
+            is_first = [each for each, _ in server.asked].count(GENERATE) == 1
+            return server.released.wait(DEADLINE_S) if is_first and path == GENERATE else true
+
+        server.lie = lie
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(request()))
+        await asyncio.sleep(0.6)
+        assert engine.number_of_server == 0
+        await engine.resume()
+        (response, _) = (await task).generations
+        assert response.token_ids == [7] * 4 and engine.number_of_server == 1
 
     run(make(server.url), story)
 

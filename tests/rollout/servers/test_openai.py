@@ -28,7 +28,7 @@ MODEL = "builtin:tiny-arithmetic"
 def with_server(story: Story, **args: Any) -> None:
     async def run(server: Running) -> None:
         url = f"{server.url}/v1"
-        async with OpenAIEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
+        async with OpenAIEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url, longest=32) as engine:
             await asyncio.wait_for(story(engine, server.state), 100)
 
     with Running(make_model(), tiny_tokenizer(), **{"names": ["policy"], **args}) as server:
@@ -100,6 +100,7 @@ def test_a_pause_holds_requests_back() -> None:
     [
         ({"returns": "texts"}, "returns no token ids or no log-probs"),
         ({"names": ["one", "another"]}, "serves the models one, another"),
+        ({"context_length": 31}, "a context of 31 tokens"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_at_the_start(args: dict[str, Any], text: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -20,6 +21,7 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.scheduling.group_states import Version
+from tests.models.families import FAMILIES
 from tests.rollout.drive import FIRST, forward_log_probs, generate_all, make_model, prompt_of, request_of, run_all
 from tests.rollout.servers.test_server_process import is_gone, wait_until
 from tests.rollout.test_hf import OPTIONS, make_hf
@@ -101,6 +103,42 @@ def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
     for one, other in ((a, b) for ours, theirs in pairs for a, b in zip(ours.generations, theirs.generations)):  # noqa: B905
         assert one.token_ids == other.token_ids
         assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
+
+
+def test_the_samples_of_a_group_share_one_prefill(engine: VllmEngine, do: Do) -> None:
+    """By vLLM's own counts. It caches whole blocks, of 128 tokens on a CPU, and always computes the last token."""
+
+    def counts() -> tuple[float, ...]:
+        metrics = do(engine.client.get("/metrics")).text
+        names = ("prefix_cache_queries", "prefix_cache_hits")
+        return tuple(sum(map(float, re.findall(rf"^vllm:{n}_total\S* (\S+)$", metrics, re.MULTILINE))) for n in names)
+
+    before = counts()
+    do(engine.generate(request_of(prompt_of(700), (0, 1, 2, 3), max_tokens=2)))
+    asked, found = (now - then for now, then in zip(counts(), before, strict=True))
+    assert asked == 4 * 700 and found >= 3 * 640
+
+
+VLLM_FAMILIES: dict[str, dict[str, Any]] = {"gemma": {}, "gemma3_text": {"query_pre_attn_scalar": 32}}
+
+
+@pytest.mark.parametrize("name", VLLM_FAMILIES)
+def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
+    """After an update, so the names of their weights are those that vLLM reads."""
+    changes = {**SIZES, **FAMILIES[name].changes, **VLLM_FAMILIES[name]}
+
+    async def story() -> None:
+        make = {"version": FIRST, "python": str(PYTHON), "num_threads": 1}
+        async with VllmEngine(make_model(name, seed=0, **changes), tiny_tokenizer(), **make) as engine:
+            model = make_model(name, seed=1, **changes)
+            weights = list(model.named_parameters())
+            assert (await engine.load_weights(Version(0, 1), weights)).hashes == stripe_hashes(weights)
+            for request in [request_of(prompt_of(n), (0, 1), row=n, max_tokens=20) for n in (1, 9, 60)]:
+                for each in (await engine.generate(request)).generations:
+                    truth = forward_log_probs(model, request.prompt_ids, each)
+                    assert each.rollout_log_probs == pytest.approx(truth, abs=1e-4)
+
+    do(story())
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")

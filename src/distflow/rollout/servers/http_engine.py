@@ -33,6 +33,7 @@ ATTACH_S: Final = 30.0
 START_S: Final = 900.0  # loading a large model and capturing its graphs
 CALL_S: Final = 600.0  # of a call that moves weights
 SILENT_S: Final = 10.0
+STUCK_S: Final = 600.0  # without a new token, of a server that answers everything else
 LOOKS_EVERY_S: Final = 1.0
 MOST_SERVERS: Final = 3  # tried for one request
 RETRIES: Final = 4  # after a server error
@@ -61,8 +62,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     model: only its config and the names and shapes of its weights matter. url: of a running server; None starts one
     with `python`, the interpreter of the environment that has it (None for this one), and further options
     `engine_kwargs`, by the server's names. kv_on_update, max_num_seqs: the keys' values. free_cache_engine:
-    `pause(release=True)` also frees the weights. A server that dies is restarted with the current weights, and its
-    requests are sent again.
+    `pause(release=True)` also frees the weights. longest: the most tokens of a prompt with its response. A server that
+    dies is restarted with the current weights, and its requests are sent again.
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     kv_on_update: str = "recompute"
     max_num_seqs: int = 256
     free_cache_engine: bool = False
+    longest: int = 0
     num_generated_tokens: int = field(default=0, init=False)
 
     NAME = "server"
@@ -83,6 +85,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     """Whether a fleet takes over the requests of a lost server, and calls `restart`."""
     is_shared = False
     """Whether other workers use the same server, which is then watched even while this one has no requests."""
+
+    counts_each_token = False
+    """Whether `count_tokens` includes the tokens of unfinished responses."""
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
@@ -96,8 +101,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self.number_of_server = 0
         self._silent_server, self._last_lines = -1, ""
         self._paused = self._is_released = False
+        self._moved = time.monotonic()
         self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # for our own server, at its socket
         self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
+        self.longest = min(self.longest, self.max_positions)
 
     # What a subclass implements.
 
@@ -195,7 +202,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         TrustError for an invalid answer."""
         vocab_size = self.config.vocab_size
         check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
-        first = self.version
+        first, self._moved = self.version, time.monotonic()
         with self._activity.busy():
             answers = await self._call(partial(self._answers, request))
             if len(answers) != len(request.samples):
@@ -363,14 +370,21 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             except httpx.TransportError as err:
                 self._check_starting(err, due)
             await asyncio.sleep(_START_LOOKS_EVERY_S)
+        if self.longest > self.max_positions:
+            raise UserError(
+                f"{self.who} has a context of {self.max_positions} tokens, but data.max_prompt_length and "
+                f"data.max_response_length make {self.longest}: lower them, or start the server with a longer context"
+            )
         if self._held is not None:
             await self._update(self._held)
         elif self._paused:
             await self.halt()
+        self._moved = time.monotonic()
 
     def _check_starting(self, err: httpx.TransportError, due: float) -> None:
         if self._process is not None and not self._process.is_running():
-            raise ServerFailed(f"{self.who} ended before it was ready{self._log_end()}") from err
+            options = "check actor_rollout_ref.rollout.engine_kwargs and the model's size"
+            raise ServerFailed(f"{self.who} ended before it was ready: {options}{self._log_end()}") from err
         if time.monotonic() > due:
             if self.url is not None:
                 raise UserError(f"actor_rollout_ref.rollout.url={self.url}: no server answers there ({err})") from err
@@ -380,7 +394,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return f". The end of its log:\n{self._process.last_lines()}" if self._process is not None else ""
 
     async def _watch(self) -> None:
-        """Treat a server that neither answers nor computes as lost, and cancel its requests."""
+        """Treat a server that neither answers nor computes as lost, and cancel its requests; also one that answers, but
+        generates nothing for its requests."""
         while True:
             await asyncio.sleep(LOOKS_EVERY_S)
             if not (self._running or self.is_shared) or self._changing.locked():
@@ -391,6 +406,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                 async with asyncio.timeout(limit):  # `wait_for` may swallow the end of this task
                     while not await self._is_heard():
                         await asyncio.sleep(LOOKS_EVERY_S)
+                if self._is_stuck():
+                    self.abandon()
             except TimeoutError:
                 is_same = server == self.number_of_server and not self._changing.locked()
                 if is_same and (self._process is None or self._process.cpu_ticks() == ticks):
@@ -409,9 +426,15 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             pass  # only a missing answer counts here
         return True
 
+    def _is_stuck(self) -> bool:
+        is_waiting = self.counts_each_token and bool(self._running)
+        return is_waiting and time.monotonic() - self._moved > STUCK_S
+
     async def _count(self) -> None:
-        earlier = self._tokens_of_earlier
+        before, earlier = self.num_generated_tokens, self._tokens_of_earlier
         self.num_generated_tokens = earlier + await self.count_tokens()
+        if self.num_generated_tokens != before or self._paused or self._updating.locked():
+            self._moved = time.monotonic()
 
     # Weights.
 

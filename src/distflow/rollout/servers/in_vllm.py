@@ -45,6 +45,7 @@ class Extension:
             "dtype": str(config.dtype),
             "vocab_size": config.get_vocab_size(),
             "max_model_len": config.max_model_len,
+            "can_sleep": config.enable_sleep_mode,
             "held": bool(self.distflow_held),
         }
 

@@ -53,7 +53,9 @@ class OpenAIEngine(HttpEngine):
             raise httpx.RemoteProtocolError(f"/v1/models is answered with {answer.status_code}")
         if answer.status_code != httpx.codes.OK:
             raise UserError(f"{self.who} answered /v1/models with {answer.status_code}: {answer.text[:200]}")
-        self._model = self._choose([str(each["id"]) for each in self.read(answer)["data"]])
+        models = {str(each["id"]): each for each in self.read(answer)["data"]}
+        self._model = self._choose(list(models))
+        self.max_positions = min(self.max_positions, models[self._model].get("max_model_len") or self.max_positions)
         choice = await self._complete({"prompt": [0], "max_tokens": 1, "temperature": 0.0})
         if _ids_of(choice) is None or not choice.get("logprobs"):
             raise UserError(

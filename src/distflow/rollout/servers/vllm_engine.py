@@ -68,6 +68,7 @@ class VllmEngine(HttpEngine):
     group: ServerGroup | None = None
 
     NAME = "vLLM server"
+    counts_each_token = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,6 +140,8 @@ class VllmEngine(HttpEngine):
             if answer.get(name) != value:
                 raise UserError(f"{self.who} has {name} {answer.get(name)}, and this run needs {value}")
         self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
+        if self.free_cache_engine and not answer.get("can_sleep"):
+            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or leave it out")
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         # If keys and values are kept across weight updates, only a prompt's own samples may find them again.
@@ -178,7 +181,13 @@ class VllmEngine(HttpEngine):
         await self.post("/resume")
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
-        hashes = _alike(await self._rpc("distflow_load", [str(file) for file in files], self._adapter))
+        try:
+            hashes = _alike(await self._rpc("distflow_load", [str(file) for file in files], self._adapter))
+        except ServerFailed as err:
+            raise ServerFailed(
+                f"{err}\nIt cannot load the weights of a {type(self.model).__name__}. vLLM may read other names than "
+                f"transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
+            ) from err
         if self._adapter:
             await self._name_adapter()
         return hashes
