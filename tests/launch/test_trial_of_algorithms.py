@@ -58,6 +58,9 @@ def nothing(batch):
 async def waits(token_level_rewards, response_mask):
     return token_level_rewards, token_level_rewards
 
+def not_a_number(log_probs, advantages, loss_mask):
+    return -(log_probs * advantages) / 0, {}
+
 def no_loss(advantages):
     return advantages, {}
 
@@ -134,6 +137,7 @@ LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimato
         (ESTIMATOR, "of_samples", "column 'advantages' is per response token"),
         (ESTIMATOR, "nothing", "returned no advantages, returns: end it with return advantages, returns"),
         (ESTIMATOR, "waits", "returned a coroutine: write `def`, not `async def`"),
+        (LOSS, "not_a_number", "gives no finite gradient for ordinary log-probs"),
         (LOSS, "no_loss", r"(?!.*policy loss.*policy loss).*cannot be called: it takes no log_probs"),
         (ESTIMATOR, "with_ctx", "returned something that does not fit"),
         (ESTIMATOR, "with_batch", "column 'advantages' is per response token"),

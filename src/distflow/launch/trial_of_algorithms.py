@@ -65,10 +65,14 @@ def _try_loss(objective: PolicyObjective) -> str | None:
         raise UserError(f"actor_rollout_ref.actor.policy_loss: {what}") from error
     except Exception:  # the user's own, see above
         return None
+    tokens = batch.mask(Axis.RESPONSE)
+    if not any(gradient[tokens].isfinite().any() for gradient in gradients):
+        what = "no finite gradient for ordinary log-probs and advantages, so that every update would be skipped"
+        raise UserError(f"actor_rollout_ref.actor.policy_loss: policy loss '{name}' gives {what}")
     changes = gradients[0] - gradients[1]
     if not changes.any() and "advantages" in inspect.signature(objective.policy_loss.fn).parameters:
         return f"the loss '{name}' does not depend on advantages, which it takes"
-    if (changes * batch.pad(advantages, Axis.RESPONSE))[batch.mask(Axis.RESPONSE)].gt(0).all():
+    if (changes * batch.pad(advantages, Axis.RESPONSE))[tokens].gt(0).all():
         what = "it is minimised, and would lower the probability of tokens with positive advantages and raise others"
         return f"the loss '{name}' seems to have its sign reversed: {what}"
     return None

@@ -357,7 +357,7 @@ def _choose_files(source: Path, files: CachingConfigRepository, result: Composit
     except (HydraException, ValueError) as error:  # ValueError: defaults is not a list
         reason = _reason(error)
         names = ", ".join(origins.preset_names())
-        advice = f"under defaults: name a preset ({names}) or a file next to this one, without .yaml"
+        advice = f"name presets ({names}) or files next to this one, without .yaml, in a list: defaults: [grpo, _self_]"
         result.failure = Problem(((origins.display(source), "defaults"),), reason, advice)
     except RecursionError:
         advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
