@@ -174,6 +174,21 @@ def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resu
     assert account.consumed == 8 and account.aborted == verify(theirs.folder / "ledger.jsonl").aborted > 2
 
 
+def test_it_resumes_with_a_change_that_is_allowed(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.actor.optim.lr"
+
+    def one_step(num_steps: int, lr: float, *allowed: str) -> None:
+        config = small(tmp_path / "run", trainer__save_freq=1, trainer__total_training_steps=num_steps) | {key: lr}
+        with distflow.rollouts(TINY, config, data=ROWS, reward=digits, allow_change=allowed) as rollouts:
+            rollouts.train(rollouts.prepare_batch())
+            rollouts.publish()
+
+    one_step(1, 1e-3)
+    with pytest.raises(UserError, match=rf"(?s){key}: .*allow_change=\['{key}'\]"):
+        one_step(2, 1e-2)
+    one_step(2, 1e-2, key)
+
+
 def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None, **MORE) as rollouts:
         for row in OWN:

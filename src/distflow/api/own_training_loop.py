@@ -12,7 +12,7 @@ from distflow.api.load_run import Run
 from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.compose.load_config import is_verls
-from distflow.config.derived_settings import is_one_process, is_rl, train_files
+from distflow.config.derived_settings import check_keys, is_one_process, is_rl, train_files
 from distflow.errors import UserError, called_from_python
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def rollouts(
     workflow: Callable[..., object] | None = None,
     should_accept: ShouldAccept | None = None,
     resume: str | None = None,
+    allow_change: Sequence[str] = (),
 ) -> "Rollouts":
     """Generate and score prompts while your own loop trains: enter it with `with`.
 
@@ -46,8 +47,8 @@ def rollouts(
     workers. data: rows for `prepare_batch`; without data, prompts come only from `submit`, and
     `trainer.total_training_steps` sets the number of steps. workflow: for episodes of several turns, as in
     `distflow.train`. should_accept: decides from the batch of a finished group whether to train on it; a rejected group
-    is dropped as rejected, or for the reason returned as a str, and another starts. It runs on its own thread. Raises
-    UserError or PipelineError for a user's mistake.
+    is dropped as rejected, or for the reason returned as a str, and another starts. It runs on its own thread. resume,
+    allow_change: as in `distflow.train`. Raises UserError or PipelineError for a user's mistake.
     """
     inputs, has_data = PythonInputs(data, val_data, reward, workflow=workflow), True
     if data is None:
@@ -77,7 +78,8 @@ def rollouts(
     if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
         raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): only distflow.train can free it")
     _check_should_accept(should_accept)
-    return Rollouts(loaded, inputs, should_accept, has_data=has_data)
+    check_keys(allow_change)
+    return Rollouts(loaded, inputs, should_accept, tuple(allow_change), has_data=has_data)
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,17 @@ class Rollouts:
     """
 
     def __init__(
-        self, loaded: Loaded, inputs: PythonInputs, should_accept: ShouldAccept | None, *, has_data: bool
+        self,
+        loaded: Loaded,
+        inputs: PythonInputs,
+        should_accept: ShouldAccept | None,
+        allow_change: tuple[str, ...],
+        *,
+        has_data: bool,
     ) -> None:
         self.config: Config = loaded.config
         self._loaded, self._inputs, self._should_accept, self._has_data = loaded, inputs, should_accept, has_data
-        self._stack = ExitStack()
+        self._allow_change, self._stack = allow_change, ExitStack()
         self._running: Running | OwnLoop | None = None
         self._parts: list[TrainingStep[Batch]] = []  # parts of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
@@ -127,9 +135,9 @@ class Rollouts:
             self._spec_entered = spec = self._spec()
             self._pipeline = spec.pipeline()
             if self.config.trainer.launcher == "ray":
-                self._running = stack.enter_context(open_ray(spec, say))
+                self._running = stack.enter_context(open_ray(spec, self._allow_change, say))
             else:
-                self._running = stack.enter_context(open_local(spec, say))
+                self._running = stack.enter_context(open_local(spec, self._allow_change, say))
             self._stack = stack.pop_all()
         return self
 

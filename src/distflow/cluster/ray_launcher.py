@@ -45,9 +45,9 @@ def launch_ray(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
 
 
 @contextmanager
-def open_ray(spec: Spec, say: Callable[[str], None]) -> "Iterator[OwnLoop]":
+def open_ray(spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None]) -> "Iterator[OwnLoop]":
     """The run driven by a user's own loop: see `open_local`."""
-    with _starting(spec, ()) as (spec, start):
+    with _starting(spec, allow_change) as (spec, start):
         from distflow.cluster.own_loop_driver import OwnLoop, RemoteIntake, TrainingRanks
         from distflow.cluster.supervisor import RayRun
 

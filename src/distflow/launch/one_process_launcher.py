@@ -44,10 +44,10 @@ def launch_local(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
 
 
 @contextmanager
-def open_local(spec: Spec, say: Callable[[str], None]) -> Iterator["Running"]:
+def open_local(spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None]) -> Iterator["Running"]:
     """The run, driven by the caller instead of `Worker.training_loop`. Signals are left to the caller."""
     never = nullcontext(StopRequest(lambda name: None))
-    with run_start_and_end.starting(spec, ()) as start:
+    with run_start_and_end.starting(spec, allow_change) as start:
         with _running(_build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True) as running:
             yield running
         write_report(spec.run_dir)
