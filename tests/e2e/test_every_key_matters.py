@@ -28,6 +28,7 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.agents": "tests/pipelines/test_agents.py",
     "algorithm.agent_rewards": "tests/pipelines/test_agents.py",
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
+    "actor_rollout_ref.model.lora_merge": "tests/rollout/servers/test_vllm.py",
     "algorithm.domains": "tests/e2e/test_rlvr.py",
     "algorithm.filter_groups.mean_range": "tests/e2e/test_group_filters.py",
     "algorithm.filter_groups.should_accept": "tests/e2e/test_group_filters.py",

@@ -332,6 +332,8 @@ def audit_marked(recorded: RecordedStep) -> str | None:
     """Check that no more tokens are marked with a version than the engines have drawn while they had it. Each rank that
     shares the step calls this, and makes the comparison if all engines are theirs."""
     run = recorded.run
+    if not run.spec.plan.generates:
+        return NOT_APPLICABLE
     if recorded.config.actor_rollout_ref.rollout.workflow is not None or not recorded.is_ours("responses"):
         return "branches repeat tokens, and so may a user's node"
     drawn = dict(getattr(run.resources.rollout, "num_tokens_of_version", {}))
