@@ -267,5 +267,5 @@ def test_ahead_of_training_late_groups_are_ended_where_they_run() -> None:
     taken = [number for numbers in run(plane, counts, steps=4) for number in numbers]
     assert len(taken) == len(set(taken)) == 16 and 0 not in taken and 1 in taken and len(at_work) == 1
     assert engine.num_running == 0 and engine.num_cancelled >= 1
-    assert counts.checked_counts().aborted >= 2 and counts.checked_counts().aborted_tokens >= 4
+    assert counts.checked_counts().aborted >= 2 and counts.checked_counts().aborted_tokens >= 2
     assert plane.events.ended[0] == "aborted: the step was complete"  # type: ignore[index]
