@@ -111,7 +111,7 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     assert "ground truths of several types (str 3, list 1, NoneType 1; see odd.jsonl:5)" in said
     assert "note: 1 of 5 rows have no answer (the first: odd.jsonl:5)" in said
     assert "note: actor_rollout_ref.actor.optim.lr=5 is unusually high" in said
-    odd = [{"prompt": "1+1=", "answer": "2", "level": 1}] * 9 + [{"prompt": "☃=", "answer": "2 "}]
+    odd = [{"prompt": "1+1=", "answer": "2", "level": 1}] * 9 + [{"prompt": "☃=", "answer": "2 ", "images": ["a.png"]}]
     (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
     sizes = (
         "actor_rollout_ref.actor.clip_ratio_high=1.28",
@@ -124,6 +124,7 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     said = capsys.readouterr().out
     for note in (
         "1 of 10 rows lack the column 'level' (the first: odd.jsonl:10)",
+        "1 of 10 rows have images or videos, which the model will not see: only text is supported (the first: odd",
         "1 of 10 rows have an answer that begins or ends in white space (the first: odd.jsonl:10)",
         "1 of 10 rows have a prompt with characters that the tokenizer does not know (the first: odd.jsonl:10)",
         "clip_ratio_high=1.28 is unusually high: clip_ratio_high is counted from 1, so ratios up to 2.28 are allowed",

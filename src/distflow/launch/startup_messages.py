@@ -24,6 +24,8 @@ from distflow.pipelines.nodes.workflow_rollout import describe_turns
 from distflow.rewards.router import check_domains
 from distflow.runtime.step_metrics import validation_names
 
+_MEDIA = ("image", "images", "video", "videos")
+"""Columns that data sets for models of images have."""
 _NUM_ROWS_CHECKED = 100  # rows
 _LEAST_DISTINCT = 0.9
 _ACCURACY = "val_correct/"
@@ -177,6 +179,8 @@ def _oddities(row: PromptRow, unknown: int | None) -> Iterator[str]:
         yield "have chat messages as JSON text in the prompt, which is taken as it is: write them as a list"
     if row.response_ids and row.prompt_ids and row.response_ids[: len(row.prompt_ids)] == row.prompt_ids:
         yield "have a response that begins with the prompt"
+    if any((row.extra_info or {}).get(name) for name in _MEDIA):
+        yield "have images or videos, which the model will not see: only text is supported"
 
 
 def _notes_on_rows(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
