@@ -185,7 +185,7 @@ class VllmEngine(HttpEngine):
             hashes = _alike(await self._rpc("distflow_load", [str(file) for file in files], self._adapter))
         except ServerFailed as err:
             raise ServerFailed(
-                f"{err}\nIt cannot load the weights of a {type(self.model).__name__}. vLLM may read other names than "
+                f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. vLLM may read other names than "
                 f"transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
             ) from err
         if self._adapter:
