@@ -185,8 +185,8 @@ class VllmEngine(HttpEngine):
             hashes = _alike(await self._rpc("distflow_load", [str(file) for file in files], self._adapter))
         except ServerFailed as err:
             raise ServerFailed(
-                f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. vLLM may read other names than "
-                f"transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
+                f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. vLLM may read other "
+                f"names than transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
             ) from err
         if self._adapter:
             await self._name_adapter()
