@@ -9,6 +9,7 @@ import torch
 
 from distflow.audit.node_metrics import NOT_RECOMPUTED, between, merged, parts_of
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
+from distflow.config.keys.reward import scoring_models
 from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
 
@@ -156,8 +157,10 @@ def _check_calls(recorded: RecordedStep) -> None:
     """At staleness 0 the samples of a step were scored in that step, so that it has at least as many calls and errors.
     A resumed run may still train on samples that were scored before."""
     run, metrics, batch = recorded.run, recorded.metrics, recorded.batch
-    is_synchronous = not run.spec.data.max_staleness and recorded.config.actor_rollout_ref.rollout.workflow is None
-    if not is_synchronous or "reward/calls" not in metrics or "reward_errors" not in batch:
+    config = recorded.config
+    is_synchronous = not run.spec.data.max_staleness and config.actor_rollout_ref.rollout.workflow is None
+    by_functions = not scoring_models(config.reward_model) and recorded.is_ours("reward_errors")
+    if not (is_synchronous and by_functions) or "reward/calls" not in metrics or "reward_errors" not in batch:
         return
     versions, errors = batch.flat("versions"), [error is not None for error in batch["reward_errors"]]
     is_older = run.inputs.resumed is not None and bool((versions[versions >= 0] <= run.inputs.version.step).any())

@@ -11,4 +11,4 @@ with warnings.catch_warnings():
 
     @register_policy_loss("never_finite")
     def compute_never_finite(log_probs: Tensor, advantages: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict]:
-        return log_probs * float("nan"), {}
+        return log_probs.where(log_probs > -1, float("nan")), {}  # as of improbable tokens, which every run has

@@ -53,8 +53,7 @@ def test_a_run_that_is_done_says_so_and_how_to_go_on(ground: Playground, length:
     for way in (longer, "--resume never", "trainer.default_local_dir=FOLDER"):
         assert way in said
     assert {path: path.read_bytes() for path in before} == before, "and nothing was written"
-    more = f"step 2 was the last, which is more than {STEPS}=1. Nothing" in launch(ground, f"{STEPS}=1")[1]
-    assert more == (length == f"{STEPS}=2")
+    assert f"step 2 was the last, which is more than {STEPS}=1. Nothing" in launch(ground, f"{STEPS}=1")[1]
 
     assert launch(ground, longer)[0].steps == 4 and steps(run) == [1, 2, 3, 4]
 
