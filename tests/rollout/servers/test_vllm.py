@@ -357,6 +357,18 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
                 assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
 
 
+def of_adapter(model: Path, merge: bool) -> dict[str, Any]:
+    """Overrides of a run that trains an adapter."""
+    return {
+        "actor_rollout_ref.model.path": str(model),
+        "actor_rollout_ref.model.lora_rank": 4,
+        "actor_rollout_ref.model.lora_merge": merge,
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.python": str(PYTHON),
+    }
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(tmp_path: Path, staleness: int) -> None:
     write_tiny_model(tmp_path / "model", "llama", head_dim=32)
@@ -364,12 +376,7 @@ def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(tmp_path: Pa
 
     def run(merge: bool) -> list[dict[str, float]]:
         overrides = {
-            "actor_rollout_ref.model.path": str(tmp_path / "model"),
-            "actor_rollout_ref.model.lora_rank": 4,
-            "actor_rollout_ref.model.lora_merge": merge,
-            "actor_rollout_ref.actor.optim.lr": 1e-2,
-            "actor_rollout_ref.rollout.name": "vllm",
-            "actor_rollout_ref.rollout.python": str(PYTHON),
+            **of_adapter(tmp_path / "model", merge),
             "async.max_staleness": staleness,
             "trainer.default_local_dir": str(tmp_path / f"run-{merge}"),
             "trainer.total_training_steps": 4,
@@ -413,12 +420,7 @@ def test_an_adapter_that_the_server_does_not_serve_is_found(
     write_tiny_model(tmp_path / "model", "llama", head_dim=32)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     overrides = {
-        "actor_rollout_ref.model.path": str(tmp_path / "model"),
-        "actor_rollout_ref.model.lora_rank": 4,
-        "actor_rollout_ref.model.lora_merge": merge,
-        "actor_rollout_ref.actor.optim.lr": 1e-2,
-        "actor_rollout_ref.rollout.name": "vllm",
-        "actor_rollout_ref.rollout.python": str(PYTHON),
+        **of_adapter(tmp_path / "model", merge),
         "trainer.default_local_dir": str(tmp_path / "run"),
         "trainer.total_training_steps": 5,
         "data.train_batch_size": 16,
