@@ -177,7 +177,8 @@ def is_ours(path: Path) -> bool:
     names = {entry.name for entry in path.iterdir()}
     if MARK in names or not names:
         return True
-    killed = names == {WRITER} and (path / WRITER).lstat().st_size == 0
+    lock = path / WRITER  # not empty: another start has just marked the folder, after its names were read
+    killed = names == {WRITER} and (lock.lstat().st_size == 0 or (path / MARK).exists())
     return killed or "distflow" in read_object(path / "run.json")
 
 
