@@ -36,6 +36,7 @@ async def for_ever() -> None:
 class Engine:
     """A user's engine; what it does when asked is the test's."""
 
+    who = "the server at http://here"
     does: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     version: Version = FIRST
     num_generated_tokens: int = 0
@@ -102,10 +103,9 @@ def use(session: Session, what: str) -> None:
 )
 def test_whoever_waits_is_told_what_hangs_since_when_and_where(tmp_path: Path, what: str, told: str) -> None:
     stacks = tmp_path / "stacks.txt"
+    said = rf"Engine \(the server at http://here\) hangs: it was asked {told} at \d\d:\d\d:\d\d, and for 0.2 s"
     with (
-        pytest.raises(
-            EngineHangs, match=rf"Engine hangs: it was asked {told} at \d\d:\d\d:\d\d, and for 0.2 s"
-        ) as raised,
+        pytest.raises(EngineHangs, match=said) as raised,
         session_of(Engine({what: for_ever}), 0.2, stacks) as session,
     ):
         if what not in ("start", "end"):

@@ -5,6 +5,7 @@ import asyncio
 import copy
 import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +72,23 @@ class Bench:
     def counted(self) -> int:
         """The tokens that the engine has generated; 0 if it does not count them."""
         return getattr(self.engine, "num_generated_tokens", 0)
+
+    async def count(self) -> int:
+        """`counted`, up to date: an engine behind a server asks it in a pause, and otherwise now and then."""
+        await self.engine.pause()
+        found = self.counted
+        await self.engine.resume()
+        return found
+
+    async def settle(self) -> int:
+        """Pause the engine. Returns `counted` when the responses that had ended before have arrived."""
+        before = -1
+        await self.engine.pause()
+        while before != self.counted:
+            before = self.counted
+            await asyncio.sleep(_QUIET_S)
+            await self.engine.pause()
+        return before
 
     def prompt(self, length: int, number: int = 0) -> tuple[int, ...]:
         return tuple(random.Random(f"{length} {number}").choices(self._ids, k=length))
@@ -303,10 +321,13 @@ async def limits(bench: Bench) -> str:
 
 async def pauses(bench: Bench) -> str:
     """Nothing is generated during a pause, and everything continues after it."""
+    began = time.monotonic()
+    await bench.ask(bench.prompt(2), max_tokens=1)
+    long_enough = _QUIET_S + 4 * (time.monotonic() - began)
     tasks = await bench.ask_long()
+    before, late = await bench.settle(), asyncio.create_task(bench.ask(bench.prompt(2), max_tokens=1))
+    await asyncio.sleep(long_enough)
     await bench.engine.pause()
-    before, late = bench.counted, asyncio.create_task(bench.ask(bench.prompt(2)))
-    await asyncio.sleep(_QUIET_S)
     if bench.counted != before or late.done():
         raise Fails(f"{bench.counted - before} tokens were generated during a pause")
     await bench.engine.resume()
@@ -321,10 +342,10 @@ async def cancels(bench: Bench) -> str:
         task.cancel()
     gone = await asyncio.gather(*tasks, return_exceptions=True)
     bench.compare(prompt, await bench.ask(prompt))
-    before = bench.counted
+    before = await bench.count()
     await asyncio.sleep(_QUIET_S)
-    if bench.counted != before:
-        raise Fails(f"{bench.counted - before} tokens were generated that no request asked for")
+    if (after := await bench.count()) != before:
+        raise Fails(f"{after - before} tokens were generated that no request asked for")
     if not (count := sum(isinstance(each, asyncio.CancelledError) for each in gone)):
         raise NotTested("all requests had ended before")
     return f"{count} of {len(gone)} requests were under way"

@@ -177,7 +177,7 @@ class RolloutEngine(Protocol):
 
     async def pause(self, release: bool = False) -> None:
         """Stop between two decode steps; running sequences stay. `release` also frees KV and the engine's own weights,
-        which `load_weights` must restore before it decodes."""
+        which `load_weights` must restore before it decodes. A paused engine may be paused again."""
         ...
 
     async def resume(self) -> None:

@@ -179,10 +179,11 @@ class WatchedEngine:
         oldest, more = waiting[0], len(waiting) - 1
         since = time.strftime("%H:%M:%S", time.localtime(oldest.since))
         others = f" and {more} more requests" if more else ""
+        who = f" ({self._engine.who})" if hasattr(self._engine, "who") else ""
         return EngineHangs(
-            f"the rollout engine {type(self._engine).__name__} hangs: it was asked {oldest.what} at {since}{others}, "
-            f"and for {self._deadline.timeout_s:g} s has neither replied nor generated a token. The stacks "
-            f"of all threads are in {write_stacks(self._deadline.stacks)}. If it is only slow, raise "
+            f"the rollout engine {type(self._engine).__name__}{who} hangs: it was asked {oldest.what} at "
+            f"{since}{others}, and for {self._deadline.timeout_s:g} s has neither replied nor generated a token. The "
+            f"stacks of all threads are in {write_stacks(self._deadline.stacks)}. If it is only slow, raise "
             "actor_rollout_ref.rollout.timeout_s"
         )
 

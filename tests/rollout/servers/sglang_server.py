@@ -7,11 +7,12 @@ A lie makes it wrong in one way, see `LIES`.
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Coroutine
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ LIES = {
     "dies": "dies in an update",
     "stalls": "does not answer any more",
     "never answers": "is well, and answers no request for tokens",
+    "tells no speed": "answers no request for tokens, and does not say how fast it generates",
     "forbids looks": "answers no request for tokens, and refuses to say how far it is",
     "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
@@ -82,7 +84,7 @@ class SGLang:
         self.resumed.set()
 
     async def generate(self, body: Json) -> Json:
-        while self.paused or self.lie in ("never answers", "forbids looks"):
+        while self.paused or self.lie in ("never answers", "forbids looks", "tells no speed"):
             await (self.resumed if self.paused else asyncio.Event()).wait()
         ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
         self.prompts.append(ids)
@@ -103,8 +105,11 @@ class SGLang:
         request = GenerateRequest(ids, (0,), params, Stream(seed, "sglang", 0, 0), num_drawn=len(ids))
         name = body["rid"]
         self.open[name] = asyncio.ensure_future(self._run(request))
+        likeliest = None
         try:
             found = await asyncio.shield(self.open[name])
+            if body["top_logprobs_num"]:  # on another thread: this one has to answer whoever asks whether all is well
+                likeliest = await asyncio.to_thread(self._likeliest, body, ids, params, found)
         except asyncio.CancelledError:
             found = None
         finally:
@@ -112,12 +117,20 @@ class SGLang:
         if found is None or self.lie == "aborts":
             reason = {"type": "abort", "message": "Abort in waiting queue"}
             return {"output_ids": [], "meta_info": {"id": name, "finish_reason": reason, "weight_version": self.label}}
-        return self._answer(body, ids, params, found)
+        return self._answer(body, found, likeliest)
 
     async def _run(self, request: GenerateRequest) -> Generation:
         return (await self.engine.generate(request)).generations[0]
 
-    def _answer(self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation) -> Json:
+    @torch.no_grad()
+    def _likeliest(self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation) -> Any:
+        whole = torch.tensor([[*ids, *found.token_ids]])
+        scores = self.model(whole).logits[0, len(ids) - 1 : -1].div(params.temperature).log_softmax(-1)
+        top = scores.topk(body["top_logprobs_num"])
+        rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        return [[[p, t, None] for p, t in zip(*row, strict=True)] for row in rows]
+
+    def _answer(self, body: Json, found: Generation, likeliest: Any) -> Json:
         tokens, log_probs = list(found.token_ids), list[float | None](found.rollout_log_probs)
         if self.lie == "other tokens":
             tokens[-1] = 10**6
@@ -137,13 +150,8 @@ class SGLang:
             del meta["output_token_logprobs"]
         if self.lie == "one log-prob":
             meta["output_token_logprobs"][0] = meta["output_token_logprobs"][0][1:]
-        if body["top_logprobs_num"]:
-            whole = torch.tensor([[*ids, *tokens]])
-            with torch.no_grad():
-                scores = self.model(whole).logits[0, len(ids) - 1 : -1].div(params.temperature).log_softmax(-1)
-            top = scores.topk(body["top_logprobs_num"])
-            rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-            meta["output_top_logprobs"] = [[[p, t, None] for p, t in zip(*row, strict=True)] for row in rows]
+        if likeliest is not None:
+            meta["output_top_logprobs"] = likeliest
         return {"output_ids": tokens, "meta_info": meta} if self.lie != "other form" else {"tokens": tokens}
 
     async def models(self, body: Json) -> Json:
@@ -261,7 +269,8 @@ class SGLang:
             raise Refused(403, {"error": "Forbidden"})
         if self.lie == "older interface":
             raise Refused(404, {"detail": "Not Found"})
-        return {**self.args, "api_key": None, "internal_states": [{}], "version": "0.5.6"}
+        state = {"last_gen_throughput": float(self.engine.num_generated_tokens)} if self.lie != "tells no speed" else {}
+        return {**self.args, "api_key": None, "internal_states": [state], "version": "0.5.6"}
 
     async def health(self, body: Json) -> Json:
         return {}
@@ -287,25 +296,62 @@ class SGLang:
 GET = ("models", "get_weight_version", "get_model_info", "server_info", "health", "health_generate")
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    state: SGLang
+class Running:
+    """A server on a thread of this process. `with Running(model, tokenizer) as server: server.url`"""
 
-    def do_GET(self) -> None:
-        name = self.path[1:].removeprefix("v1/")
-        self._reply(name if name in GET else "", {})
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
+        self.state = SGLang(model, tokenizer, **args)
+        self._socket = socket.create_server((args.get("host", "127.0.0.1"), args.get("port", 0)), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        name = self.path[1:].removeprefix("v1/")
-        self._reply(name if name not in GET else "", json.loads(body or b"{}"))
+    def __enter__(self) -> "Running":
+        self._thread = threading.Thread(target=self._run_loop, daemon=True)
+        self._thread.start()
+        self._do(self.state.engine.__aenter__())
+        self._server = self._do(asyncio.start_server(self._serve, sock=self._socket))
+        return self
 
-    def _reply(self, name: str, body: Json) -> None:
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self.state.loop)
+        self.state.loop.run_forever()
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.state.loop).result()
+
+    def __exit__(self, *exception: object) -> None:
+        self._do(self._end())
+        self._do(self.state.engine.__aexit__(*exception))
+        self.state.loop.call_soon_threadsafe(self.state.loop.stop)
+        self._thread.join()
+
+    async def _end(self) -> None:
+        self._server.close()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=0.1)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The requests of a connection. A client that has cancelled a request closes it."""
+        with closing(writer), suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while line := await reader.readline():
+                method, path, _ = line.decode().split()
+                headers = dict[str, str]()
+                while header := (await reader.readline()).decode().strip():
+                    name, _, headers[name.lower()] = header.partition(": ")
+                body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+                name = path[1:].removeprefix("v1/")
+                is_known = (name in GET) == (method == "GET")
+                status, text = await self._reply(name if is_known else "", body, headers)
+                writer.write(f"HTTP/1.1 {status} -\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+                await writer.drain()
+
+    async def _reply(self, name: str, body: Json, headers: dict[str, str]) -> tuple[int, bytes]:
         state, status = self.state, 200
         work: Callable[[Json], Any] | None = getattr(state, name, None) if name and name[0] != "_" else None
         if state.lie == "stalls":
-            threading.Event().wait()
-        if (key := state.args.get("api_key")) and self.headers.get("Authorization") != f"Bearer {key}":
+            await asyncio.Event().wait()
+        if (key := state.args.get("api_key")) and headers.get("authorization") != f"Bearer {key}":
             status, answer = 401, {"error": "Unauthorized"}
         elif work is None:
             status, answer = 404, {"detail": "Not Found"}
@@ -314,51 +360,11 @@ class Handler(BaseHTTPRequestHandler):
         else:
             state.asked.append(name)
             try:
-                answer = asyncio.run_coroutine_threadsafe(work(body), state.loop).result()
+                answer = await work(body)
             except Refused as refused:
                 status, answer = refused.args
         text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-        text = b"<html>Bad Gateway" if state.lie == "garbage" else text
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-
-
-class Running:
-    """A server in threads of this process. `with Running(model, tokenizer) as server: server.url`"""
-
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
-        self.state = SGLang(model, tokenizer, **args)
-        handler = type("Handler", (Handler,), {"state": self.state})
-        self._http = Listener((args.get("host", "127.0.0.1"), args.get("port", 0)), handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-
-    def __enter__(self) -> "Running":
-        self._loop_thread = threading.Thread(target=self._run_loop, daemon=True)
-        self._loop_thread.start()
-        asyncio.run_coroutine_threadsafe(self.state.engine.__aenter__(), self.state.loop).result()
-        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self.state.loop)
-        self.state.loop.run_forever()
-
-    def __exit__(self, *exception: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        asyncio.run_coroutine_threadsafe(self.state.engine.__aexit__(*exception), self.state.loop).result()
-        self.state.loop.call_soon_threadsafe(self.state.loop.stop)
-        self._loop_thread.join()
+        return status, b"<html>Bad Gateway" if state.lie == "garbage" else text
 
 
 def main() -> None:

@@ -128,6 +128,51 @@ def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(monkeypatch: 
     with_server(story, "forbids looks")
 
 
+def test_a_server_that_answers_everything_but_requests_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its speed measured, which stands still."""
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
+
+    async def story(server: Running) -> None:
+        model = make_model()
+        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url) as engine:
+            await engine.load_weights(Version(0, 1), list(model.named_parameters()))
+            begin = engine.begin
+
+            async def begin_again() -> None:
+                server.state.lie = ""
+                monkeypatch.setattr(http_engine, "STUCK_S", 600.0)
+                await begin()
+
+            monkeypatch.setattr(engine, "begin", begin_again)
+            monkeypatch.setattr(http_engine, "STUCK_S", 0.1)
+            server.state.lie = "never answers"
+            (found, _) = (await generate(engine)).generations
+            assert engine.number_of_server == 1 and {*found.versions} == {1}
+
+    with Running(make_model(seed=5), tiny_tokenizer()) as server:
+        asyncio.run(asyncio.wait_for(story(server), 100))
+
+
+def test_a_server_that_tells_no_speed_may_take_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
+
+    async def story(engine: SGLangEngine) -> None:
+        monkeypatch.setattr(http_engine, "STUCK_S", 0.0)
+        looks = asyncio.Semaphore(0)
+
+        async def note(answer: httpx.Response) -> None:
+            if answer.url.path == "/server_info":
+                looks.release()
+
+        engine.client.event_hooks = {"response": [note]}
+        task = asyncio.create_task(generate(engine))
+        for _ in range(3):
+            await looks.acquire()
+        assert engine.number_of_server == 0 and not task.done()
+
+    with_server(story, "tells no speed")
+
+
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updates: bool) -> None:
     async def on_server(server: Running, work: Awaitable[None]) -> None:

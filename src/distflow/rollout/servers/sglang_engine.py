@@ -178,7 +178,9 @@ class SGLangEngine(HttpEngine):
             raise lie(self.who, f"that it has weights '{found}' instead of '{label}'")
 
     async def count_tokens(self) -> int:
-        await self._get("/server_info")  # the scheduler answers between two steps
+        info = await self._get("/server_info")  # the scheduler answers between two steps
+        measured = [each.get("last_gen_throughput") for each in info.get("internal_states") or ()]  # every 40 steps
+        self._progress = measured if measured and None not in measured else None
         return self._num_tokens
 
     async def _get(self, path: str) -> Any:

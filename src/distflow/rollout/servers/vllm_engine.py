@@ -68,7 +68,6 @@ class VllmEngine(HttpEngine):
     group: ServerGroup | None = None
 
     NAME = "vLLM server"
-    counts_each_token = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,7 +211,9 @@ class VllmEngine(HttpEngine):
     async def count_tokens(self) -> int:
         self.read(await self.client.get("/is_paused"))  # returns between two steps
         metrics = (await self.client.get("/metrics")).text
-        return int(sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE))))
+        counts = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+        self._progress = count = int(sum(map(float, counts)))
+        return count
 
     async def _rpc(self, method: str, *arguments: object) -> list[Any]:
         """The answer of each worker of the server."""
