@@ -163,6 +163,8 @@ class SGLang:
         if body["model"] not in self.args["names"]:
             raise Refused(404, {"message": f"The model `{body['model']}` does not exist."})
         ids, returns = tuple(body["prompt"]), self.args.get("returns", "token_ids")
+        if self.lie == "never answers" and self.prompts:  # the first is the client's test of the interface
+            await asyncio.Event().wait()
         self.prompts.append(ids)
         params = SamplingParams(
             max_tokens=body["max_tokens"],

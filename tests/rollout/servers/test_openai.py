@@ -1,6 +1,7 @@
 """The client of OpenAI's completions, against a server of ours behind that route."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from distflow.models.paths import BUILTIN_FOLDER
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.servers.openai_engine import OpenAIEngine
 from distflow.scheduling.group_states import Version
+from tests.e2e.cli_runs import CliRun
 from tests.rollout.drive import FIRST, forward_log_probs, make_model, prompt_of, request_of
 from tests.rollout.servers.sglang_server import Running, SGLang
 from tests.tiny_models import tiny_tokenizer
@@ -122,29 +124,47 @@ def test_training_with_it_and_one_without_an_address_are_refused(
     assert "needs the address of one server" in capsys.readouterr().err
 
 
+def write_evaluation(folder: Path) -> tuple[Any, Any, list[str]]:
+    """A model that is written there, its tokenizer, and the keys of an evaluation with it."""
+    torch.manual_seed(3)
+    tokenizer, config = load_tokenizer(MODEL), AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny-arithmetic")
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    data = folder / "problems.jsonl"
+    data.write_text("".join(f'{{"prompt": "{n}+{n + 1}=", "answer": "{n + n + 1}"}}\n' for n in range(10, 30)))
+    path = f"actor_rollout_ref.model.path={folder}/model"
+    keys = [path, "actor_rollout_ref.model.init=pretrained", "data.val_max_samples=20", f"data.val_files={data}"]
+    return model.eval(), tokenizer, keys
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_server_answers_no_request_ends_with_its_address(tmp_path: Path) -> None:
+    model, tokenizer, keys = write_evaluation(tmp_path)
+    with Running(model, tokenizer, names=["policy"]) as server:
+        server.state.lie = "never answers"
+        url = f"{URL}={server.url}"
+        keys += [NAME, url, "actor_rollout_ref.rollout.timeout_s=2", f"--to={tmp_path}/openai"]
+        run = CliRun(tmp_path / "log", ["eval", "examples/tiny.yaml", *keys])
+        while run.running:
+            time.sleep(0.05)
+        said = run.said()
+        assert run.status() == 1, said
+        hangs = f"OpenAIEngine (the OpenAI-compatible server at {server.url}) hangs: it was asked for "
+        assert hangs in said and said.count("distflow: ") == 1, said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("right", [True, False])
 def test_it_evaluates_the_model_of_the_server_and_no_other(
     right: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """With what the embedded engine finds; a server with another model does not pass for this one."""
-    torch.manual_seed(3)
-    tokenizer, config = load_tokenizer(MODEL), AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny-arithmetic")
-    model: Any = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model, tokenizer, keys = write_evaluation(tmp_path)
     if not right:
         for weight in model.parameters():
             weight.data *= 1.5
-    keys = [
-        f"actor_rollout_ref.model.path={tmp_path}/model",
-        "actor_rollout_ref.model.init=pretrained",
-        "data.val_max_samples=20",
-    ]
-    data = tmp_path / "problems.jsonl"
-    data.write_text("".join(f'{{"prompt": "{n}+{n + 1}=", "answer": "{n + n + 1}"}}\n' for n in range(10, 30)))
-    keys += [f"data.val_files={data}"]
-    with Running(model.eval(), tokenizer, names=["policy"]) as server:
+    with Running(model, tokenizer, names=["policy"]) as server:
         status = main(["eval", "examples/tiny.yaml", *keys, NAME, f"{URL}={server.url}", f"--to={tmp_path}/openai"])
         said = capsys.readouterr()
         assert status == (0 if right else 1), said.err

@@ -119,7 +119,19 @@ def test_the_samples_of_a_group_share_one_prefill(engine: VllmEngine, do: Do) ->
     assert asked == 4 * 700 and found >= 3 * 640
 
 
-VLLM_FAMILIES: dict[str, dict[str, Any]] = {"gemma": {}, "gemma3_text": {"query_pre_attn_scalar": 32}}
+VLLM_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+    "olmo2": {},
+    "phi3": {},
+    "mixtral": {},
+    "qwen2_moe": {"moe_intermediate_size": 32},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+    "olmoe": {},
+    "deepseek_v2": {"moe_intermediate_size": 32},
+    "deepseek_v3": {"moe_intermediate_size": 32},
+    "gpt_oss": {},
+}
 
 
 @pytest.mark.parametrize("name", VLLM_FAMILIES)

@@ -5,16 +5,21 @@ The server finds it by PYTHONPATH in its own environment, where nothing else of 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -70,12 +75,12 @@ class Extension:
     def _load_base(self, paths: list[str], names: set[str]) -> dict[str, str]:
         """Load the model's own weights. Returns their hashes."""
         hashes = dict[str, str]()
-        model = self.model_runner.get_model()
+        model, published = self.model_runner.get_model(), self._published(names)
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in _read(paths, names):
                 hashes[name] = stripe_hash(tensor)
-                yield name, tensor
+                yield from published({name: tensor}).items()
 
         load_weights, loaded = model.load_weights, set[str]()
 
@@ -85,16 +90,28 @@ class Extension:
 
         model.load_weights = load
         try:
-            self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
+            with set_current_vllm_config(self.model_runner.vllm_config):  # layers of some families read it
+                self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
         finally:
             del model.load_weights
         if current_platform.is_cpu():  # the head has a packed copy, which keeps old weights if it is tied
             for head in (module for module in model.modules() if isinstance(module, ParallelLMHead)):
                 head.quant_method.process_weights_after_loading(head)
-        missing = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} - loaded
+        modules = model.named_modules()  # others have been derived from them
+        built = {f"{path}.{name}" for path, each in modules for name in get_layerwise_info(each).restore_metadata[0]}
+        expected = (name for name, _ in model.named_parameters() if name in built)
+        missing = {name.replace(".base_layer.", ".") for name in expected} - loaded
         if missing:
             raise RuntimeError(f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all")
         return hashes
+
+    def _published(self, names: set[str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+        """Renames a weight as in checkpoints, which vLLM reads: transformers joins the weights of all experts."""
+        if not any(".experts." in name for name in names):
+            return lambda weights: weights
+        with torch.device("meta"):
+            of_transformers = AutoModelForCausalLM.from_config(self.model_runner.model_config.hf_config)
+        return partial(revert_weight_conversion, of_transformers)
 
     def _serve(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Replace the adapter of running and later requests. tensors: by the names that `peft` gives them."""

@@ -94,13 +94,14 @@ class _Follower(HttpEngine):
         due = time.monotonic() + START_S
         self.group.tell_devices()
         while True:
-            socket = self.group.server()[0]
-            if socket is not None and (not self.has_weights or self.group.has(self.version)):
+            published = self.group.server()
+            if published[0] is not None and (not self.has_weights or self.group.has(self.version)):
                 self.socket.unlink(missing_ok=True)
-                self.socket.symlink_to(socket)
+                self.socket.symlink_to(published[0])
                 with suppress(httpx.TransportError):
                     await self.begin()
-                    return
+                    if self.group.server() == published:  # else it may be the next one, which has no weights yet
+                        return
             if time.monotonic() > due:
                 raise ServerFailed(f"{self.who}, which another worker starts, was not ready within {START_S:g} s")
             await asyncio.sleep(_LOOKS_EVERY_S)
