@@ -89,6 +89,8 @@ class Extension:
             return loaded
 
         model.load_weights = load
+        if current_platform.is_cpu():
+            _forget_kernels_of_experts(model)
         try:
             with set_current_vllm_config(self.model_runner.vllm_config):  # layers of some families read it
                 self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
@@ -134,6 +136,14 @@ class Extension:
     def distflow_hashes(self) -> dict[str, str]:
         """The hashes of the weights that were loaded last."""
         return self.distflow_held
+
+
+def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
+    """Have the kernels made again: for a CPU, vLLM packs the weights of experts only when it makes their kernel."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _names_in(path: str) -> list[str]:
