@@ -75,7 +75,7 @@ class Extension:
     def _load_base(self, paths: list[str], names: set[str]) -> dict[str, str]:
         """Load the model's own weights. Returns their hashes."""
         hashes = dict[str, str]()
-        model, published = self.model_runner.get_model(), self._published(names)
+        model, published = self.model_runner.get_model(), self._to_published_names(names)
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in _read(paths, names):
@@ -107,7 +107,7 @@ class Extension:
             raise RuntimeError(f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all")
         return hashes
 
-    def _published(self, names: set[str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    def _to_published_names(self, names: set[str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
         """Renames a weight as in checkpoints, which vLLM reads: transformers joins the weights of all experts."""
         if not any(".experts." in name for name in names):
             return lambda weights: weights
