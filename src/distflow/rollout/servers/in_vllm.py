@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from vllm.config import set_current_vllm_config
@@ -27,6 +27,7 @@ from vllm.v1.sample.sampler import Sampler
 INTERFACE = 2
 ADAPTER = 1  # the number that vLLM's server gives to the first adapter
 STRIPE_LENGTH = 1024
+BLOCK = 256  # the CDF is searched in blocks of this many tokens, then in one of them
 _WEYL, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = 2**64 - 1
 
@@ -186,16 +187,15 @@ class DrawingSampler(Sampler):
             return super().forward(logits, sampling_metadata, *args, **options)
         logits = logits.float()
         temperature = torch.tensor([[law["temperature"]] for law in laws], device=logits.device)
-        policy = (logits / temperature).log_softmax(dim=-1)
-        drawn_from = policy
+        policy = drawn_from = logits / temperature
         if not sampling_metadata.no_penalties:
             output = sampling_metadata.output_token_ids
             drawn_from = self.apply_penalties(logits.clone(), sampling_metadata, output) / temperature
         drawn_from = _truncated(drawn_from, laws)
         uniforms = [_uniform(law, state) for law, state in zip(laws, states, strict=True)]
-        drawn = _draw(drawn_from, laws, uniforms)
-        sampling = drawn_from if drawn_from is policy else drawn_from.log_softmax(dim=-1)
-        log_probs = torch.cat([policy.gather(-1, drawn), sampling.gather(-1, drawn)], dim=-1)
+        drawn, sampling = _draw(drawn_from, laws, uniforms)
+        before = sampling if drawn_from is policy else policy.log_softmax(dim=-1).gather(-1, drawn)
+        log_probs = torch.cat([before, sampling], dim=-1)
         names = torch.cat([drawn, (drawn + 1) % logits.shape[-1]], dim=-1).int()
         return SamplerOutput(drawn.int(), LogprobsTensors(names, log_probs, torch.ones_like(names[:, 0])))
 
@@ -232,11 +232,25 @@ def _truncated(scores: Tensor, laws: list[dict[str, Any]]) -> Tensor:
     return scores
 
 
-def _draw(scores: Tensor, laws: list[dict[str, Any]], uniforms: list[float]) -> Tensor:
-    """One token per row, `(rows, 1)`: the first whose cumulative mass exceeds the uniform number, or the likeliest."""
-    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    target = torch.from_numpy(np.array(uniforms)).to(scores.device)[:, None] * total
-    drawn = torch.searchsorted(cumulative, torch.minimum(target, total.nextafter(torch.zeros_like(total))), right=True)
-    greedy = torch.tensor([[law["greedy"]] for law in laws], device=scores.device)
-    return torch.where(greedy, scores.argmax(dim=-1, keepdim=True), drawn.clamp(max=scores.shape[-1] - 1))
+def _draw(scores: Tensor, laws: list[dict[str, Any]], uniforms: list[float]) -> tuple[Tensor, Tensor]:
+    """One token per row and its log-prob, each `(rows, 1)`: the first whose cumulative mass exceeds the uniform number,
+    or the likeliest. Sums are in float64, which whole rows would take too long in."""
+    rows, size = scores.shape
+    top = scores.amax(dim=-1, keepdim=True)
+    masses = (scores - top).exp_()
+    blocks = (pad(masses, (0, -size % BLOCK)) if size % BLOCK else masses).unflatten(-1, (-1, BLOCK))
+    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total = ends[:, -1:]
+    target = _below(torch.tensor(uniforms, dtype=torch.float64, device=scores.device)[:, None] * total, total)
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
+    inside = blocks[torch.arange(rows, device=scores.device), block.squeeze(-1)].double().cumsum(dim=-1)
+    rest = _below(target - pad(ends, (1, 0)).gather(-1, block), inside[:, -1:])
+    drawn = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=size - 1)
+    if any(law["greedy"] for law in laws):
+        greedy = torch.tensor([[law["greedy"]] for law in laws], device=scores.device)
+        drawn = torch.where(greedy, scores.argmax(dim=-1, keepdim=True), drawn)
+    return drawn, (scores.gather(-1, drawn).double() - top - total.log()).float()
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    return torch.minimum(target, total.nextafter(torch.zeros_like(total)))

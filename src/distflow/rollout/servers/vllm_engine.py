@@ -120,6 +120,9 @@ class VllmEngine(HttpEngine):
             threads = self.num_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores meanwhile
+            if self.tensor_model_parallel_size == 1:  # a worker with its own process would have a core spin
+                options["distributed_executor_backend"] = "uni"
+                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or else vLLM changes this back
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)], env
 
