@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from distflow.config.compose.check_paths import find_missing
-from distflow.config.compose.fit_defaults import Change, Fitted, apply_changes, fit
+from distflow.config.compose.fit_defaults import Change, Fitted, NamedKey, apply_changes, fit, is_free
 from distflow.config.compose.origins import (
     COMMAND_LINE,
     IN_PYTHON,
@@ -19,12 +19,12 @@ from distflow.config.compose.origins import (
 )
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
-from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
+from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
 from distflow.config.migration.tables import NOT_GIVEN, find_names
 from distflow.config.rules.check_config import find_problems, find_size_problems, where
-from distflow.errors import ConfigError, Problem, UserError, joined
+from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
 
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
@@ -145,12 +145,45 @@ def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
     return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted)) if fitted else loaded
 
 
-def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
-    """The config with unset values that follow from others. Raises ConfigError with all keys that contradict them."""
+def with_changes(loaded: Loaded, changes: Sequence[Change], complete: bool = False) -> Loaded:
+    """The config with unset values that follow from others. complete: whether missing required keys are problems.
+    Raises ConfigError with all keys that contradict them."""
     config, fitted = apply_changes(loaded.config, changes)
-    if problems := find_problems(config, loaded.origins, set(), complete=False):
+    if problems := find_problems(config, loaded.origins, set(), complete):
         raise ConfigError(problems)
     return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
+
+
+def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
+    """The config with keys that parts of the pipeline name, complete. A mapping that is no key's value is a group.
+
+    Raises UserError for an unknown key, an unreadable value, and a key that is set elsewhere to another value;
+    ConfigError for other keys that contradict them, or are missing.
+    """
+    changes, keys, values = dict[str, Change](), schema_keys(), flatten(loaded.config)
+    for key, given, by in _leaves(named):
+        if key not in keys:
+            group, _, name = key.rpartition(".")
+            known = [other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")]
+            raise UserError(f"{by} names {key}, but {group} has no key '{name}'{hint(name, known)}")
+        try:
+            value = parse_value(given, keys[key])
+        except Mismatch as err:
+            raise UserError(f"{by} names {key}, which {err.what}: {err.advice}") from err
+        there, origin = changes[key][1:] if key in changes else (values[key], loaded.origin(key))
+        if there != value and (key in changes or not is_free(loaded.origins, key)):
+            shown, other = (show_value(keys[key], each) for each in (value, there))
+            raise UserError(f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them")
+        changes[key] = (key, value, f"{by} names it")
+    return with_changes(loaded, [change for key, change in changes.items() if change[1] != values[key]], complete=True)
+
+
+def _leaves(named: Iterable[NamedKey]) -> Iterator[NamedKey]:
+    for key, value, by in named:
+        if isinstance(value, Mapping) and key not in schema_keys():
+            yield from _leaves((f"{key}.{name}", below, by) for name, below in value.items())
+        else:
+            yield key, value, by
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
@@ -232,7 +265,8 @@ def _finish(
     fitted: list[Fitted] = []
     if judge:
         config, fitted = fit(config, origins, RunLimits())
-        problems += find_problems(config, origins, faulty, complete)
+        # Nodes of a custom pipeline may name data, and are only known when it is built.
+        problems += find_problems(config, origins, faulty, complete and pipeline_name(config) != CUSTOM)
         problems += find_missing(config, origins, set(needed) - faulty)
     if problems:
         raise ConfigError(problems)
