@@ -165,10 +165,11 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     check_extensions(config)
     if pipeline_name(config) != CUSTOM:
         return loaded
-    loaded = with_named(loaded, keys_of_nodes(config))
+    named = list(keys_of_nodes(config))
+    loaded, keys = with_named(loaded, named), {key for key, *_ in named}
     check_extensions(loaded.config)
-    files = loaded.config.data.train_files
-    if files != config.data.train_files and loaded.origin("data.lazy") == "default" and all(map(reads_by_row, files)):
+    by_row = "data.train_files" in keys and all(map(reads_by_row, loaded.config.data.train_files))
+    if by_row and "data.lazy" not in keys and loaded.origin("data.lazy") == "default":
         loaded = with_changes(loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")])
     if config.dag.generates is not None or generates(_bind(loaded.config)):
         return loaded
