@@ -20,7 +20,7 @@ KEPT_FREE_BYTES = 2**31
 """Memory of a device that new weights leave to the engine, which computes meanwhile."""
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _until_loaded(tensor: Tensor) -> Tensor:
     """The received tensor until its version is loaded: where it is, or on the host if its device becomes full."""
     is_full = tensor.device.type != "cpu" and free_bytes(tensor.device) < KEPT_FREE_BYTES
     return tensor.cpu() if is_full else tensor
@@ -94,7 +94,7 @@ class IncomingWeights:
         fault_injection.reach("weights.arrived", next(on_host, None))
         if hash_of(arrived) != own_hash:
             return "its hash differs from that of the sent bytes"
-        buckets.append([(name, _kept(tensor)) for name, tensor in weights])
+        buckets.append([(name, _until_loaded(tensor)) for name, tensor in weights])
         return None
 
     def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:
