@@ -38,3 +38,9 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
         for place, number in zip(on_device, torch.stack(scalars).tolist(), strict=True):
             numbers[place] = number
     return numbers
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of an accelerator that torch can still use: what is free, and what torch has reserved and does not use."""
+    free, _ = torch.accelerator.get_memory_info(device)
+    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)

@@ -117,7 +117,7 @@ def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> RayWeig
 def carrier(name: str, run_dir: Path, timeout_s: float = 60, note: Callable[[str], None] = pytest.fail) -> Carry:
     if name == "collective":
         on_loopback()
-        return Pairs(run_dir, "gloo", timeout_s, note)
+        return Pairs(run_dir, "cpu", timeout_s, note)
     return put_in_store if name == "store" else partial(write_bucket, run_dir)
 
 

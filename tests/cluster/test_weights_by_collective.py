@@ -1,13 +1,14 @@
 """A bucket of all kinds of tensors goes from one process to another through a process group of two."""
 
 import multiprocessing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distflow.cluster.weights_by_collective import InPair, Pairs
+from distflow.cluster.weights_by_collective import InPair, Pair, Pairs
 from distflow.runtime.weight_sync.bucket_files import hash_of, pack
 from distflow.scheduling.group_states import Version
 from tests.cluster.fleet import on_loopback
@@ -17,13 +18,18 @@ ENDS_WITHIN_S = 300.0
 
 def receive(sent: InPair, hashes: Any) -> None:
     on_loopback()
-    hashes.put(hash_of(pack(sent.get())))
+    hashes.put(hash_of(pack(sent.get(), device=None)))
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_the_backend_is_that_of_the_device(device: str, backend: str, tmp_path: Path) -> None:
+    assert Pair(tmp_path, device, timedelta(seconds=1)).backend == backend
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def test_tensors_of_any_dtype_and_shape_arrive(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "nccl" and torch.cuda.device_count() < 2:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensors_of_any_dtype_and_shape_arrive(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("wants two CUDA devices")
     on_loopback()
     bucket = [
@@ -34,8 +40,8 @@ def test_tensors_of_any_dtype_and_shape_arrive(backend: str, tmp_path: Path, mon
         ("whole", torch.arange(11)),
         ("yes", torch.tensor([True, False, True])),
     ]
-    packed = pack(bucket)
-    pairs = Pairs(tmp_path, backend, ENDS_WITHIN_S, pytest.fail)
+    packed = pack(bucket, device)
+    pairs = Pairs(tmp_path, device, ENDS_WITHIN_S, pytest.fail)
     sent = pairs(Version(0, 1), 0, packed, [3])[3]
     away = multiprocessing.get_context("spawn")
     hashes = away.Queue()

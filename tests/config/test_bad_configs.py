@@ -357,9 +357,9 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("not a valid choice", "whole distributions", "low_var_kl"),
     ),
     # the pipeline
-    "siiRL's key of a function": (
+    "siiRL's key of a function beside ours": (
         "grpo",
-        ["dag.custom_pipeline_fn=a:b"],
+        ["dag.custom_pipeline_fn=a:b", "dag.pipeline=c:d"],
         "dag.custom_pipeline_fn",
         ("no such key; siiRL has it", "write dag.pipeline=a:b"),
     ),

@@ -46,15 +46,16 @@ def hold(folder: Path, trainer: Connection) -> None:
     trainer.send(answers(model))
 
 
-def send(model: torch.nn.Module, version: Version, carry: Carry, worker: Connection) -> None:
-    """In buckets that are smaller than the model."""
+def send(model: torch.nn.Module, version: Version, carry: Carry, worker: Connection, device: str = "cpu") -> None:
+    """In buckets that are smaller than the model. device: from which `carry` sends."""
     weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     number = 0
     for number, bucket in enumerate(buckets(weights, sum(each.nbytes for _, each in weights) // 3), start=1):
-        packed = pack(bucket)
+        packed = pack(bucket, device)
         sent = carry(version, number - 1, packed, (WORKER,))[WORKER]
         worker.send((version, number - 1, sent, hash_of(packed)))
-        assert worker.poll(DEADLINE_S) and worker.recv() is None
+        assert worker.poll(DEADLINE_S)
+        assert (why := worker.recv()) is None, why
         sent.drop()
     assert number > 2
     worker.send((version, number))
@@ -74,7 +75,15 @@ def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_pa
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        send(model, Version(0, 2), Pairs(tmp_path, "gloo", DEADLINE_S, pytest.fail), worker)
+        from torch_rehearsal import Events
+
+        with Events() as events:
+            send(model, Version(0, 2), Pairs(tmp_path, "rehearsal", DEADLINE_S, pytest.fail), worker, "rehearsal")
+        (read,) = (place for place in events.of("wait") if "bucket_files" in place[2])
+        assert events.counts[read] == len(list(model.parameters())) and events.bytes[read] == 8 * events.counts[read], (
+            "checksums alone"
+        )
+        assert sum(events.of("collective", "weights_by_collective").values()) == events.counts[read]
         worker.send(())
         assert worker.poll(DEADLINE_S) and worker.recv() == answers(model)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -264,9 +264,19 @@ def test_marks_of_an_exchange_need_no_function_and_change_nothing(kind):
     assert graph.get_node("mark").fn(batch=batch) is batch
 
 
-def test_a_node_that_waits_for_an_environment_is_refused():
-    message = fails(Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT"))
-    assert "'a' is of type ENV_INTERACT" in message and "actor_rollout_ref.rollout.workflow=environment" in message
+def test_a_node_that_names_data_or_a_workflow_needs_no_function_and_its_options_are_none_of_one():
+    load = Pipeline("p").add_node("load", node_type="DATA_LOAD", train_files="rows.jsonl", lazy=True).build()
+    assert load.get_node("load").configures and load.get_node("load").options == {
+        "train_files": "rows.jsonl",
+        "lazy": True,
+    }
+    bound = load.bind(None, []).node("load")
+    assert (bound.plane, bound.options, bound.contract.writes) == ("rollout", {}, ())
+    play = Pipeline("p").add_node("play", node_type="ENV_INTERACT", env="game.py:Game").build().get_node("play")
+    assert play.configures and play.node_role is NodeRole.ROLLOUT and play.fn.__name__ == "run_workflow"
+    own = Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT").build().get_node("a")
+    assert own.fn is generate and not own.configures
+    assert "takes no option 'env'" in fails(Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT", env="x"))
 
 
 def test_engine_type_without_an_engine():

@@ -1,4 +1,5 @@
-"""Weights through process groups of two, the trainer and one worker: gloo between CPUs, nccl between GPUs.
+"""Weights through process groups of two, the trainer and one worker: gloo between CPUs, nccl between GPUs, from the
+memory of one device to that of the other.
 
 There is one group per worker instead of one broadcast for all: a member that dies or stops would break that for
 everybody, and the rest would have to create another in the middle of a version. The price is that the trainer sends a
@@ -35,25 +36,36 @@ _KEEP_PROCESS = "2"  # a broken nccl group ends only its own kernels, not the tr
 @dataclass(frozen=True)
 class Pair:
     """A process group of the trainer and one worker. meeting: a file through which they find each other, so that only
-    those who can write to the run's folder can join. timeout: of one operation."""
+    those who can write to the run's folder can join. device: the kind on which both members hold tensors. timeout: of
+    one operation."""
 
     meeting: Path
-    backend: str
+    device: str
     timeout: timedelta
 
     @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
+    def backend(self) -> str:
+        """That of torch for the kind of device: gloo for cpu, nccl for cuda."""
+        return dist.get_default_backend_for_device(self.device)
 
     def join(self, rank: int) -> _Group:
         """Wait for the other member. Raises RuntimeError, as operations do, if it is gone or late."""
         store = dist.FileStore(str(self.meeting), 2)
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, 2, self.timeout)
+        if self.backend != "nccl":  # of another accelerator
+            return dist.Backend._plugins[self.backend.upper()].creator_fn(store, rank, 2, self.timeout)
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS  # read now: existing groups keep their setting
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+    def finish(self, work: Any) -> None:
+        """Wait for an operation. Raises RuntimeError if it failed; with nccl only a wait with a timeout finds out."""
+        if self.backend == "nccl":
+            work.wait(self.timeout)
+        else:
+            work.wait()
 
 
 @lru_cache(maxsize=1)
@@ -84,8 +96,8 @@ class InPair:
     def _receive(self, group: _Group, dtype: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pair.device)
         if tensor.numel():
-            group.recv([tensor.view(-1).view(torch.uint8)], TRAINER, 0).wait()
-        return tensor.cpu()
+            self.pair.finish(group.recv([tensor.view(-1).view(torch.uint8)], TRAINER, 0))
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -102,9 +114,10 @@ class Pairs:
     """The trainer's side: a `Carry`. A pair serves one sync, and is recreated for a rejected bucket, so that a
     replacement of a dead worker, or one behind a broken connection, is like any other."""
 
-    def __init__(self, run_dir: Path, backend: str, timeout_s: float | None, note: Callable[[str], None]) -> None:
-        """timeout_s: time for a worker to reply. note: called with the reason if a bucket was not sent."""
-        self._run_dir, self._backend, self._note = run_dir, backend, note
+    def __init__(self, run_dir: Path, device: str, timeout_s: float | None, note: Callable[[str], None]) -> None:
+        """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply. note: called with the
+        reason if a bucket was not sent."""
+        self._run_dir, self._device, self._note = run_dir, device, note
         self._timeout = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s / 2)
         self._sending: dict[int, _Sending] = {}
 
@@ -123,16 +136,16 @@ class Pairs:
             pair, group = before.pair, before.group
         else:
             meeting = self._run_dir / f".meeting-{secrets.token_hex(4)}"
-            pair = Pair(meeting, self._backend, self._timeout)
+            pair = Pair(meeting, self._device, self._timeout)
             group = on_a_thread(partial(pair.join, TRAINER))
-        return _Sending(bucket, pair, group, on_a_thread(partial(_send, group, packed, pair.device)))
+        return _Sending(bucket, pair, group, on_a_thread(partial(_send, group, packed, pair)))
 
 
-def _send(group: "Future[_Group]", packed: Packed, device: str) -> None:
-    pair = group.result()
+def _send(group: "Future[_Group]", packed: Packed, pair: Pair) -> None:
+    joined = group.result()
     for *_, values in packed:
         if len(values):
-            pair.send([torch.from_numpy(values).to(device)], WORKER, 0).wait()
+            pair.finish(joined.send([values], WORKER, 0))
 
 
 def _first_line(err: BaseException) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from distflow.cluster.actor_calls import kill, reply
@@ -123,15 +124,16 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True)
 class InStore:
-    """A `SentBucket` in Ray's object store, which is freed with this reference."""
+    """A `SentBucket` in Ray's object store, which is freed with this reference. Bytes are arrays there, which it
+    shares."""
 
-    ref: "ray.ObjectRef[Packed]"
+    ref: "ray.ObjectRef[Any]"
 
     def get(self) -> list[tuple[str, Tensor]]:
         import ray
 
         shared = ray.get(self.ref)  # read-only
-        return unpack([(name, dtype, shape, values.copy()) for name, dtype, shape, values in shared])
+        return unpack([(*about, torch.from_numpy(values.copy())) for *about, values in shared])
 
     def drop(self) -> None:
         """Nothing to do."""
@@ -141,7 +143,7 @@ def put_in_store(version: Version, number: int, packed: Packed, to: Collection[i
     """See `Carry`."""
     import ray
 
-    return dict.fromkeys(to, InStore(ray.put(packed)))
+    return dict.fromkeys(to, InStore(ray.put([(*about, values.numpy()) for *about, values in packed])))
 
 
 @dataclass
@@ -168,13 +170,19 @@ class RayWeights:
     """
 
     def __init__(
-        self, own: WeightPort, workers: WeightReceivers, carry: Carry, timeout_s: float | None, waits: Waits
+        self,
+        own: WeightPort,
+        workers: WeightReceivers,
+        carry: Carry,
+        timeout_s: float | None,
+        waits: Waits,
+        device: str = "cpu",
     ) -> None:
         """own: to its own engine. timeout_s: how long one bucket may take to arrive everywhere, or a version to be
-        loaded; None for no limit."""
+        loaded; None for no limit. device: the kind from which `carry` sends."""
         self.confirmed = Version(0, 0)  # the initial weights
         self._own, self._rollout_workers, self._carry = own, workers, carry
-        self._timeout_s, self._waits = timeout_s, waits
+        self._timeout_s, self._waits, self._device = timeout_s, waits, device
         self._version: Version | None = None
         self._receiving: dict[int, Any] = {}  # workers by rank
         self._in_flight: _InFlight | None = None
@@ -195,7 +203,7 @@ class RayWeights:
         assert self._version is not None, "a version is begun before it is sent"
         self._finish_bucket(self._version)
         if self._receiving:
-            packed = pack(bucket)
+            packed = pack(bucket, self._device)
             self._send(self._version, self._num_buckets, packed, hash_of(packed), self._receiving)
             self._num_buckets += 1
         self._own.put(bucket)

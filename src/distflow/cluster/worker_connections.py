@@ -48,11 +48,13 @@ class WorkerPorts:
             options = self._spec.options
             run_dir, timeout_s = self._spec.run_dir, options.engine_timeout_s
             carry: Carry = put_in_store
+            device = "cpu"
             if options.weight_update_mode == "disk":
                 carry = partial(write_bucket, run_dir)
             elif options.weight_update_mode == "collective":
-                carry = Pairs(run_dir, self._spec.plan.backends[0], timeout_s, rollout_workers.note)
-            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits)
+                device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
+                carry = Pairs(run_dir, device, timeout_s, rollout_workers.note)
+            weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits, device)
         queue = RemoteSampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
         ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
         return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)

@@ -58,9 +58,10 @@ def run_config(arguments: argparse.Namespace) -> int:
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     """The config that a run would have, if local files suffice to determine it; else unchanged."""
     from distflow.config import UserError
-    from distflow.config.derived_settings import train_files
+    from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
 
-    if not loaded.config.actor_rollout_ref.model.path or not any(train_files(loaded.config).values()):
+    has_data = any(train_files(loaded.config).values()) or pipeline_name(loaded.config) == CUSTOM
+    if not loaded.config.actor_rollout_ref.model.path or not has_data:
         return loaded
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not fitted to the data: {reason}")

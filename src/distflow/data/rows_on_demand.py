@@ -27,6 +27,9 @@ NUM_FIRST, NUM_HELD = 256, 8192
 """Rows of a stream kept in memory: the first ones of each pass, and the last ones read."""
 
 
+_LINES = (".jsonl", ".ndjson")
+
+
 @dataclass(frozen=True)
 class IndexedFile:
     """A file whose rows can be read individually, by any process.
@@ -89,7 +92,7 @@ def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
     try:
         if path.suffix.lower() == ".parquet":
             return _index_parquet(path)
-        if path.suffix.lower() in (".jsonl", ".ndjson"):
+        if path.suffix.lower() in _LINES:
             return _index_lines(path, folder)
     except (OSError, pyarrow.ArrowException, ValueError) as error:
         raise UserError(f"{key}: '{path}' cannot be read: {error}") from error
@@ -126,6 +129,11 @@ def _row_group(path: Path, number: int, fingerprint: str) -> pyarrow.Table:
     import pyarrow.parquet
 
     return pyarrow.parquet.ParquetFile(check_file(path)).read_row_group(number)
+
+
+def reads_by_row(source: str) -> bool:
+    """Whether `data.lazy` reads the source: a file with an index of its rows, or a stream."""
+    return Path(source).suffix.lower() in (*_LINES, ".parquet") or is_streamed(source)
 
 
 def is_streamed(source: str) -> bool:

@@ -147,7 +147,7 @@ _NOT_HERE = {
 
 def check_options(node: Node, contract: Contract) -> None:
     """Raises PipelineError for an option that the function does not take or that has another type."""
-    for name, value in node.options.items():
+    for name, value in node.own_options.items():
         if name in contract.options or contract.open_options:
             wanted = _plain_types(node, name) if name in contract.options else ()
             fits = type(value) in wanted or (isinstance(value, int) and not isinstance(value, bool) and float in wanted)
@@ -179,7 +179,7 @@ def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[st
     """
     node, key = configured.node, configured.config_key
     preset = node.fn.keywords if isinstance(node.fn, functools.partial) else {}
-    fixed = {**{name: value for name, value in preset.items() if name in contract.options}, **node.options}
+    fixed = {**{name: value for name, value in preset.items() if name in contract.options}, **node.own_options}
     values: dict[str, object] = {}
     for name, default in contract.options.items():
         if name in fixed:

@@ -8,6 +8,7 @@ from distflow.errors import hint
 from distflow.graph.contract_from_signature import Contract, Declared, Form, canonical, read_contract
 from distflow.graph.fields import PipelineError, find_field, resolve_func
 from distflow.graph.node_spec import (
+    CONFIGURING_TYPES,
     ENGINE_TYPES,
     MARKER_TYPES,
     ROLE_DEFAULTS,
@@ -64,18 +65,33 @@ def all_arrived(*, reduce: Any) -> None:
     reduce.sum(0.0)
 
 
+def rows_are_there() -> None:
+    """The function of a node that names the data set. A group has its row before its first node runs."""
+
+
+_WITHOUT_FUNC: dict[NodeType, str | Callable[..., object]] = {
+    NodeType.BARRIER_SYNC: all_arrived,
+    NodeType.PUT_TO_BUFFER: same_batch,
+    NodeType.GET_FROM_BUFFER: same_batch,
+    NodeType.DATA_LOAD: rows_are_there,
+    NodeType.ENV_INTERACT: "distflow.pipelines.nodes:run_workflow",
+}
+"""The functions of nodes that need none."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One function of a graph, with the arguments of `add_node`.
 
-    node_id: its name. func: the function or its name; None for markers. deps: nodes that must run first, besides those
-    that write what it reads. node_type: inferred from the function's engines by default. node_role: that of `@node` by
-    default, else DEFAULT. only_forward_compute: it uses a train engine without changing weights. retry_limit: number of
-    retries after a failure. options: values for the function's options. The others have defaults by role
-    (`ROLE_DEFAULTS`) and take precedence over `@node`: config: the part of the config that it receives: a dotted key,
-    or a mapping. engine: the engine to use if its type needs one and no parameter names it. writes: the fields that it
-    writes. scope: which samples it must see together. plane: where it must run. phase: the name of its time metric.
-    validates: whether validation runs it too. policy: the policy whose path it belongs to; None belongs to every path.
+    node_id: its name. func: the function or its name; None for types that need none. deps: nodes that must run first,
+    besides those that write what it reads. node_type: inferred from the function's engines by default. node_role:
+    that of `@node` by default, else DEFAULT. only_forward_compute: it uses a train engine without changing weights.
+    retry_limit: number of retries after a failure. options: values for the function's options; keys of the config if
+    the node `configures` it. The others have defaults by role (`ROLE_DEFAULTS`) and take precedence over `@node`:
+    config: the part of the config that it receives: a dotted key, or a mapping. engine: the engine to use if its type
+    needs one and no parameter names it. writes: the fields that it writes. scope: which samples it must see together.
+    plane: where it must run. phase: the name of its time metric. validates: whether validation runs it too. policy:
+    the policy whose path it belongs to; None belongs to every path.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
 
@@ -109,19 +125,10 @@ class Node:
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
             if getattr(self, name) is not None:
                 settle(self, name, as_member(kind, getattr(self, name), f"{where}: {name}"))
-        if self.node_type is NodeType.ENV_INTERACT:
-            raise PipelineError(
-                f"{where} is of type ENV_INTERACT, but an environment is not a node: set "
-                "actor_rollout_ref.rollout.workflow=environment (docs/tools.md) and remove the node"
-            )
-        if self.func is None and self.node_type in MARKER_TYPES:
-            settle(self, "fn", all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch)
-        elif self.func is None:
-            loads = self.node_type is NodeType.DATA_LOAD
-            why = "; rows are loaded without a node, with data.lazy=true each where it is used" if loads else ""
-            raise PipelineError(f'{where} has no func; pass a function or "module:function"{why}')
-        else:
-            settle(self, "fn", resolve_func(self.func, where))
+        func = _WITHOUT_FUNC.get(self.node_type) if self.func is None else self.func
+        if func is None:
+            raise PipelineError(f'{where} has no func; pass a function or "module:function"')
+        settle(self, "fn", resolve_func(func, where))
         spec = spec_of(self.fn)
         settle(self, "spec", spec if self.writes is None else replace(spec, writes=self.writes))
         self._settle_role_and_type()
@@ -129,6 +136,16 @@ class Node:
     @property
     def where(self) -> str:
         return f"node {self.node_id!r}"
+
+    @property
+    def configures(self) -> bool:
+        """Whether its options are keys of the config, and not options of its function."""
+        return self.func is None and self.node_type in CONFIGURING_TYPES
+
+    @property
+    def own_options(self) -> Mapping[str, object]:
+        """The options of its function."""
+        return {} if self.configures else self.options
 
     @property
     def by_role(self) -> RoleDefaults:
@@ -175,7 +192,7 @@ def resolve_factory(node: Node, config: object) -> Node:
     if not callable(fn) or is_factory(fn):
         raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is not a function")
     role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
-    result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # resolved again
+    result = replace(node, func=fn, node_role=role, options=node.own_options)  # type: ignore[arg-type]  # resolved again
     declared = {name: value for name, value in vars(result.spec).items() if value is not None}
     object.__setattr__(result, "spec", replace(node.spec, **declared))
     return result
@@ -202,7 +219,7 @@ def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str
         role=node.node_role or node.spec.role or NodeRole.DEFAULT,
         scope="global" if node.node_type in MARKER_TYPES else node.scope,
         is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
-        is_option=lambda name: name in node.options or name in config,
+        is_option=lambda name: name in node.own_options or name in config,
     )
     return read_contract(None if is_factory(node.fn) else node.fn, declared)
 

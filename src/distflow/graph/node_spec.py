@@ -16,8 +16,9 @@ class NodeType(Enum):
     `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one of the node's role.
     `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark a reshard
     and change nothing: the plan decides where one is needed. These three need no function, and run in the training
-    loop. `ENV_INTERACT` is rejected: environments are workflows. The other types are only descriptive: the data set's
-    rows exist before the first node, even before a `DATA_LOAD` node.
+    loop. Without a function, a `DATA_LOAD` node names the data set, and an `ENV_INTERACT` node runs episodes of a
+    workflow, by default `environment`: their options are keys of the config. The other types only describe a node, as
+    do these two with a function.
     """
 
     COMPUTE = "COMPUTE"
@@ -49,6 +50,8 @@ SCOPES: tuple[Scope, ...] = ("sample", "group", "global")
 Plane = Literal["rollout", "training"]
 
 MARKER_TYPES = (NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRIER_SYNC)
+CONFIGURING_TYPES = (NodeType.DATA_LOAD, NodeType.ENV_INTERACT)
+"""Types of nodes whose options are keys of the config if they have no function."""
 ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 
 ENGINES = ("actor", "critic", "ref", "reward_model", "rollout")

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
-from distflow.config.compose.load_config import is_verls
+from distflow.config.compose.load_config import is_verls, with_named
 from distflow.config.compose.origins import is_preset
 from distflow.config.compose.unknown_and_unused_keys import peek, watch
 from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.prompts import PromptSet
+from distflow.data.rows_on_demand import reads_by_row
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
@@ -19,7 +20,7 @@ from distflow.launch.check_extensions import check_extensions, explain_missing_c
 from distflow.launch.configured_models import policy_context, tokenizer_loader
 from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
 from distflow.launch.device_and_threads import follow_device, make_process_ready
-from distflow.launch.select_pipeline import bind, generates, import_user_modules
+from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.user_code_trust import check_importable
 from distflow.planning.allocation_expression import follow_allocation
@@ -154,15 +155,23 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """Follow the allocation, check the parts that the config chooses by name, set `model.dtype` for the device, and
-    `dag.generates` to false for a custom pipeline that generates nothing. Raises UserError for a part that cannot work,
-    ConfigError if other keys contradict the pipeline."""
+    """Follow the allocation, check the parts that the config chooses by name, and set `model.dtype` for the device; for
+    a custom pipeline also the keys that its nodes name, and `dag.generates` to false if it generates nothing. Raises
+    UserError for a part that cannot work, ConfigError if other keys contradict the pipeline."""
     loaded = follow_device(follow_allocation(loaded))
     config = loaded.config
     make_process_ready(config)  # before user modules can start threads
     import_user_modules(config)
     check_extensions(config)
-    if pipeline_name(config) != CUSTOM or config.dag.generates is not None or generates(_bind(config)):
+    if pipeline_name(config) != CUSTOM:
+        return loaded
+    named = list(keys_of_nodes(config))
+    loaded, keys = with_named(loaded, named), {key for key, *_ in named}
+    check_extensions(loaded.config)
+    by_row = "data.train_files" in keys and all(map(reads_by_row, loaded.config.data.train_files))
+    if by_row and "data.lazy" not in keys and loaded.origin("data.lazy") == "default":
+        loaded = with_changes(loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")])
+    if config.dag.generates is not None or generates(_bind(loaded.config)):
         return loaded
     return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
 

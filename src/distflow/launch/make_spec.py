@@ -33,9 +33,13 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     if policies := with_own_policies(loaded.config):
         names = ", ".join(policies)
         raise UserError(f"dag.policies: set dag.policy to one of {names}; only `distflow train` trains all of them")
-    for code in named_code(loaded.config):
+    said = named_code(loaded.config)
+    for code in said:
         say(f"your code: {code}")
     loaded = follow_pipeline(follow_machines(loaded))
+    for code in named_code(loaded.config):
+        if code not in said:  # which a node names
+            say(f"your code: {code}")
     reading = read_config(loaded)
     for note in try_algorithms(loaded.config, reading.pipeline):
         say(f"note: {note}")

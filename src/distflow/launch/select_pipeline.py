@@ -2,7 +2,7 @@
 here and on a worker."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -11,7 +11,8 @@ from typing import cast
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config
-from distflow.config.derived_settings import CUSTOM, pipeline_name, policies_of, policy_of
+from distflow.config.compose.fit_defaults import NamedKey
+from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
 from distflow.data.prompts import PROMPT_FIELDS
 from distflow.errors import UserError, hint
 from distflow.graph import (
@@ -19,6 +20,7 @@ from distflow.graph import (
     BoundPipeline,
     Drop,
     NodeRole,
+    NodeType,
     Pipeline,
     PipelineError,
     TaskGraph,
@@ -98,6 +100,18 @@ def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
         if err.column not in _WRITERS:
             raise
         raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
+
+
+def keys_of_nodes(config: Config) -> Iterator[NamedKey]:
+    """The keys that nodes without a function of their own name: the data set of a `DATA_LOAD` node, the workflow of an
+    `ENV_INTERACT` node."""
+    for node in select_pipeline(config).nodes.values():
+        if node.configures and node.node_type is NodeType.DATA_LOAD:
+            yield from ((f"data.{name}", value, node.where) for name, value in node.options.items())
+        elif node.configures:
+            options = dict(node.options)
+            yield WORKFLOW, options.pop("workflow", "environment"), node.where
+            yield f"{WORKFLOW}_kwargs", options, node.where
 
 
 def generates(pipeline: BoundPipeline) -> bool:

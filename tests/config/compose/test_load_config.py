@@ -389,3 +389,14 @@ def test_defaults_that_override_the_keys_of_their_file_are_named(write):
     ) in loaded.notes
     last = load_config(write(f"defaults: [grpo, base, _self_]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
     assert last.config.trainer.total_training_steps == 7 and not any("_self_" in note for note in last.notes)
+
+
+def test_a_key_of_siirl_that_only_has_another_name_is_taken_under_ours(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("dag: {custom_pipeline_fn: 'module.of_mine:pipeline'}\n")
+    for loaded in (
+        load_config(str(tmp_path / "theirs.yaml"), complete=False),
+        load_config("grpo", ["dag.custom_pipeline_fn=module.of_mine:pipeline"], complete=False),
+    ):
+        assert loaded.config.dag.pipeline == "module.of_mine:pipeline"
+        assert any("(siiRL): here it is dag.pipeline" in note for note in loaded.notes)
+        assert loaded.origin("dag.pipeline") != "default"

@@ -12,9 +12,11 @@ from distflow.launch.run_start_and_end import starting
 from distflow.observe.crash_safe_files import ASIDE
 from distflow.runtime.weight_sync import bucket_files
 from distflow.runtime.weight_sync.bucket_files import (
+    _WORDS,
     WEIGHTS,
     InFile,
     Spoiled,
+    _sum_of,
     hash_of,
     pack,
     remove_weights,
@@ -138,3 +140,20 @@ def test_the_hash_is_of_everything_but_the_order(change: str) -> None:
         "a bit": [("a", torch.tensor([0.0, 0.0, -0.0, 0.0])), weights[1]],
     }[change]
     assert hash_of(pack(other)) != own
+
+
+def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_that_change_places() -> None:
+    for size in (0, 1, 7, 8, 40, 43):
+        bytes_ = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+        assert torch.equal(_sum_of(bytes_), _sum_of(bytes_.clone()))
+        for place in range(size):
+            other = bytes_.clone()
+            other[place] ^= 1
+            assert not torch.equal(_sum_of(bytes_), _sum_of(other)), (size, place)
+    words = torch.arange(64, dtype=torch.uint8)
+    assert not torch.equal(_sum_of(words), _sum_of(words.roll(8)))
+    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), words])[3:]  # begins where no word may begin
+    assert torch.equal(_sum_of(words), _sum_of(shifted))
+    long = torch.zeros(8 * (_WORDS + 1), dtype=torch.uint8)
+    long[-1] = 1
+    assert int(_sum_of(long)) != 0

@@ -20,6 +20,8 @@ IsFree = Callable[..., bool]
 """(key, *limits): whether nobody chose the key's value; see `is_free`."""
 Change = tuple[str, object, str]
 """A key, the value that fits, and why."""
+NamedKey = tuple[str, object, str]
+"""A key, its plain value, and what names it, in words."""
 
 
 @dataclass(frozen=True)

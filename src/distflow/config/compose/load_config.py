@@ -6,26 +6,31 @@ A value that cannot be read is replaced by the default and reported with all oth
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import find_missing
-from distflow.config.compose.fit_defaults import Change, Fitted, apply_changes, fit
+from distflow.config.compose.fit_defaults import Change, Fitted, NamedKey, apply_changes, fit, is_free
 from distflow.config.compose.origins import (
     COMMAND_LINE,
     IN_PYTHON,
     Setting,
     display,
+    is_preset,
     overriding_defaults,
     settings_of_value,
 )
 from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
 from distflow.config.compose.values import Mismatch, nested, parse_value
-from distflow.config.derived_settings import RunLimits, is_rl, may_have_critic
+from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
 from distflow.config.extension_kinds import find_unregistered
 from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
-from distflow.config.migration.tables import NOT_GIVEN, find_names
+from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
 from distflow.config.rules.check_config import find_problems, find_size_problems, where
-from distflow.errors import ConfigError, Problem, UserError, joined
+from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
+
+if TYPE_CHECKING:
+    from distflow.config.compose.composition import Composition
 
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
@@ -98,6 +103,7 @@ def load_config(
         )
         if registered:
             composed = composition.compose_values(source, overrides, _plain_defaults(), is_known, unnamed)
+        renamed = _rename(composed)
         misused, accepted = judge_settings(composed.settings, composed.values)
         problems = [*composed.problems, *import_problems, *misused]
         if composed.failure is not None:
@@ -112,7 +118,7 @@ def load_config(
                 f"{display(source)}: {joined(behind)}, which follows _self_ in its defaults, overrides {which}; to "
                 f"override it, write defaults: [{', '.join(behind)}, _self_]"
             )
-        notes += [*accepted.values(), *_differences_from_verl(loaded, accepted)]
+        notes += [*renamed, *accepted.values(), *_differences_from_verl(loaded, accepted)]
         return replace(loaded, notes=tuple(notes))
     except ConfigError as error:
         # A built-in name may be unknown because its file is missing from a table.
@@ -145,12 +151,46 @@ def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
     return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted)) if fitted else loaded
 
 
-def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
-    """The config with unset values that follow from others. Raises ConfigError with all keys that contradict them."""
+def with_changes(loaded: Loaded, changes: Sequence[Change], complete: bool = False) -> Loaded:
+    """The config with unset values that follow from others. complete: whether missing required keys are problems.
+    Raises ConfigError with all keys that contradict them."""
     config, fitted = apply_changes(loaded.config, changes)
-    if problems := find_problems(config, loaded.origins, set(), complete=False):
+    if problems := find_problems(config, loaded.origins, set(), complete):
         raise ConfigError(problems)
     return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
+
+
+def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
+    """The config with keys that parts of the pipeline name, complete. A mapping that is no key's value is a group.
+
+    Raises UserError for an unknown key, an unreadable value, and a key that is set elsewhere to another value;
+    ConfigError for other keys that contradict them, or are missing.
+    """
+    changes, keys, values = dict[str, Change](), schema_keys(), flatten(loaded.config)
+    for key, given, by in _leaves(named):
+        if key not in keys:
+            group, _, name = key.rpartition(".")
+            known = [other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")]
+            raise UserError(f"{by} names {key}, but {group} has no key '{name}'{hint(name, known)}")
+        try:
+            value = parse_value(given, keys[key])
+        except Mismatch as err:
+            raise UserError(f"{by} names {key}, which {err.what}: {err.advice}") from err
+        there, origin = changes[key][1:] if key in changes else (values[key], loaded.origin(key))
+        is_set = key in changes or not (there in ((), {}, None) or is_free(loaded.origins, key))
+        if is_set and there != value:
+            shown, other = (show_value(keys[key], each) for each in (value, there))
+            raise UserError(f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them")
+        changes[key] = (key, value, f"{by} names it")
+    return with_changes(loaded, [change for key, change in changes.items() if change[1] != values[key]], complete=True)
+
+
+def _leaves(named: Iterable[NamedKey]) -> Iterator[NamedKey]:
+    for key, value, by in named:
+        if isinstance(value, Mapping) and key not in schema_keys():
+            yield from _leaves((f"{key}.{name}", below, by) for name, below in value.items())
+        else:
+            yield key, value, by
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
@@ -195,6 +235,28 @@ def config_of_run(values: Mapping[str, object]) -> Config:
     return config
 
 
+_RENAMED = {"dag.custom_pipeline_fn": "dag.pipeline"}
+"""siiRL's names of keys that mean the same here."""
+
+
+def _rename(composed: "Composition") -> list[str]:
+    """Give keys that have only another name theirs, if that one is not set as well. Returns a line for each."""
+    said, settings = [], composed.settings
+    for place, setting in enumerate(settings):
+        ours, value = _RENAMED.get(setting.key), setting.value
+        if (
+            ours is None
+            or value in (None, NOT_GIVEN)
+            or any(other.key == ours and not is_preset(other.where) for other in settings)
+        ):
+            continue
+        group, _, name = ours.rpartition(".")
+        look_up(composed.values, group)[name] = value  # type: ignore[index]  # a group of plain values
+        settings[place] = replace(setting, key=ours)
+        said.append(f"{setting.key}={as_override(value)} (siiRL): here it is {ours}")
+    return said
+
+
 def build(values: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
     """The config with these nested values and defaults for the rest; the problems of unreadable values; and their
     keys."""
@@ -232,7 +294,8 @@ def _finish(
     fitted: list[Fitted] = []
     if judge:
         config, fitted = fit(config, origins, RunLimits())
-        problems += find_problems(config, origins, faulty, complete)
+        # Nodes of a custom pipeline may name data, and are only known when it is built.
+        problems += find_problems(config, origins, faulty, complete and pipeline_name(config) != CUSTOM)
         problems += find_missing(config, origins, set(needed) - faulty)
     if problems:
         raise ConfigError(problems)

@@ -24,13 +24,13 @@ _OF_SIIRL = {
     "executable_ref": "func",
 }
 """Keys of a node in siiRL's files, with their names here."""
-MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
-"""Types of nodes without a func."""
+WITHOUT_FUNC = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC", "DATA_LOAD", "ENV_INTERACT")
+"""Types of nodes that need no func."""
 
 
 def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
-    """A name, or nodes written in YAML. Raises Mismatch for an entry without an id, or without a func unless it is a
-    marker."""
+    """A name, or nodes written in YAML. Raises Mismatch for an entry without an id, or without a func that its type
+    needs."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
@@ -288,12 +288,12 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     if renamed:
         names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
         raise Mismatch(f"has an entry {place} in siiRL's words", f"{names} here")
-    is_marker = "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in MARKERS
+    has_own = "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in WITHOUT_FUNC
     for name in ("id", "func"):
-        if not isinstance(node.get(name), str) and not (name == "func" and is_marker):
+        if not isinstance(node.get(name), str) and not (name == "func" and has_own):
             raise Mismatch(
                 f"has an entry {place} without '{name}'",
-                "every node has an id and a func: module:function (the data set needs no node)",
+                f"every node has an id and a func: module:function; only the types {', '.join(WITHOUT_FUNC)} need none",
             )
     unknown = [name for name in node if name not in NODE_KEYS]
     if unknown:

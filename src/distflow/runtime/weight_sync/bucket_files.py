@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
@@ -29,8 +27,8 @@ from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.weight_sync.protocol import Bucket
 from distflow.scheduling.group_states import Version
 
-Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
-"""Name, dtype, shape and bytes of each tensor."""
+Packed = list[tuple[str, str, tuple[int, ...], Tensor]]
+"""Name, dtype, shape and bytes (uint8, one dimension) of each tensor."""
 
 WEIGHTS: Final = ".weights"
 APPEARS_WITHIN_S = 3.0
@@ -47,7 +45,7 @@ class SentBucket(Protocol):
     """A reference to a bucket that was put for others: small and picklable."""
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """The tensors on the CPU, in separate memory, in any order. Raises Spoiled if the content differs from what was
+        """The tensors in separate memory, in any order. Raises Spoiled if the content differs from what was
         put, UserError if it is not visible from here at all."""
 
     def drop(self) -> None:
@@ -59,14 +57,15 @@ Carry = Callable[[Version, int, Packed, Collection[int]], Mapping[int, SentBucke
 own reference."""
 
 
-def pack(weights: Bucket) -> Packed:
-    """The tensors as bytes, sharing their memory if it is on the CPU."""
+def pack(weights: Bucket, device: str | None = "cpu") -> Packed:
+    """The tensors as bytes on a kind of device, sharing their memory if they are there. device: None leaves them where
+    they are."""
     return [
         (
             name,
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
+            tensor.detach().to(device or tensor.device).contiguous().view(-1).view(torch.uint8),
         )
         for name, tensor in weights
     ]
@@ -78,23 +77,40 @@ def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
 
 
 def hash_of(packed: Packed) -> str:
-    """A hash of all names, dtypes, shapes and bytes, independent of their order; uses as many threads as torch."""
+    """A hash of all names, dtypes, shapes and bytes, independent of their order; uses as many threads as torch. The
+    same bytes on the host and on another device have different hashes."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         hashes = sorted(pool.map(_hash_of_tensor, packed))
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
-def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -> str:
+def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], Tensor]) -> str:
     name, dtype, shape, values = each
     digest = hashlib.sha256(f"{name} {dtype} {shape}\n".encode())
-    digest.update(values.data)
+    digest.update((values if values.device.type == "cpu" else _sum_of(values).cpu()).numpy().data)
     return digest.hexdigest()
 
 
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
+def _sum_of(values: Tensor) -> Tensor:
+    """A checksum of bytes, computed on their device: the sum of 64-bit words, each times an odd number of its place,
+    modulo 2**64. A change of one word always changes it."""
+    num_whole = len(values) // 8 * 8
+    words = values[:num_whole].clone().view(torch.int64)  # a copy: bytes may begin where a word may not
+    total = torch.zeros(1, dtype=torch.int64, device=values.device)
+    for first, part in enumerate(words.split(_WORDS)):
+        places = torch.arange(len(part), device=values.device) + first * _WORDS
+        total += (part * (places * _ODD | 1)).sum()
+    tail = values[num_whole:].long()
+    return total + (tail * (torch.arange(len(tail), device=values.device) * _ODD * 2 + _ODD)).sum()
+
+
+_WORDS, _ODD = 2**20, 0x1E3779B97F4A7C15
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: Tensor) -> Tensor:
     if not len(values):  # torch's strides of it do not fit other dtypes
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(values).view(dtype).view(shape)
+    return values.view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

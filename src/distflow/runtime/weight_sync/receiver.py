@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from distflow.device_transfer import free_bytes
 from distflow.errors import TrustError
 from distflow.rollout.engine import RolloutEngine, WeightReceipt
 from distflow.runtime import fault_injection
@@ -14,6 +15,15 @@ from distflow.runtime.rollout_services import Session
 from distflow.runtime.weight_sync.bucket_files import SentBucket, Spoiled, hash_of, pack
 from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive
 from distflow.scheduling.group_states import Version
+
+KEPT_FREE_BYTES = 2**31
+"""Memory of a device that new weights leave to the engine, which computes meanwhile."""
+
+
+def _until_loaded(tensor: Tensor) -> Tensor:
+    """The received tensor until its version is loaded: where it is, or on the host if its device becomes full."""
+    is_full = tensor.device.type != "cpu" and free_bytes(tensor.device) < KEPT_FREE_BYTES
+    return tensor.cpu() if is_full else tensor
 
 
 class WeightReceiver:
@@ -79,11 +89,12 @@ class IncomingWeights:
             weights = bucket.get()
         except Spoiled as err:
             return str(err)
-        arrived = pack(weights)
-        fault_injection.reach("weights.arrived", next((values.data for *_, values in arrived), None))
+        arrived = pack(weights, device=None)
+        on_host = (values.numpy().data for *_, values in arrived if values.device.type == "cpu")
+        fault_injection.reach("weights.arrived", next(on_host, None))
         if hash_of(arrived) != own_hash:
             return "its hash differs from that of the sent bytes"
-        buckets.append(weights)
+        buckets.append([(name, _until_loaded(tensor)) for name, tensor in weights])
         return None
 
     def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:

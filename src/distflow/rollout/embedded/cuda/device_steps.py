@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from distflow.device_transfer import send
+from distflow.device_transfer import free_bytes, send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.paged_kv_cache import (
@@ -259,10 +259,10 @@ class AsyncSteps:
                 # As many as all slots could need, or fit into the share of free memory, plus `TRASH`.
                 num_pages = self._num_slots * self._most_pages
                 if (device := decoder.device).type != "cpu":
-                    free, _ = torch.accelerator.get_memory_info(device)
-                    free += torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
                     numbers = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * options.page_tokens
-                    num_pages = min(num_pages, int(MEMORY_SHARE * free) // (numbers * decoder.dtype.itemsize))
+                    num_pages = min(
+                        num_pages, int(MEMORY_SHARE * free_bytes(device)) // (numbers * decoder.dtype.itemsize)
+                    )
                 num_pages += 1
             self._memory = PageMemory(decoder, num_pages, options.page_tokens)
             self.pages = PagePool(num_pages, self.prefixes.pop_oldest)
