@@ -242,7 +242,10 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "yaml",
         AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}") + "allocation_mode: sglang:d4+megatron:d2p2\n",
         {"trainer.allocation": None},
-        ("trainer.allocation: the engine 'megatron' is not implemented", "allocation_mode=sglang:d4+megatron:d2p2: "),
+        (
+            "trainer.allocation: sglang:d4+megatron:d2p2 has pipeline, context or expert parallelism",
+            "allocation_mode=sglang:d4+megatron:d2p2: ",
+        ),
     ),
     "a server of vLLM": (
         "yaml",

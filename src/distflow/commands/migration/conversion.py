@@ -24,8 +24,6 @@ from distflow.config.derived_settings import train_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
 from distflow.errors import ConfigError, UserError
-from distflow.planning.allocation_expression import KEY as ALLOCATION
-from distflow.planning.allocation_expression import parse_allocation, require_engines
 
 _PRESETS = {
     **{("verl", "grpo"): "verl_grpo", ("verl", "ppo"): "verl_ppo"},
@@ -63,14 +61,13 @@ def _share(total: object, steps: float | None) -> float | None:
 
 def _allocation(expression: str, devices: int) -> str | None:
     """AReaL's expression, which `trainer.allocation` takes too; None if all engines share the devices."""
-    try:
-        sizes_alone = re.fullmatch(r"([a-z]\d+)+", expression)
-        require_engines(found := parse_allocation(f"fsdp:{expression}" if sizes_alone else expression))
-    except UserError as error:
-        raise ValueError(str(error).partition("\n")[0].removeprefix(f"{ALLOCATION}: ")) from error
-    if found.num_devices != devices:
-        raise ValueError(f"{expression} is for {found.num_devices} devices, and there are {devices}")
-    return expression if len(found.groups) > 1 else None
+    apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
+    wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
+    if wanted != devices:
+        raise ValueError(f"{expression} is for {wanted} devices, and there are {devices}")
+    if re.search(r"[:.\d][pce]([2-9]|1\d)", expression):
+        raise ValueError(f"{expression} has pipeline, context or expert parallelism, which is not implemented yet")
+    return expression if len(apart) > 1 else None
 
 
 _IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}

@@ -26,7 +26,7 @@ _OF_TEXTS = (
     "removeprefix",
     "removesuffix",
 )
-_TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
+_TESTS: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le},
