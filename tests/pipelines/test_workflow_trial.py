@@ -72,7 +72,7 @@ def tried(name: str, folder: Path, *more: str) -> list[str]:
         if name == "judged" or not key.startswith(of_rewards)
     ]
     said = try_users_code(make_spec(load_config("grpo", keys), say=lambda line: None))
-    return [line.replace(f"{folder}/", "").replace(str(folder), "") for line in said if "workflow" in line]
+    return [line.replace(f"{folder}/", "").replace(str(folder), "") for line in said if "the workflow" in line]
 
 
 @pytest.mark.parametrize("name", ["rejects", "judged"])

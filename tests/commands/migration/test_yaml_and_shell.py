@@ -243,7 +243,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}") + "allocation_mode: sglang:d4+megatron:d2p2\n",
         {"trainer.allocation": None},
         (
-            "trainer.allocation: sglang:d4+megatron:d2p2 has pipeline, context or expert parallelism",
+            "trainer.allocation: sglang:d4+megatron:d2p2 has pipeline",
             "allocation_mode=sglang:d4+megatron:d2p2: ",
         ),
     ),
