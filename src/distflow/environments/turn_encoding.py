@@ -91,8 +91,8 @@ class TurnTokens:
         if whole[: len(start)] != start:
             raise TemplateError(
                 f"{template_of(self._tokenizer)} continues after a reply with {after[:20]!r}, which the tokenizer "
-                "joins with the reply, so its tokens depend on the sampled text: use a template that ends a turn with a "
-                "special token, or data.prompt_format=text"
+                "joins with the reply, so its tokens depend on the sampled text: use a template that ends a turn "
+                "with a special token, or data.prompt_format=text"
             )
         return whole[len(start) :]
 
