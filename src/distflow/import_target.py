@@ -110,7 +110,8 @@ def users_code(what: str, passes: type[Exception] | tuple[()] = (), advice: str 
         raise
     except Exception as error:  # user code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
-        raise LoadError(f"{what} {type(error).__name__}: {error}{place}{advice}") from error
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise LoadError(f"{what} {kind}{error}{place}{advice}") from error
 
 
 def load_modules(names: Iterable[str]) -> None:

@@ -130,7 +130,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
 def test_what_generate_cannot_run_is_said(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None) as rollouts:
         for ids, changed, said in (
-            ("1+1=", {}, "'1.1=' is not a prompt of token ids: rollouts.tokenizer"),
+            ("1+1=", {}, "'1.1=' is not a prompt of token ids: pass rollouts.tokenizer.encode"),
             ([], {}, "a prompt without tokens"),
             ([10**9], {}, "the model has .* tokens"),
             ([1], {"n": 0}, "one or more different sample indices"),
@@ -141,6 +141,22 @@ def test_what_generate_cannot_run_is_said(tmp_path: Path) -> None:
                 rollouts.generate(ids, **changed)
         with pytest.raises(TypeError, match="temprature"):
             rollouts.generate([1], temprature=1.0)
+
+
+def test_a_step_without_an_update_a_missing_column_and_a_call_after_the_end_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path / "run") as rollouts:
+        batch = rollouts.prepare_batch()
+        with pytest.raises(UserError, match=r"actor.train_step: the loss reads the column 'advantages'"):
+            rollouts.actor.train_step(batch, PolicyObjective("vanilla", {}, derives_old=True))
+        rollouts.publish()
+        assert "publish ends a step in which nothing was trained" in "".join(capfd.readouterr())
+        learn(rollouts, rollouts.prepare_batch())
+        rollouts.publish()
+        assert "nothing was trained" not in "".join(capfd.readouterr())
+    with pytest.raises(UserError, match="have ended with their `with` block"):
+        rollouts.prepare_batch()
 
 
 def test_a_function_of_apply_writes_columns(tmp_path: Path) -> None:

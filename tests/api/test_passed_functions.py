@@ -90,6 +90,10 @@ def scored(completions: list[str]) -> float:
     return 0.0
 
 
+async def asks(chat, row):
+    return len((await chat.ask(row.prompt)).token_ids)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,6 +102,7 @@ def scored(completions: list[str]) -> float:
         ({"loss": scored}, r"policy_loss: .*scored\) cannot be called: it takes no log_probs"),
         ({"advantage": scored}, "takes 'completions', not a column of the batch"),
         ({"advantage": scored, "overrides": {"algorithm.adv_estimator": "gae"}}, "so is the argument advantage="),
+        ({"reward": scored, "workflow": asks}, "reward: nothing in this pipeline calls it: remove it, or give the"),
         ({"loss": scored, "overrides": {"dag.pipeline": "sft"}}, "loss is given, and the pipeline sft does not score"),
     ],
 )

@@ -107,7 +107,7 @@ def step_with(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
 GAMES = {
     "a reward is halved": (step_with(lambda step: [step[0], step[1] / 2, step[2]]), "returned the rewards"),
     "an observation is cut": (step_with(lambda step: [step[0][1:], *step[1:]]), "but the policy was told"),
-    "the end is missed": (step_with(lambda step: [*step[:2], False]), "with|goes on after its end"),
+    "the end is missed": (step_with(lambda step: [*step[:2], False]), "with|continues after its end"),
     "another seed": (
         wrapped(environment_workflow, "seed_of", lambda of: lambda row: of(row) + 1),
         "was reset with .* but its row has",

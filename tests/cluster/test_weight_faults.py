@@ -206,7 +206,9 @@ def test_a_worker_that_cannot_meet_the_trainer_says_so_and_gets_the_bucket_throu
 
     publisher(Trainer(version.step), weights_to(rollout_workers_of(workers, notes.append), carry)).sync(version)
     assert states(workers) == served(version) * 2
-    refused = "bucket 1 of the weights of step 2 was rejected and is sent again (worker 2: it did not come through the"
+    refused = (
+        "bucket 1 of the weights of step 2 was rejected and is sent again (worker 2: it was not received through the"
+    )
     assert [note for note in notes if note.startswith(f"{refused} gloo process group: ")] and len(notes) <= 2
     assert list(tmp_path.iterdir()) == []
 

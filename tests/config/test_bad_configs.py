@@ -295,7 +295,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=6"],
         f"{ROLLOUT}.tensor_model_parallel_size",
-        ("4 devices of a machine, and 6 cannot be divided so", "set trainer.n_gpus_per_node=8"),
+        ("4 devices of one machine, and 6 is not a multiple of 4", "trainer.n_gpus_per_node=8"),
     ),
     "tensor parallel of a server that is there": (
         "grpo",

@@ -197,7 +197,7 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(games: Games) -> None:
 
 SAID = (
     "every call of the agent was refused; the last: content of type 'image_url' is not supported",
-    "the agent has ended without a call to its endpoint",
+    "the agent ended without calling its endpoint",
     "the API key is not that of this base URL",
     "content of type 'image_url' is not supported",
     "a request may have at most 4,194,304 bytes",

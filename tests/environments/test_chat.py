@@ -156,8 +156,8 @@ def test_what_a_template_does_is_told(name: str) -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "does not write each reply once"),
-        ("{{ messages[-1]['content'] }}", "does not write each reply once"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "does not write each reply exactly once"),
+        ("{{ messages[-1]['content'] }}", "does not write each reply exactly once"),
         (None, "the tokenizer has none"),
         ("{{ raise_exception('only once') }}", "refuses messages of user, assistant, user: TemplateError: only once"),
     ],
@@ -173,7 +173,7 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(of, "_CORPUS", ["a replyetc"] * 4)
     template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
     family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
-    with pytest.raises(TemplateError, match="goes on after a reply with 'etc.*the tokenizer joins"):
+    with pytest.raises(TemplateError, match="continues after a reply with 'etc.*the tokenizer joins"):
         chat_of(family, Engine([])).tokens.describe()
 
 

@@ -105,6 +105,7 @@ def test_a_field_that_nobody_has(config):
     [
         ("token_level_score", "did you mean 'token_level_scores'?"),  # derived
         ("lam_bda", "did you mean 'lam'?"),
+        ("finish_reasn", "did you mean 'finish_reason'?"),  # of a batch, but no earlier node writes it
         (
             "xyzzy",
             "no such column; known: acc, loss_mask, response_mask, scores, token_level_rewards, token_level_scores",

@@ -34,11 +34,13 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
         ("custom: it returned None", "Correct the named function (custom_reward_function.path, "),
         ("custom: no score within 3 s", "(data.answer_key); if it is slow, raise reward.timeout_s"),
         ("workflow mine: KeyError: 'x' (at mine.py:3)", "Correct the workflow (actor_rollout_ref.rollout.workflow, "),
+        ("workflow mine: an episode did not end within 10 s (reward.timeout_s)", "; if it is slow, raise"),
+        ("custom: ValueError: no workflow within the row (at mine.py:3)", "Correct the named function"),
     ],
 )
 def test_the_advice_is_for_what_failed(first: str, advice: str) -> None:
     assert advice in repair_advice(first)
-    assert ("if it is slow" in repair_advice(first)) == ("within" in first)
+    assert ("if it is slow" in repair_advice(first)) == ("within 3 s" in first or "timeout_s" in first)
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,13 @@ class PolicyObjective(_Objective):
         """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
         match self.policy_loss.fn(log_probs=log_probs, **fields, **self.options):
             case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
+                for name, value in statistics.items():
+                    if not isinstance(value, Tensor) or value.shape != shape:
+                        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+                        raise UserError(
+                            f"policy loss '{self.policy_loss.name}' returned the statistic {name!r}, which is {what}; "
+                            f"it must be a tensor with one number per token, {tuple(shape)}"
+                        )
                 return loss, statistics
             case (Tensor(shape=shape), Mapping()):
                 raise UserError(

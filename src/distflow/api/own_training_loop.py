@@ -121,6 +121,7 @@ class Rollouts:
         self._parts: list[TrainingStep[Batch]] = []  # parts of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
         self._num_submitted = self._num_requests = self._num_asked = 0
+        self._has_ended = False
 
     @called_from_python()
     def __enter__(self) -> "Rollouts":
@@ -142,7 +143,7 @@ class Rollouts:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._running = None
+        self._running, self._has_ended = None, True
         self._stack.__exit__(*exception)
 
     def prepare_batch(
@@ -261,6 +262,8 @@ class Rollouts:
                 f"staleness above {plan.max_staleness} (async.max_staleness). A version consumes data.train_batch_size="
                 f"{plan.consumer_batch} groups: set it to the number that you train on, or wait({owed})"
             )
+        if not self._updates:
+            say("warning: publish ends a step in which nothing was trained: call train or actor.train_step before it")
         worker = running.worker
         names = set.intersection(*(set(part.batch.names) for part in self._parts))
         batches = [part.batch.only(name for name in part.batch.names if name in names) for part in self._parts]
@@ -320,6 +323,8 @@ class Rollouts:
     @property
     def _entered(self) -> "Running | OwnLoop":
         if self._running is None:
+            if self._has_ended:
+                raise UserError("the rollouts have ended with their `with` block: call this inside it")
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
         return self._running
 
@@ -376,7 +381,9 @@ class Rollouts:
 
         worker, spec = self._entered.worker, self._spec_entered
         if isinstance(prompt_ids, str) or not all(isinstance(token, int) for token in prompt_ids):
-            raise UserError(f"generate: {prompt_ids!r:.80} is not a prompt of token ids: rollouts.tokenizer encodes it")
+            raise UserError(
+                f"generate: {prompt_ids!r:.80} is not a prompt of token ids: pass rollouts.tokenizer.encode(text)"
+            )
         together = any({"actor", "rollout"} <= {*rank.engines} for rank in spec.plan.ranks)
         if self._updates and spec.shares_weights and together:
             raise UserError(
@@ -407,6 +414,11 @@ class _CheckedEngine:
     def train_step(self, batch: "Batch", loss_fn: "LossFn") -> dict[str, float]:
         """See `TrainEngine`. Raises TrustError if updates remain non-finite."""
         self._rollouts._refuse_while_shared()
+        if missing := [name for name in getattr(loss_fn, "reads", ()) if name not in batch]:
+            raise UserError(
+                f"{self._role}.train_step: the loss reads the column '{missing[0]}', which the batch does not have: "
+                f"write batch['{missing[0]}'] = ... before, or call rollouts.train(batch), which computes all columns"
+            )
         metrics = self._rollouts._entered.worker.train_step(self._role, batch, loss_fn)
         self._rollouts._updates.append({f"{self._role}/{name}": value for name, value in metrics.items()})
         return metrics

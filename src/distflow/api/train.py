@@ -50,13 +50,19 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's warning in a notebook without widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.runtime.rollout_services import try_rewards
+        from distflow.launch.user_code_trust import try_users_code
     _write(inputs, loaded.config)
-    spec = make_spec(loaded, say)
+    try:
+        spec = make_spec(loaded, say)
+    except UserError as error:
+        if inputs.reward is None or "custom_reward_function.path" not in getattr(error, "keys", ()):  # without effect
+            raise
+        what = "remove it, or give the workflow a parameter `reward_fn` and await that"
+        raise UserError(f"reward: nothing in this pipeline calls it: {what}") from error
     for line in describe(spec.config):
         say(line)
     if has_data:
-        for line in try_rewards(spec):
+        for line in try_users_code(spec):
             say(line)
     return spec
 

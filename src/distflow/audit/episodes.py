@@ -253,7 +253,7 @@ def _check_environment(recorded: RecordedStep, sample: Sample, turns: Sequence[S
         if text != observation and not (turn is turns[0] and text.endswith(observation)):
             raise Wrong(f"{who} returned {observation!r:.120}, but the policy was told {text!r:.120}")
     if any(step[2] for _, step in steps[:-1]) or (steps and not steps[-1][1][2] and sample["finish_reason"] == "stop"):
-        raise Wrong(f"the episode of sample {sample['uid']} goes on after its end, or was left before it")
+        raise Wrong(f"the episode of sample {sample['uid']} continues after its end, or stops before it")
     paid, scores = [step[1] for _, step in steps], [each[2] for each in _events(recorded, sample) if each[0] == "paid"]
     returned = [each[2] for each in _events(recorded, sample) if each[0] == "returned"]
     if scores != paid or not all(abs(float(each) - math.fsum(paid)) < 1e-6 for each in returned):

@@ -87,7 +87,9 @@ class InPair:
             group = _join_trainer(self.pair)
             return [(name, self._receive(group, dtype, shape)) for name, dtype, shape in self.tensors]
         except RuntimeError as err:
-            raise Spoiled(f"it did not come through the {self.pair.backend} process group: {_first_line(err)}") from err
+            raise Spoiled(
+                f"it was not received through the {self.pair.backend} process group: {_first_line(err)}"
+            ) from err
 
     def drop(self) -> None:
         """Both members have met, or never will."""

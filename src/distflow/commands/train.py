@@ -88,7 +88,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
             from distflow.launch.make_spec import make_spec
-            from distflow.runtime.rollout_services import try_rewards
+            from distflow.launch.user_code_trust import try_users_code
             from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))
@@ -99,7 +99,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             specs.append(make_spec(loaded, say))
             for line in describe(specs[-1].config):
                 say(line)
-        for line in try_rewards(specs[0]):
+        for line in try_users_code(specs[0]):
             say(line)
         for spec in specs:
             if len(runs) > 1:

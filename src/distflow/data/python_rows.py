@@ -54,7 +54,8 @@ def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_row
     for row in rows_read:
         if not isinstance(row, Mapping):
             raise UserError(
-                f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping from columns to values"
+                f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping from columns to "
+                'values: write each row as {"prompt": ..., "answer": ...}'
             )
         texts.append(json.dumps(plain(row)))
     if wanted < 0 and len(texts) > max_rows:

@@ -126,7 +126,7 @@ def _seconds(table: Mapping[str, Any], name: str) -> float:
 def _variables(table: Mapping[str, Any], name: str) -> dict[str, str]:
     found = table.get("env", {})
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise ValueError(f"task.toml: {name}.env must be a table of texts")
+        raise ValueError(f"task.toml: {name}.env must be a table of strings")
     if asked := [key for key, value in found.items() if "${" in value]:
         raise ValueError(f"task.toml: {name}.env.{asked[0]} wants a variable of this machine, which tasks do not get")
     return dict(found)

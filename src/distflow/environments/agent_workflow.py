@@ -105,8 +105,8 @@ class AgentWorkflow:
                 raise UserError(f"every call of the agent was refused; the last: {session.refused[-1]}")
             if not talks:
                 raise UserError(
-                    "the agent has ended without a call to its endpoint: OPENAI_BASE_URL has the address, for clients "
-                    "that are made within the function"
+                    "the agent ended without calling its endpoint: create its client inside the function, with the "
+                    "address in OPENAI_BASE_URL"
                 )
             if reward_fn is not None:
                 return await reward_fn(returned if isinstance(returned, str) and returned else conversations.last)
@@ -201,7 +201,7 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
         return ("/bin/sh", "-c", command)
     words = list(command or ())
     if not all(isinstance(word, str) for word in words) or (command is not None and not words):
-        raise UserError(f"{KEY}.command={words}: write a text, or a list of texts")
+        raise UserError(f"{KEY}.command={words}: write a string, or a list of strings")
     if words and shutil.which(words[0]) is None:
         raise UserError(f"{KEY}.command: there is no executable '{words[0]}'")
     return words

@@ -82,7 +82,7 @@ def read_common(body: Json, most: str, stop: str = "stop") -> Json:
     stops = body.get(stop) or ()
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     if not all(isinstance(each, str) and each for each in stops):
-        raise RequestError(400, f"'{stop}' must be a text or a list of texts")
+        raise RequestError(400, f"'{stop}' must be a string or a list of strings")
     found: Json = {"stop": stops, "max_tokens": _number(body, most, int, 1)}
     found |= {"temperature": _number(body, "temperature", float, 0), "top_p": _number(body, "top_p", float, 0)}
     return {**found, "seed": _number(body, "seed", int, None)}
@@ -92,7 +92,7 @@ def refuse(body: Json, harmless: Mapping[str, tuple[object, ...]]) -> None:
     """harmless: by parameter, values besides null that have no effect. Raises RequestError for others."""
     for name, values in harmless.items():
         if (value := body.get(name)) is not None and value not in values:
-            raise RequestError(400, f"'{name}' is not supported ({json.dumps(value):.80}): leave it out")
+            raise RequestError(400, f"'{name}' is not supported ({json.dumps(value):.80}): remove it")
 
 
 def text_of(content: object) -> str:

@@ -162,7 +162,7 @@ def read_responses(body: Json) -> Call:
         {**_ONE_TEXT, "n": (1,), "previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()},
     )
     if (form := (body.get("text") or {}).get("format")) not in (None, {"type": "text"}):
-        raise RequestError(400, f"'text.format' is not supported ({json.dumps(form):.80}): leave it out")
+        raise RequestError(400, f"'text.format' is not supported ({json.dumps(form):.80}): remove it")
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages: list[Json] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []

@@ -84,15 +84,15 @@ class TurnTokens:
         before, found, after = text.partition(_STAND_IN)
         if not found or _STAND_IN in after:
             raise TemplateError(
-                f"{template_of(self._tokenizer)} does not write each reply once, as it is, so the tokens after it "
-                "are not known: use another template, or data.prompt_format=text"
+                f"{template_of(self._tokenizer)} does not write each reply exactly once and unchanged, so "
+                "the tokens after a reply cannot be determined: use another template, or data.prompt_format=text"
             )
         start, whole = self._ids(before + found), self._ids(text)
         if whole[: len(start)] != start:
             raise TemplateError(
-                f"{template_of(self._tokenizer)} goes on after a reply with {after[:20]!r}, which the tokenizer joins "
-                "with the reply, so its tokens depend on what was drawn: use a template that ends a turn by a token of "
-                "its own, or data.prompt_format=text"
+                f"{template_of(self._tokenizer)} continues after a reply with {after[:20]!r}, which the tokenizer "
+                "joins with the reply, so its tokens depend on the sampled text: use a template that ends a turn "
+                "with a special token, or data.prompt_format=text"
             )
         return whole[len(start) :]
 

@@ -3,10 +3,12 @@
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from distflow.builtin_names import WORKFLOWS
+from distflow.builtin_names import PROMPT_CHAT, WORKFLOWS
+from distflow.data.prompts import PromptRow
 from distflow.environments.agent_chats import KEY as AGENTS_KEY
 from distflow.environments.agent_chats import Agent, Agents, begin_agents
 from distflow.environments.areal_workflows import METHODS as AREALS_METHODS
@@ -39,6 +41,14 @@ class Row:
         raise TypeError(f"a row is no mapping: write row.{name if name in vars(self) else f'columns[{name!r}]'}")
 
 
+def row_of(row: PromptRow, prompt_key: str, answer_key: str) -> Row:
+    """The row that a workflow receives, and may change. prompt_key, answer_key: their columns in the data."""
+    extra, truth = deepcopy((dict[str, Any](row.extra_info or {}), row.ground_truth))
+    messages = extra.pop(PROMPT_CHAT, None)
+    columns = {prompt_key: messages or row.prompt_text, answer_key: truth, **extra}
+    return Row(Prompt(row.prompt_text, row.prompt_ids, messages or ()), truth, row.domain, extra, columns)
+
+
 class Rewarded(Protocol):
     """The result of the run's reward functions for a reply. accuracy: 1 is correct, whatever the score; 0 without one.
     score: None if a reward function failed."""
@@ -67,12 +77,13 @@ def workflow(function: F) -> F:
 @dataclass(frozen=True)
 class Workflow:
     """A workflow that is ready to run. scores: whether it calls the run's reward functions. has_agents: whether it
-    takes the chats of several agents."""
+    takes the chats of several agents. is_tried: whether an episode is tried before the run."""
 
     name: str
     run: Run
     scores: bool
     has_agents: bool = False
+    is_tried: bool = True
 
     def __call__(self, chats: Chat | Agents, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
         return self.run(chats, row, **({REWARD: reward_fn} if self.scores else {}))

@@ -10,7 +10,7 @@ from typing import Union, get_args, get_origin
 from distflow.errors import hint, nearest
 from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
-from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
+from distflow.graph.fields import STANDARD_FIELDS, Axis, Field, MissingColumn, PipelineError, find_field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
 from distflow.graph.node_spec import NodeRole, NodeType, Plane
 from distflow.graph.wiring import Wiring
@@ -258,7 +258,8 @@ def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterabl
     """The error message for a missing field, with the likeliest reason."""
     columns, keys = wiring.columns(reader.node.node_id, loaded), reader.names()
     message = f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no such column"
-    message += hint(name, keys if nearest(name, keys) and not nearest(name, columns) else columns)
+    standard = STANDARD_FIELDS.keys() - {*(reader.node.writes or ())}
+    message += hint(name, next((names for names in (columns, keys, standard) if nearest(name, names)), columns))
     for node_id in wiring.order:
         vertex = wiring.vertices[node_id]
         may_write = vertex.contract.form is not Form.WIRED or "batch" in vertex.contract.reserved

@@ -136,9 +136,10 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
         known = registries.get(kind.name, {}).get(name)
         if known is not None and error.column in inspect.signature(known.fn).parameters:
             function, shown = getattr(known.fn, "__qualname__", name), shown_name(known.fn)
+            meant = f"column of the batch{hint(error.column, STANDARD_FIELDS)}".removesuffix("?")
             return UserError(
                 f"{key}: {kind.name} '{name}'{'' if shown == name else f' ({shown})'} takes '{error.column}', not a "
-                f"column of the batch{hint(error.column, STANDARD_FIELDS)}. If it is an option, put it after a *: "
+                f"{meant}. If it is an option, put it after a *: "
                 f"def {function}(..., *, {error.column}=...)"
             )
     return None

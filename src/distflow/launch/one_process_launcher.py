@@ -110,7 +110,7 @@ def _running(
         with recorder.phases("start"):
             run_start_and_end.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
-                run_start_and_end.note_resume(recorder, checkpoint, built.differences)
+                run_start_and_end.note_resume(recorder, checkpoint, built.differences, spec)
             ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
             if own_loop:
                 assert isinstance(ports.queue, LocalSampleQueue), "the queue is of this process"

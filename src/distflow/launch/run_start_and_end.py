@@ -26,7 +26,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.save_and_restore import check_same_config, check_same_facts
+from distflow.runtime.checkpoint.save_and_restore import changed_lengths, check_same_config, check_same_facts
 from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.resources import ModelSizes
 from distflow.runtime.run_errors_and_limits import writing_to
@@ -134,9 +134,9 @@ def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     return [line, f"critic: {name}, {sizes.critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
 
 
-def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
+def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str], spec: Spec) -> None:
     """Report the checkpoint that the run resumes from, and what differs."""
-    recorder.note("info", f"resumed from {checkpoint.path.name}")
+    recorder.note("info", f"resumed from {checkpoint.path.name}{changed_lengths(checkpoint, spec)}")
     for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
         recorder.note("warning", warning)
 

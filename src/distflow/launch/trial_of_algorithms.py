@@ -20,6 +20,7 @@ from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
 from distflow.launch.select_pipeline import takes_policy_loss
+from distflow.pipelines.nodes.advantages import NotFinite
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.run_errors_and_limits import NodeError, output_error, users_place
 from distflow.training.engine import OneRank
@@ -35,6 +36,7 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
     if not is_rl(config):
         return []
     with torch.random.fork_rng(devices=()):
+        _check_scores(pipeline.nodes)
         losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
         found = [note for objective in losses if (note := _try_loss(objective))]
         _try_nodes(config, pipeline)
@@ -100,12 +102,24 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
             if (isinstance(cause, MISTAKES) and not by_ctx) or (cause is not None and users_place(cause) is None):
                 key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
                 raise UserError(f"{key}: {error}") from error
-        except UserError:  # due to meaningless numbers
-            continue
+        except UserError as error:  # due to meaningless numbers, unless there is no number at all
+            if isinstance(error, NotFinite) and error.everywhere:
+                raise
         else:
             if fn is estimator and (missing := [name for name in contract.writes if name not in written]):
                 what = f"returned no {', '.join(missing)}: end it with return {', '.join(contract.writes)}"
                 raise UserError(f"algorithm.adv_estimator: {output_error(node, what)}")
+
+
+def _check_scores(nodes: Sequence[BoundNode]) -> None:
+    """Raises UserError for a node of the user's that replaces what the reward functions gave."""
+    scored = any("scores" in node.contract.writes for node in nodes)
+    for node in nodes if scored else ():
+        if "token_level_scores" in node.contract.writes and not is_ours(node.fn):
+            raise UserError(
+                f"dag.pipeline: node '{node.node_id}' writes token_level_scores, which are the scores of the reward "
+                'functions: declare @node(writes="token_level_rewards"), from which advantages are computed'
+            )
 
 
 def _unread(nodes: Sequence[BoundNode]) -> list[str]:

@@ -37,6 +37,8 @@ counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
 in_episode: ContextVar[bool] = ContextVar("in_episode", default=False)
 """Whether a workflow requests the scores, so that its episode, not each score, counts as a sample."""
 _due: ContextVar[float] = ContextVar("due", default=math.inf)
+OF_WORKFLOW = "workflow "
+"""How the error of a workflow begins, before its name; that of a reward function begins with the function's name."""
 
 
 @dataclass(frozen=True)

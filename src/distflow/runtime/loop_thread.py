@@ -165,7 +165,7 @@ def _keep_to_one_core() -> None:
 
 
 def _settle(result: "concurrent.futures.Future[T]", done: "concurrent.futures.Future[T]") -> None:
-    """Forward the outcome, unless nobody waits any more."""
+    """Forward the outcome, unless nobody is waiting."""
     with suppress(concurrent.futures.InvalidStateError):
         if done.cancelled():
             result.cancel()

@@ -4,6 +4,7 @@ trained on; and groups that fail one after another, which end the run before it 
 """
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from pathlib import Path
 from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.import_target import innermost, is_ours, shown_name
+from distflow.observe.metrics import TIMED_OUT
 from distflow.observe.sanitized_output import escape_control
-from distflow.rewards.reward_results import RewardCounts
+from distflow.rewards.reward_results import OF_WORKFLOW, RewardCounts
 
 WARN_ABOVE = 0.05
 _SHOWN_CHARACTERS = 500
@@ -23,14 +25,16 @@ _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno
 
 
 def repair_advice(first: str) -> str:
-    """What to do about failures of the user's functions. first: the message of the first."""
+    """What to do about failures of the user's functions. first: the message of the first, which begins with who failed;
+    it is a text, since errors are stored with their samples."""
     what = "Correct the workflow (actor_rollout_ref.rollout.workflow, .workflow_kwargs)"
-    if "workflow " not in first:
+    if not first.startswith(OF_WORKFLOW):
         what = (
             "Correct the named function (custom_reward_function.path, reward.functions, dag), or its ground truths "
             "(data.answer_key)"
         )
-    return f"{what}; if it is slow, raise reward.timeout_s" if "within" in first else what
+    is_late = re.search(rf"{TIMED_OUT} \d|within [\d.]+ s \(reward\.timeout_s", first)
+    return f"{what}; if it is slow, raise reward.timeout_s" if is_late else what
 
 
 class NodeError(RuntimeError):

@@ -27,7 +27,7 @@ class Home:
         return Home(os.getcwd(), tuple(sys.path))
 
     def enter(self) -> None:
-        """Enter as far as they exist on this machine; what is missing is reported when needed."""
+        """Enter the folder, if this machine has it, and add the search path. A missing file is reported on use."""
         with suppress(OSError):
             os.chdir(self.folder)
         sys.path += [path for path in self.module_paths if path not in sys.path]

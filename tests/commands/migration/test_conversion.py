@@ -489,6 +489,19 @@ def test_a_value_that_the_file_does_not_say_is_named_once(tmp_path: Path) -> Non
     assert not any("Unread" in line or line.startswith("_") for line in missing)
 
 
+@pytest.mark.parametrize(("devices", "prompts"), [(None, 8), (4, 8), (8, 8)])
+def test_a_batch_that_a_script_divides_by_its_processes_is_the_same_on_any_number(
+    devices: int | None, prompts: int, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").write_text(
+        "import os\nfrom trl import GRPOConfig, GRPOTrainer\nworld = int(os.environ.get('WORLD_SIZE', 1))\n"
+        "n = 64 // int(os.environ['WORLD_SIZE']) if world > 1 else 64\n"
+        "GRPOTrainer(model='m', args=GRPOConfig(per_device_train_batch_size=n), train_dataset='d/d').train()\n"
+    )
+    draft = convert(read_foreign(tmp_path / "x.py", devices), devices)
+    assert draft.overrides["data.train_batch_size"] == str(prompts)
+
+
 def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(
         "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d/d "

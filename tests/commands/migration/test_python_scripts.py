@@ -27,6 +27,17 @@ def sft(settings: str) -> str:
 # name: (kind of file, text, what the config has, what is said)
 READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
     "the length of a response": ("py", grpo(""), {"data.max_response_length": 512}, ()),
+    "options that the command of the script leaves out": (
+        "py",
+        "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, "
+        "TrlParser\n# python x.py --learning_rate 2e-6 --num_generations 4\n"
+        "script, args, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()\n"
+        "splits = load_dataset(script.dataset_name if script.dataset_name else 'a/b')\n"
+        "val = splits['test'] if 'test' in splits else None\n"
+        "GRPOTrainer(model=model.model_name_or_path or 'm', args=args, train_dataset=splits['train']).train()\n",
+        {f"{MODEL}.path": "m", "data.train_files": ("a/b::train",), LR: 2e-6, f"{ROLLOUT}.n": 4},
+        ("the options are those of the first command",),
+    ),
     "several configs": (
         "py",
         START + "a = GRPOConfig(beta=0.1, warmup_steps=3, max_steps=100)\nb = GRPOConfig(learning_rate=2e-6)\n"

@@ -82,7 +82,7 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         "sh",
         GRPO + "algorithm.kl_ctrl.horizon=5 +data.apply_chat_template_kwargs.enable_thinking=maybe",
         {"data.train_files": ("a.parquet",)},
-        ("algorithm.kl_ctrl.horizon=5: a fixed coefficient ignores it", "data.enable_thinking=maybe: "),
+        ("algorithm.kl_ctrl.horizon=5: a fixed coefficient ignores it", "data.enable_thinking is 'maybe', "),
     ),
     "steps of a warm-up": (
         "sh",
@@ -211,6 +211,61 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         OPENRLHF + "a/b --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
         {"trainer.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 2},
         ("4 more devices generate, score or train a critic",),
+    ),
+    "engines that run beside training have devices of their own": (
+        "sh",
+        OPENRLHF + "a/b --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2 "
+        "--ref_num_gpus_per_node 4 --colocate_all_models --async_train",
+        {"trainer.n_gpus_per_node": 4, "async.max_staleness": 2},
+        ("vllm_num_engines, *_num_gpus_per_node: 4 more devices",),
+    ),
+    "scores that a reward model normalises": (
+        "sh",
+        OPENRLHF + "a/b --normalize_reward",
+        {"algorithm.reward_shift": 0.0, "algorithm.reward_scale": 1.0},
+        ("set algorithm.reward_shift=-MEAN and algorithm.reward_scale=1/STD",),
+    ),
+    "engines that AReaL names one by one": (
+        "yaml",
+        AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}").replace("{path: m", "{backend: 'fsdp:d4p1t1', path: m")
+        + "rollout: {backend: 'sglang:d4p1t1', openai: {mode: inline, turn_discount: 1.0}}\n",
+        {"trainer.allocation": "sglang:d4p1t1+fsdp:d4p1t1", "trainer.n_gpus_per_node": 8},
+        (),
+    ),
+    "devices that AReaL only trains on": (
+        "yaml",
+        AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}") + "allocation_mode: d8p1t1\n",
+        {"trainer.allocation": None, "trainer.n_gpus_per_node": 8},
+        (),
+    ),
+    "stages of a pipeline": (
+        "yaml",
+        AREAL.replace("/tmp/e}", "/tmp/e, n_gpus_per_node: 8}") + "allocation_mode: sglang:d4+megatron:d2p2\n",
+        {"trainer.allocation": None},
+        (
+            "trainer.allocation: sglang:d4+megatron:d2p2 has pipeline",
+            "allocation_mode=sglang:d4+megatron:d2p2: ",
+        ),
+    ),
+    "a server of vLLM": (
+        "yaml",
+        "model_name_or_path: m\ndataset_name: a/b\nnum_generations: 8\nuse_vllm: true\nvllm_mode: server\n"
+        "num_processes: 7\n",
+        {f"{ROLLOUT}.name": "vllm"},
+        ("vllm_mode=server: vLLM generates on devices of its own", "devices: their number"),
+    ),
+    "parts of a data set": (
+        "yaml",
+        "model_name_or_path: m\ndataset_name: a/b\ndataset_configs: [x, y]\nmax_seq_length: 64\n",
+        {"data.train_files": ("a/b:x", "a/b:y")},
+        ("devices: their number", "max_length: ", "assistant_only_loss=false"),
+    ),
+    "options of open-r1": (
+        "yaml",
+        "model_name_or_path: m\ndataset_name: a/b\ndataset_config: x\ndataset_prompt_column: q\nnum_generations: 8\n"
+        "wandb_project: p\nwandb_entity: e\nuse_liger: true\ncode_language: cpp\n",
+        {"data.train_files": ("a/b:x",), "data.prompt_key": "q", "trainer.project_name": "p"},
+        ("wandb_entity=e: ", "code_language=cpp: an option of open-r1's reward functions", "devices: their number"),
     ),
     "devices of roles that share them": (
         "sh",

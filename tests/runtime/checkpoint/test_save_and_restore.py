@@ -12,6 +12,7 @@ from distflow.errors import UserError
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.save_and_restore import (
+    changed_lengths,
     check_same_facts,
     load_queued,
     merge_node_states,
@@ -130,3 +131,8 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
             check_same_facts(store.load(), spec, facts)
     (note,) = check_same_facts(store.load(), spec, {**resources.facts, "cpu": "another"})
     assert note.startswith("cpu was ") and "is another now" in note
+    trainer = replace(spec.config.trainer, total_epochs=spec.config.trainer.total_epochs + 1)
+    longer = replace(spec, config=replace(spec.config, trainer=trainer))
+    assert changed_lengths(store.load(), spec) == ""
+    said = f", with trainer.total_epochs={trainer.total_epochs} instead of {trainer.total_epochs - 1}"
+    assert changed_lengths(store.load(), longer) == said

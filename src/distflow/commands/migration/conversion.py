@@ -59,8 +59,19 @@ def _share(total: object, steps: float | None) -> float | None:
     return steps * total
 
 
+def _allocation(expression: str, devices: int) -> str | None:
+    """AReaL's expression, which `trainer.allocation` takes too; None if all engines share the devices."""
+    apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
+    wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
+    if wanted != devices:
+        raise ValueError(f"{expression} is for {wanted} devices, and there are {devices}")
+    if re.search(r"[:.\d][pce]([2-9]|1\d)", expression):
+        raise ValueError(f"{expression} has pipeline, context or expert parallelism, which is not implemented yet")
+    return expression if len(apart) > 1 else None
+
+
 _IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
-_IN_FORMULAS |= {"list": list, "domains": _domains}
+_IN_FORMULAS |= {"list": list, "map": map, "domains": _domains, "allocation": _allocation}
 
 
 @dataclass
@@ -81,7 +92,7 @@ class Conversion:
         """Remove a key that cannot be set; a key that nobody set is removed silently."""
         value = self.overrides.pop(key)
         if key in self.given:
-            self.missing.append(f"{key}={value}: {why}")
+            self.missing.append(f"{key} {why}" if why.startswith("is '") else f"{key}={value}: {why}")
 
 
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
@@ -140,16 +151,19 @@ def _other_devices(values: Mapping[str, object]) -> list[str]:
     train = maps.get("actor_train.device_mapping", [])
     others = {each for devices in maps.values() for each in devices} - {*train}
     count, says = len(others), "device_mapping"
-    if not values.get("colocate_all_models"):  # of OpenRLHF
-        sizes = [("vllm_num_engines", "vllm_tensor_parallel_size", "")]
-        sizes += [("critic_num_gpus_per_node", "critic_num_nodes", "")]
-        sizes += [("reward_num_gpus_per_node", "reward_num_nodes", "colocate_critic_reward")]
-        sizes += [("ref_num_gpus_per_node", "ref_num_nodes", "colocate_actor_ref")]
-        for size, times, together in sizes:
-            own, factor = values.get(size), values.get(times, 1)
-            if isinstance(own, int) and isinstance(factor, int) and not values.get(together):
-                count, says = count + own * factor, "vllm_num_engines, *_num_gpus_per_node"
+    shared = values.get("colocate_all_models")  # of OpenRLHF; asynchronous engines have devices of their own
+    sizes = [("vllm_num_engines", "vllm_tensor_parallel_size", "")] if values.get("async_train") or not shared else []
+    sizes += [("critic_num_gpus_per_node", "critic_num_nodes", "colocate_all_models")]
+    sizes += [("reward_num_gpus_per_node", "reward_num_nodes", "colocate_critic_reward")]
+    sizes += [("ref_num_gpus_per_node", "ref_num_nodes", "colocate_actor_ref")]
+    for size, times, together in sizes:
+        own, factor = values.get(size), values.get(times, 1)
+        is_apart = not values.get(together) and (not shared or size.startswith("vllm"))
+        if isinstance(own, int) and isinstance(factor, int) and is_apart:
+            count, says = count + own * factor, "vllm_num_engines, *_num_gpus_per_node"
     advice = "all work is on the training devices here; trainer.allocation gives the others devices of their own"
+    if values.get("use_vllm") and values.get("vllm_mode") == "server":  # of TRL
+        return [f"vllm_mode=server: vLLM generates on devices of its own, which the config does not count; {advice}"]
     return [f"{says}: {count} more devices generate, score or train a critic; {advice}"] if count else []
 
 
@@ -338,7 +352,7 @@ def run_migrate(arguments: argparse.Namespace) -> int:
         raise UserError(f"--devices {arguments.devices}: a run has at least one device")
     if arguments.to is not None:
         _check_target(arguments.to)
-    theirs = read_foreign(Path(arguments.file).expanduser())
+    theirs = read_foreign(Path(arguments.file).expanduser(), arguments.devices)
     draft = convert(theirs, arguments.devices)
     loaded = _without_unread_keys(draft, compose(draft))
     text = f"# From {Path(arguments.file).name}, of {theirs.system}, by distflow migrate\n"

@@ -38,9 +38,9 @@ _OVERLONG, _OVERLONG_LENGTHS = "get_soft_overlong_punishment", ("max_completion_
 _PARSERS = ("TrlParser", "HfArgumentParser")
 
 
-def read_script(text: str, arguments: Mapping[str, object]) -> ForeignSettings:
-    """arguments: of the command that runs it. Raises UserError if it trains nothing that trains here."""
-    script = _TrlScript(arguments)
+def read_script(text: str, arguments: Mapping[str, object], devices: int | None) -> ForeignSettings:
+    """arguments, devices: of the command that runs it. Raises UserError if it trains nothing that trains here."""
+    script = _TrlScript(arguments, devices)
     try:
         script.read_file(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

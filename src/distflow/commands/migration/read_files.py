@@ -23,10 +23,10 @@ _SHOWN = re.compile(r"(?m)^((?:[^\n]*\\\n)*[^\n]*?)\.py((?:[ \t]*\\\n|[ \t]+-)(?
 _PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)(?:[= ](\d+))")
 
 
-def read_foreign(path: Path) -> ForeignSettings:
-    """Raises UserError that names the file, and what is wrong with it."""
+def read_foreign(path: Path, devices: int | None = None) -> ForeignSettings:
+    """devices: that it trains on, as `--devices` says. Raises UserError that names the file, and what is wrong."""
     try:
-        return _read(path)
+        return _read(path, devices=devices)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be migrated: it is not a text file") from error
     except yaml.YAMLError as error:
@@ -42,16 +42,16 @@ _NO_SETTINGS = {".ipynb": "it is a notebook: `jupyter nbconvert --to script` mak
 )
 
 
-def _read(path: Path, arguments: Mapping[str, object] | None = None) -> ForeignSettings:
+def _read(path: Path, arguments: Mapping[str, object] | None = None, devices: int | None = None) -> ForeignSettings:
     if path.suffix in _NO_SETTINGS and path.is_file():
         raise UserError(_NO_SETTINGS[path.suffix])
     text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
     if "\0" in text or not text.strip():
         raise UserError("it is not a text file" if text.strip() else "it is empty")
     if path.suffix == ".py":
-        return _read_python(text, arguments)
+        return _read_python(text, arguments, devices)
     if path.suffix not in (".yaml", ".yml"):
-        return _read_shell(text, path.parent)
+        return _read_shell(text, path.parent, devices)
     values = load_yaml(text)
     if not isinstance(values, dict):
         raise UserError("it is not a mapping of keys")
@@ -66,24 +66,30 @@ def _is_ours(values: Mapping[str, object]) -> bool:
     return isinstance(defaults, list) and any(name in preset_names() for name in defaults)
 
 
-def _read_python(text: str, arguments: Mapping[str, object] | None) -> ForeignSettings:
+def _read_python(text: str, arguments: Mapping[str, object] | None, devices: int | None) -> ForeignSettings:
     """Without a command, the first that the script shows is read if its options are TRL's."""
     if arguments is not None or not re.search(r"\b(?:TrlParser|HfArgumentParser)\(", text):
-        return read_script(text, arguments or {})
+        return read_script(text, arguments or {}, devices)
     shown = _SHOWN.search(re.sub(r"(?m)^[ \t]*#[ \t]?", "", text))
     options: dict[str, object] = {}
     for words, _ in ShellScript("x" + shown[2]).commands[:1] if shown else ():
         read_options(words, options.__setitem__)
-    found = read_script(text, options)
+    own = _num_processes(shown[1] if shown else "")
+    found = read_script(text, options, devices or own)
     found.remarks += ["the options are those of the first command in the script"] if options else []
-    processes = _PROCESSES.search(shown[1]) if shown else None
-    found.devices = int(processes[1]) if processes else None
+    found.devices = own
     return found
 
 
-def _read_shell(text: str, folder: Path) -> ForeignSettings:
+def _num_processes(launcher: str) -> int | None:
+    """Of `accelerate launch` or `torchrun`; None if it does not say."""
+    found = _PROCESSES.search(launcher)
+    return int(found[1]) if found else None
+
+
+def _read_shell(text: str, folder: Path, devices: int | None) -> ForeignSettings:
     script = ShellScript(text, str(folder))
-    found = [each for words, line in script.commands if (each := _read_command(words, line, folder)) is not None]
+    found = [each for words, line in script.commands if (each := _read_command(words, line, folder, devices))]
     if not found:
         values: dict[str, object] = {}
         for words, _ in script.commands:
@@ -103,13 +109,14 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
     return settings
 
 
-def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings | None:
+def _read_command(words: list[str], line: int, folder: Path, devices: int | None) -> ForeignSettings | None:
     """What a command trains; None for one of another tool."""
     found = ((place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word)))
     place, trainer = next(found, (0, None))
     if trainer is None or trainer["TRL"] and place and [*words, ""][place + 1] not in _METHODS:  # pip install trl
         return None
     system, values, own = str(trainer.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
+    processes = _num_processes(" ".join(words[:place]))
     newer = all_tables()[system].newer_names if system in all_tables() else {}
     read_options(own[:-1], lambda key, value: values.__setitem__(newer.get(key, key), value))
     named = {"TRL": own[0], "verl": "ppo_ray" if "main" in trainer[0] else "sft"}.get(system, trainer[system])
@@ -124,14 +131,13 @@ def _read_command(words: list[str], line: int, folder: Path) -> ForeignSettings 
     elif system == "script":
         if not any(all_tables()["TRL"].find(key) for key in values) and _find(trainer[0], folder) is None:
             return None
-        settings = _of_script(trainer[0], values, folder)
+        settings = _of_script(trainer[0], values, folder, devices or processes)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
         is_default = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))  # of the presets
         unknown = config is not None and not is_default
         settings.remarks += [f"the settings of {config}, which is not in the same folder"] if unknown else []
-    devices = _PROCESSES.search(" ".join(words[:place]))
-    settings.devices = int(devices[1]) if devices else None
+    settings.devices = processes
     return settings
 
 
@@ -147,9 +153,9 @@ def _beside(name: str, folder: Path) -> Path:
     return found
 
 
-def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSettings:
+def _of_script(name: str, values: dict[str, object], folder: Path, devices: int | None) -> ForeignSettings:
     if (found := _find(name, folder)) is not None:
-        return _read(found, values)
+        return _read(found, values, devices)
     kind = next((kind for kind in METHODS if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")), None)
     remarks = [f"{name} was not found; only the options of the command are read"]
     return ForeignSettings("TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks)

@@ -26,9 +26,10 @@ _OF_TEXTS = (
     "removeprefix",
     "removesuffix",
 )
-_TESTS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
+_TESTS: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le},
     ast.In: lambda part, whole: part in whole if isinstance(whole, list | dict) else str(part) in str(whole),
     ast.NotIn: lambda part, whole: part not in whole if isinstance(whole, list | dict) else str(part) not in str(whole),
     ast.Is: operator.is_,
@@ -70,7 +71,8 @@ class Script(ABC):
     fields of its classes, decide. copied: the options in what a variable is set to. has_options: its arguments are
     those of TRL. has_adapters: a trainer or a model is given some."""
 
-    def __init__(self, arguments: Mapping[str, object]) -> None:
+    def __init__(self, arguments: Mapping[str, object], devices: int | None) -> None:
+        self.environment = {"WORLD_SIZE": str(devices or 1)}
         self.arguments, self.names = arguments, cast(MutableMapping[str, object], {})
         self.attributes: dict[tuple[str, str], object] = {}
         self.functions: dict[str, Function] = {}
@@ -276,13 +278,17 @@ class Script(ABC):
                 return self.value(node.value)
             case ast.Attribute():
                 return node.attr if name_of(node.value) == "torch" else self._attribute(node)
+            case ast.Subscript() if ast.unparse(node.value) == "os.environ":
+                return self.environment.get(str(self.value(node.slice)), _computed(node))
             case ast.Subscript():
                 return self._item(self.value(node.value), self.value(node.slice), node)
             case ast.Compare(ops=[test]) if type(test) in _TESTS:
                 pair = [self.value(each) for each in (node.left, node.comparators[0])]
-                return _computed(node) if any(isinstance(each, Unread) for each in pair) else _TESTS[type(test)](*pair)
+                unknown = any(isinstance(each, Unread | Rows) for each in pair)
+                return _computed(node) if unknown else _converted(lambda both: _TESTS[type(test)](*both), pair)
             case ast.IfExp():
                 holds, either, otherwise = (self.value(each) for each in (node.test, node.body, node.orelse))
+                holds = False if self._is_left_out(holds) else holds
                 known = isinstance(holds, bool) or otherwise is None
                 self._decide(node.test, holds)
                 if isinstance(holds, Unread) and "Config(" in ast.unparse(node.body):
@@ -319,11 +325,16 @@ class Script(ABC):
         value: object = None
         for part in node.values:
             value = self.value(part)
+            value = None if self._is_left_out(value) else value
             if isinstance(value, Unread | Object | Rows):
                 return _computed(node)
             if bool(value) == isinstance(node.op, ast.Or):
                 break
         return value
+
+    def _is_left_out(self, value: object) -> bool:
+        """Whether it is an option that the command of the script does not give: nothing, where its truth is asked."""
+        return value == NOT_GIVEN and bool(self.arguments)
 
     def _mapping(self, node: ast.Dict) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -409,7 +420,8 @@ class Script(ABC):
         if name in ("getenv", "field") or name == "get" and ast.unparse(node.func).endswith("environ.get"):
             made = (each.value for each in node.keywords if each.arg == "default_factory")
             lists = [self.value(each.body) for each in made if isinstance(each, ast.Lambda)]
-            return lists or [values[1] if len(values) == 2 else named.get("default", _computed(node))]
+            default = values[1] if len(values) == 2 else named.get("default", _computed(node))
+            return lists or [self.environment.get(str(values[0]) if values else "", default)]
         if name in _TYPES and len(values) == 1 and isinstance(values[0], str | int | float):
             return [_converted(_TYPES[name], values[0])]
         if isinstance(owner, str) and name in _OF_TEXTS and not named:

@@ -359,9 +359,10 @@ def identify(values: dict[str, object]) -> ForeignSettings:
     known["verl"] += sum(tables["verl"].find(key) is None and is_known(key) for key in read)
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(read) or not read:
+        most = f"{known[system]} of its {len(read)} keys are keys of {system}, and fewer are keys of another system"
         raise UserError(
-            f"{known[system]} of its {len(read)} keys are keys of {system}, and fewer are keys of another system: "
-            "it is not a config of TRL, OpenRLHF, verl, ROLL or AReaL, or one of an unknown version"
+            f"{most if known[system] else 'none of its keys is a key of another system'}: it is not a config of TRL, "
+            "OpenRLHF, verl, ROLL or AReaL, or one of an unknown version"
         )
     return ForeignSettings(system, method_of(system, read), read)
 

@@ -205,7 +205,9 @@ class TrustConfig:
     )
     max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)
     unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
-    check_rewards: bool = key(True, "test reward functions before the start on good and bad responses")
+    check_rewards: bool = key(
+        True, "test reward functions before the start on good and bad responses, and try your own workflow once"
+    )
 
 
 @dataclass(frozen=True)

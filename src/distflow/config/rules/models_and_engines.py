@@ -160,7 +160,7 @@ def rollout_server(config: Config) -> Iterator[Finding]:
     for name, options in rollout.engine_kwargs.items():
         if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
             example = f"{ROLLOUT}.engine_kwargs.{rollout.name}.max_model_len=4096"
-            yield Finding((f"{ROLLOUT}.engine_kwargs",), "options belong to an engine", f"write {example}, say")
+            yield Finding((f"{ROLLOUT}.engine_kwargs",), "options belong to an engine", f"write for example {example}")
     if rollout.batch_invariant:
         yield Finding((f"{ROLLOUT}.batch_invariant",), "the rounding of a server depends on its batch", "remove it")
     for name, model in scoring_models(config.reward_model).items():
@@ -195,8 +195,10 @@ def tensor_parallel_rollout(config: Config) -> Iterator[Finding]:
         why = "a worker that shares a server has no second one"
         yield Finding((key, f"{ROLLOUT}.data_parallel_size"), why, f"remove {ROLLOUT}.data_parallel_size")
     elif not trainer.allocation and trainer.n_gpus_per_node % size:
-        why = f"an engine has {size} devices of a machine, and {trainer.n_gpus_per_node} cannot be divided so"
-        advice = f"set trainer.n_gpus_per_node={trainer.n_gpus_per_node + -trainer.n_gpus_per_node % size}, say"
+        why = (
+            f"an engine needs {size} devices of one machine, and {trainer.n_gpus_per_node} is not a multiple of {size}"
+        )
+        advice = f"set for example trainer.n_gpus_per_node={trainer.n_gpus_per_node + -trainer.n_gpus_per_node % size}"
         yield Finding((key, "trainer.n_gpus_per_node"), why, advice)
 
 
@@ -208,8 +210,8 @@ def sampling_of_server(config: Config) -> Iterator[Finding]:
     given |= {f"{ROLLOUT}.agents.{name}.top_p": agent.top_p or 1.0 for name, agent in rollout.agents.items()}
     for key, value in given.items():
         if rollout.name == "sglang" and value != (0.0 if key.endswith("min_p") else 1.0):
-            why = "SGLang does not report the log-probs of what its draws are then made from"
-            yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k can be had")
+            why = "SGLang does not report log-probs under the distribution that it then samples from"
+            yield Finding((key, f"{ROLLOUT}.name"), why, f"remove {key}; top_k is supported")
 
 
 def no_secrets(config: Config) -> Iterator[Finding]:

@@ -123,7 +123,7 @@ def _take(path: Path) -> None:
     except (OSError, ValueError) as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         cause = "a file is in the way" if in_the_way else getattr(error, "strerror", None) or str(error)
-        raise RunFolderError(f"the run's folder cannot be {path}: {cause}; {_OTHER}") from error
+        raise RunFolderError(f"the run's folder {path} cannot be used: {cause}; {_OTHER}") from error
 
 
 def writer_of(path: Path) -> int | None:

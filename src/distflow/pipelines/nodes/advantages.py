@@ -228,6 +228,14 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     return by_agent(partial(fn, **options) if options else fn, config)
 
 
+class NotFinite(UserError):
+    """A user's estimator returned NaN or infinity. everywhere: for all tokens."""
+
+    def __init__(self, everywhere: bool, message: str):
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
 def _finite(estimator: AdvEstimator) -> Callable[..., object]:
     """The user's function, which raises UserError for NaN and infinity."""
 
@@ -239,9 +247,11 @@ def _finite(estimator: AdvEstimator) -> Callable[..., object]:
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 counts = mask > 0 if mask is not None and mask.shape == tensor.shape else torch.ones_like(tensor).bool()
                 if num_bad := int((~tensor.isfinite() & counts).sum()):
-                    raise UserError(
+                    raise NotFinite(
+                        num_bad == int(counts.sum()),
                         f"algorithm.adv_estimator={estimator.name} ({shown_name(estimator.fn)}) returned NaN or "
-                        f"infinity for {num_bad:,} of {int(counts.sum()):,} tokens"
+                        f"infinity for {num_bad:,} of {int(counts.sum()):,} tokens: check its divisions and logarithms "
+                        "(the standard deviation of a group with equal rewards is 0)",
                     )
         return returned
 

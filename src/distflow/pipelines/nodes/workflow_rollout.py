@@ -6,27 +6,26 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.builtin_names import PROMPT_CHAT
+from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.data.episode_event_hook import note_event, on_event
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment
-from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
+from distflow.environments.chat import Chat, ChatError, Limits, Reply
 from distflow.environments.tool_calls import format_of
 from distflow.environments.turn_encoding import TurnTokens
-from distflow.environments.workflows import Row, Workflow, load_workflow, make_workflow
+from distflow.environments.workflows import Workflow, load_workflow, make_workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, policy_segment
 from distflow.rewards.pool.pool import GivenUp
-from distflow.rewards.reward_results import ACC, Error, Score, in_episode, read_score
+from distflow.rewards.reward_results import ACC, OF_WORKFLOW, Error, Score, in_episode, read_score
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
@@ -57,7 +56,8 @@ def run_workflow(config: Config) -> Callable[..., object]:
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(settings.agents)
     node = run_scored_episodes if workflow.scores else run_episodes
-    return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
+    is_tried = config.trust.check_rewards and settings.workflow not in WORKFLOWS
+    return partial(node, workflow=replace(workflow, is_tried=is_tried), timeout_s=config.reward.timeout_s)
 
 
 def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Workflow:
@@ -356,19 +356,15 @@ class _Episodes:
         group, row = self.group, self.group.row
         if (note := on_event.get()) is not None:
             on_event.set(partial(note, index))
-        extra, truth = deepcopy((dict[str, Any](row.extra_info or {}), row.ground_truth))  # episodes may change them
-        messages = extra.pop(PROMPT_CHAT, None)
+        told = row_of(row, self.ctx.config.data.prompt_key, self.ctx.config.data.answer_key)
         longest = group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
-        chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=messages is not None)
+        ask = partial(self.requests.ask, index, "")
+        chat = Chat(self.tokens, ask, limits, templated=bool(told.prompt.messages))
         chat.clock_stopped, chat.version = deadline_paused, group.prompt_group.version
         if not self.ctx.validating:
             chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         self.requests.connect(index, chat)
-        prompt = Prompt(row.prompt_text, row.prompt_ids, messages or ())
-        data = self.ctx.config.data
-        columns = {data.prompt_key: messages or row.prompt_text, data.answer_key: truth, **extra}
-        told = Row(prompt, truth, row.domain, extra, columns)
         try:
             outcome = await self._outcome(
                 chat, partial(self.workflow, self.workflow.chats(chat, self.agents), told), index
@@ -435,7 +431,7 @@ class _Episodes:
         return {**returned, "score": math.fsum(own.values())}
 
     def _error(self, what: str) -> RewardOutcome:
-        return RewardOutcome(Error(f"workflow {self.workflow.name}: {what}"))
+        return RewardOutcome(Error(f"{OF_WORKFLOW}{self.workflow.name}: {what}"))
 
     async def _reward(self, chat: Chat, index: int, reply: Reply | str | None = None) -> RewardOutcome:
         """A workflow's `reward_fn`: scores of the run's reward functions for a reply (the last by default) or text."""

@@ -87,7 +87,7 @@ class SGLangEngine(HttpEngine):
         if (found := model.get("architectures")) and type(self.model).__name__ not in found:
             raise UserError(f"{self.who} has a model {found[0]}, and this run trains a {type(self.model).__name__}")
         if self.free_cache_engine and not info.get("enable_memory_saver"):
-            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-memory-saver, or leave it out")
+            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-memory-saver, or remove the key")
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         check_params(request.params)
@@ -198,7 +198,7 @@ def check_params(params: SamplingParams) -> None:
     for name, off in neutral.items():
         if (value := getattr(params, name)) != off:
             raise UserError(
-                f"{_KEY}.{name}={value}: SGLang reports no exact log-probs then: leave it out, or set top_k"
+                f"{_KEY}.{name}={value}: SGLang then reports no exact log-probs: remove the key, or set top_k"
             )
 
 

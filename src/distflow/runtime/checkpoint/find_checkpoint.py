@@ -45,8 +45,8 @@ def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
 
 
 def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
-    """`chosen`, or, if the ledger is damaged before it and `mode` leaves the choice, the newest one saved before the
-    damage, with a message that says so. Raises LedgerError if there is none."""
+    """`chosen`, or, if the ledger is damaged before it and `mode` leaves the choice open, the newest one saved before
+    the damage, with a message that says so. Raises LedgerError if there is none."""
     try:
         if ledger_id(ledger):
             counts_until(ledger)
