@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms import objectives
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -17,7 +18,7 @@ from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
-from tests.e2e.planting import plant_behind, plant_from
+from tests.e2e.planting import plant_behind, plant_from, plant_in_group
 from tests.e2e.runs import Playground
 
 Patch = pytest.MonkeyPatch
@@ -94,6 +95,55 @@ def test_gradients_of_updates_that_nothing_else_watches(
     playground: Playground, monkeypatch: Patch, plant: Plant, says: str
 ) -> None:
     found(playground, monkeypatch, plant, "grpo", "actor_rollout_ref.actor.max_grad_norm=0.1", says=says)
+
+
+def reversed_in_groups(name: str) -> Plant:
+    """The samples of each group have one another's scores or advantages."""
+
+    def change(batch: Batch) -> None:
+        order = torch.arange(len(batch))
+        for group in batch["group_index"].unique():
+            rows = (batch["group_index"] == group).nonzero()[:, 0]
+            order[rows] = rows.flip(0)
+        batch[name] = batch[name][order]
+
+    def scores(patch: Patch) -> None:
+        plant_in_group(patch, lambda batch: change(batch) if name in batch else None)
+
+    return scores if name == "scores" else plant_behind("calculate_advantages", change)
+
+
+@pytest.mark.parametrize("name", ["advantages", pytest.param("scores", marks=slow)])
+def test_scores_or_advantages_of_other_samples_where_nothing_else_is_checked(
+    playground: Playground, monkeypatch: Patch, name: str
+) -> None:
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    plant = reversed_in_groups(name)
+    found(playground, monkeypatch, plant, "grpo", says="advantages.: sample .* its reward functions and the advantage")
+
+
+def narrow_clip(share: float, reach: float) -> Plant:
+    """The critic's clip is narrower on a few tokens."""
+
+    def plant(patch: Patch) -> None:
+        original = objectives.compute_value_loss
+
+        def planted(values: Any, old: Any, returns: Any, mask: Any, **options: Any) -> Any:
+            odd = torch.rand(values.shape, generator=torch.Generator().manual_seed(0)) < share
+            loss, stats = original(values, old, returns, mask, **options)
+            narrow, _ = original(values, old, returns, mask, **options | {"cliprange_value": reach})
+            return torch.where(odd, narrow, loss), stats
+
+        patch.setattr(objectives, "compute_value_loss", planted)
+
+    return plant
+
+
+@slow
+def test_a_clip_of_values_that_is_narrower_on_a_few_tokens(playground: Playground, monkeypatch: Patch) -> None:
+    more = ("critic.ppo_epochs=4", "critic.optim.lr=1e-2", "actor_rollout_ref.rollout.n=4")
+    plant = narrow_clip(0.05, 0.1)
+    found(playground, monkeypatch, plant, "ppo", *more, says="loss.: the gradient of the critic's loss .* another clip")
 
 
 def moments_halved(engine: TorchTrainEngine) -> None:

@@ -106,7 +106,8 @@ class OpenEngine(Protocol):
 class MicroRecord:
     """One call of the loss: the samples, and for those in `rows` the values of each output and its gradient, `(rows,
     response_length)` on the CPU. share: of the mini-batch's loss. sums: of its metrics. weights: those with which
-    backward passes started at the loss; None if it has no gradient."""
+    backward passes started at the loss; None if it has no gradient. batch: its columns, if all values of a critic's
+    update are kept."""
 
     uids: list[str]
     rows: list[int]
@@ -115,6 +116,7 @@ class MicroRecord:
     share: Tensor | float = 0.0
     sums: Sums = field(default_factory=dict)
     weights: list[Tensor] | None = None
+    batch: Batch | None = None
 
     def watch(self, loss: Tensor) -> None:
         if loss.requires_grad:
@@ -294,12 +296,12 @@ class GradientWatch:
     """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: leftovers from the
     previous step, the norm that the optimizer receives, one weight's sum over micro-batches and ranks, and the samples
     passed to the loss function, in whose place it is called. It reads no other tensor, so every update can be
-    watched."""
+    watched. Of sharded weights it watches neither norm nor sum, only how this rank's part of one weight moves."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._group = engine, getattr(engine, "group", OneRank())
         self._trained = _trained(engine.model) if isinstance(engine, OpenEngine) else []
-        self._striped = [] if any(isinstance(p, DTensor) for _, p in self._trained) else _small(self._trained)
+        self._spread, self._striped = any(isinstance(p, DTensor) for _, p in self._trained), _small(self._trained)
         self._handles = list[Any]()
         self._last: tuple[int, str, Stripe] | None = None
         self._record: UpdateRecord
@@ -322,16 +324,22 @@ class GradientWatch:
         self._last = turn, name, stripe
 
         def before_step(*_: object) -> None:
-            record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
             stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
+            if not self._spread:
+                record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
 
-        self._handles += [parameter.register_hook(stripe.contribute), optimizer.register_step_pre_hook(before_step)]
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        if not self._spread:
+            self._handles.append(parameter.register_hook(stripe.contribute))
 
     def counts(self, batch: Batch) -> Counts:
         return self._record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         self._record.micros.append(seen := MicroRecord(list(micro["uid"]), [], {}))
+        if self._record.role == "critic":
+            seen.batch, seen.outputs = micro, {"values": outputs["values"].detach()}
+            outputs["values"].register_hook(partial(seen.gradients.__setitem__, "values"))
         loss, sums = self._record.loss(outputs, micro, counts)
         seen.watch(loss)
         return loss, sums
@@ -344,8 +352,9 @@ class GradientWatch:
         while self._handles:
             self._handles.pop().remove()
         for name, stripe in record.stripes.items():
-            sums = self._group.sum(stripe.own)
-            stripe.contributions = sums[:-1] if sums[-1] > 0 else None
+            if not self._spread:
+                sums = self._group.sum(stripe.own)
+                stripe.contributions = sums[:-1] if sums[-1] > 0 else None
             parameter = next(p for other, p in self._striped if other == name)
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self._engine.optimizer, parameter)  # type: ignore[attr-defined]  # as above
