@@ -12,13 +12,14 @@ from distflow.algorithms import objectives
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.rewards.router import RewardRouter
 from distflow.rollout.embedded import sampler
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
-from tests.e2e.planting import plant_behind, plant_from, plant_in_group
+from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
 
 Patch = pytest.MonkeyPatch
@@ -97,20 +98,23 @@ def test_gradients_of_updates_that_nothing_else_watches(
     found(playground, monkeypatch, plant, "grpo", "actor_rollout_ref.actor.max_grad_norm=0.1", says=says)
 
 
-def reversed_in_groups(name: str) -> Plant:
-    """The samples of each group have one another's scores or advantages."""
+def advantages_reversed(batch: Batch) -> None:
+    """The samples of each group have one another's advantages."""
+    order = torch.arange(len(batch))
+    for group in batch["group_index"].unique():
+        rows = (batch["group_index"] == group).nonzero()[:, 0]
+        order[rows] = rows.flip(0)
+    batch["advantages"] = batch["advantages"][order]
 
-    def change(batch: Batch) -> None:
-        order = torch.arange(len(batch))
-        for group in batch["group_index"].unique():
-            rows = (batch["group_index"] == group).nonzero()[:, 0]
-            order[rows] = rows.flip(0)
-        batch[name] = batch[name][order]
 
-    def scores(patch: Patch) -> None:
-        plant_in_group(patch, lambda batch: change(batch) if name in batch else None)
+def scores_reversed(patch: Patch) -> None:
+    """The samples of each group have one another's scores."""
+    original = RewardRouter.__call__
 
-    return scores if name == "scores" else plant_behind("calculate_advantages", change)
+    async def planted(self: RewardRouter, samples: Any) -> Any:
+        return (await original(self, samples))[::-1]
+
+    patch.setattr(RewardRouter, "__call__", planted)
 
 
 @pytest.mark.parametrize("name", ["advantages", pytest.param("scores", marks=slow)])
@@ -118,8 +122,13 @@ def test_scores_or_advantages_of_other_samples_where_nothing_else_is_checked(
     playground: Playground, monkeypatch: Patch, name: str
 ) -> None:
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
-    plant = reversed_in_groups(name)
-    found(playground, monkeypatch, plant, "grpo", says="advantages.: sample .* its reward functions and the advantage")
+    begin = BEGIN - (name == "scores")  # when the scores of the next step are given
+    plant = scores_reversed if name == "scores" else plant_behind("calculate_advantages", advantages_reversed)
+    steps = plant_from(monkeypatch, begin, plant)
+    says = rf"step {BEGIN + 1} found \(advantages\): sample .* by its reward functions and the advantage"
+    with pytest.raises(TrustError, match=says):
+        playground.run("grpo", *TWO)
+    assert steps[-1] == BEGIN
 
 
 def narrow_clip(share: float, reach: float) -> Plant:

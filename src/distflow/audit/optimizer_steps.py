@@ -104,7 +104,8 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
             what = f"mini-batch {number} of the {role}"
             raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups & own)[:6]}")
     times = Counter(uid for update in updates for uid in update.uids)
-    wrong = [(uid, times[uid]) for uid in (str(recorded.batch["uid"][row]) for row in rows) if times[uid] != passes]
+    uids = recorded.batch["uid"]
+    wrong = [(uids[row], times[uids[row]]) for row in rows if times[uids[row]] != passes]
     if wrong:
         uid, count = wrong[0]
         raise Wrong(

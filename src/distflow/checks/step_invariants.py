@@ -392,6 +392,8 @@ def _had_gradient(state: TrainState, name: str) -> bool:
 
 
 def _check_groups(batch: Batch, same_prompts: bool) -> None:
+    if _is_plain(batch):
+        return
     prompts: dict[int, tuple[str, bytes]] = {}
     episodes_seen: set[tuple[int, int]] = set()
     ids = batch.flat("prompt_ids").cpu().numpy()
@@ -406,6 +408,20 @@ def _check_groups(batch: Batch, same_prompts: bool) -> None:
         first_uid, first = prompts.setdefault(group, (uid, raw[start:end]))
         if same_prompts and raw[start:end] != first:
             raise TrustError(f"the episodes of samples {first_uid} and {uid} are one group but differ in their prompts")
+
+
+def _is_plain(batch: Batch) -> bool:
+    """Whether every sample has its group's number and its group's prompt, as in most batches."""
+    groups, lengths, ids = batch["group_index"], batch.lengths("prompt"), batch.flat("prompt_ids")
+    if not all(map(str.startswith, batch["uid"], [f"{group}-" for group in groups.tolist()])):
+        return False
+    rows, (numbers, of_group) = torch.arange(len(groups)), groups.unique(return_inverse=True)
+    first = torch.full_like(numbers, len(groups)).scatter_reduce(0, of_group, rows, "amin")[of_group]
+    if not torch.equal(lengths, lengths[first]):
+        return False
+    starts = lengths.cumsum(0) - lengths
+    back = (starts - starts[first]).repeat_interleave(lengths)
+    return torch.equal(ids, ids[torch.arange(len(ids)) - back])
 
 
 def _first(batch: Batch, wrong: Tensor) -> tuple[str, int] | None:
