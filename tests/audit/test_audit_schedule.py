@@ -111,6 +111,13 @@ def test_quick_looks_come_where_looks_have_used_up_their_share(clock: list[float
     assert AuditSchedule(0, 0).looks_at(0) is Depth.NONE
 
 
+def test_looks_are_spread_over_the_run_whatever_they_cost(clock: list[float]) -> None:
+    schedule = AuditSchedule(20, 7)
+    spend(schedule, clock, 30, Depth.LOOK, 100.0)
+    looked = [step for step in range(7, 150) if schedule.looks_at(step) is Depth.LOOK]
+    assert looked == [*range(7, 17), *(7 + since for since in (12, 16, 24, 32, 48, 64, 96, 128))]
+
+
 def test_what_the_first_ones_cost_is_made_up_for_and_said(clock: list[float]) -> None:
     schedule = AuditSchedule(20, 0)
     schedule.begins(0)

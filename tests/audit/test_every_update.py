@@ -10,6 +10,7 @@ import torch
 
 from distflow.algorithms import objectives
 from distflow.audit.audit_schedule import AuditSchedule, Depth
+from distflow.audit.record_calls_and_updates import striped
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.rewards.router import RewardRouter
@@ -153,6 +154,25 @@ def test_a_clip_of_values_that_is_narrower_on_a_few_tokens(playground: Playgroun
     more = ("critic.ppo_epochs=4", "critic.optim.lr=1e-2", "actor_rollout_ref.rollout.n=4")
     plant = narrow_clip(0.05, 0.1)
     found(playground, monkeypatch, plant, "ppo", *more, says="loss.: the gradient of the critic's loss .* another clip")
+
+
+def stands_still(patch: Patch) -> None:
+    """A weight that is not among the few whose gradient a short check sums."""
+    original = TorchTrainEngine._step
+
+    def planted(self: TorchTrainEngine, lrs: list[float]) -> None:
+        watched = dict(striped(self.model, BEGIN))
+        name, weight = next(each for each in self.model.named_parameters() if each[0] not in watched)
+        before = weight.detach().clone()
+        original(self, lrs)
+        weight.detach().copy_(before)
+
+    patch.setattr(TorchTrainEngine, "_step", planted)
+
+
+def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.LOOK)
+    found(playground, monkeypatch, stands_still, "grpo", says="optimizer.: model.* moved by 0 at most")
 
 
 def moments_halved(engine: TorchTrainEngine) -> None:

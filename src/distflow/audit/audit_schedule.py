@@ -24,7 +24,7 @@ NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
 
 NUM_FIRST_LOOKS = 10
-"""First steps of a process with a look, whatever it costs."""
+"""First steps of a process with a look, whatever it costs; later those after 2^n and 3 * 2^n steps."""
 
 
 class Depth(IntEnum):
@@ -88,7 +88,9 @@ class AuditSchedule:
         """How deeply to check the step if it is not audited."""
         if self.frequency <= 0:
             return Depth.NONE
-        if step < self._first_step + NUM_FIRST_LOOKS or self._affords(Depth.LOOK):
+        since = step - self._first_step
+        is_named = since < NUM_FIRST_LOOKS or since // (since & -since) in (1, 3)
+        if is_named or self._affords(Depth.LOOK):
             return Depth.LOOK
         return next((depth for depth in (Depth.QUICK, Depth.BASE) if self._affords(depth)), Depth.NONE)
 

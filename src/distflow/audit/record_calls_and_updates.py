@@ -24,7 +24,8 @@ from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
 STRIPE = 256
-NUM_STRIPES = 4
+NUM_STRIPES, NUM_MOVED = 4, 64
+"""Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
 MAX_STRIPED = 2**24
 
 
@@ -212,6 +213,7 @@ class UpdateWatch:
         weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
         self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
         self._striped, self._handles, self._quick = list[tuple[str, nn.Parameter]](), list[Any](), quick
+        self._summed = set[str]()
         self._group: Collective = getattr(engine, "group", OneRank())
         counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
         scored = torch.zeros(len(batch)).index_add(
@@ -222,11 +224,14 @@ class UpdateWatch:
         if not isinstance(engine, OpenEngine):
             return
         self._striped += striped(engine.model, turn, quick)
+        self._summed = {name for name, _ in self._striped}
+        others = [each for each in _small(_trained(engine.model)) if each[0] not in self._summed]
+        self._striped += [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
         self.record.leftover = _leftover(_trained(engine.model))
         for name, parameter in self._striped:
             own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
-            if not isinstance(parameter, DTensor):
+            if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(self.record.stripes[name].contribute))
         if is_spread(engine.model):
             watch = partial(self._watch_gathered, engine.model, set[int]())
@@ -270,14 +275,14 @@ class UpdateWatch:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
-            sums = self._group.sum(stripe.own)
+            sums = self._group.sum(stripe.own) if name in self._summed else stripe.own
             if sums[-1] > 0:
                 stripe.contributions = sums[at_places(parameter, _places(parameter))[0]]
         return self.record
 
     def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
         """Called when a module runs: watch the weights that are gathered now, since sums over ranks come later."""
-        for name, parameter in self._striped:
+        for name, parameter in (each for each in self._striped if each[0] in self._summed):
             gathered = model.get_parameter(name)
             if gathered is not parameter and id(gathered) not in seen:
                 seen.add(id(gathered))
