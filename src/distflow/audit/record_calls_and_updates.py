@@ -27,6 +27,7 @@ STRIPE = 256
 NUM_STRIPES, NUM_MOVED = 4, 64
 """Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
 MAX_STRIPED = 2**24
+VALUE_COLUMNS = ("response_mask", "loss_mask", "values", "returns")
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,8 @@ class GradientWatch:
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         self._record.micros.append(seen := MicroRecord(list(micro["uid"]), [], {}))
         if self._record.role == "critic":
-            seen.batch, seen.outputs = micro, {"values": outputs["values"].detach()}
+            seen.batch = micro.only(name for name in micro.names if name in VALUE_COLUMNS)
+            seen.outputs = {"values": outputs["values"].detach()}
             outputs["values"].register_hook(partial(seen.gradients.__setitem__, "values"))
         loss, sums = self._record.loss(outputs, micro, counts)
         seen.watch(loss)
