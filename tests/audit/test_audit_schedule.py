@@ -126,7 +126,7 @@ def test_what_the_first_ones_cost_is_made_up_for_and_said(clock: list[float]) ->
     assert "audits took 100.0 s, 10.0% of the run's time, more than 2%: the first 3 audits" in schedule.cost(5.0)
     assert schedule.cost(200.0) == ""
     spend(schedule, clock, 30, Depth.LOOK, 1.0)
-    assert schedule.looks_at(31) is Depth.QUICK, "a quarter of the share of 3 s while more than 1.5 % is spent"
+    assert schedule.looks_at(31) is Depth.QUICK, "a quarter of the share of 3 s while more than 1.2 % is spent"
     spend(schedule, clock, 31, Depth.NONE, 0.0)
     clock[0] = 6000.0
     assert schedule.cost(0.0) == ""

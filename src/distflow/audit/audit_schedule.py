@@ -11,7 +11,7 @@ from enum import IntEnum
 from distflow.audit.optimizer_steps import plan_of
 from distflow.audit.recorded_step import RecordedStep
 
-SHARE, IN_ALL = 0.015, 0.02
+SHARE, IN_ALL = 0.012, 0.02
 """The share of the run's time that all checks here may take, and with the checks of every step. If the first audits and
 looks, which ignore their cost, took more, later ones have a quarter of their shares until this is made up for, and the
 checks of most steps, which find rare faults, half."""
