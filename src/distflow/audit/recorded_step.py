@@ -64,7 +64,7 @@ class AuditedRun:
     that persist across audits and are in every checkpoint. compare_memory: with the saved run's, before the first
     update of a step; see `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's
     number, and its position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by
-    their version. ours: results of `RecordedStep.is_ours`, which every step has alike.
+    their version.
     """
 
     inputs: WorkerInputs
@@ -80,7 +80,6 @@ class AuditedRun:
     positions: dict[str, list[int]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
     marked: Counter[int] = field(default_factory=Counter)
-    ours: dict[object, bool] = field(default_factory=dict)
     _warnings: set[str] = field(default_factory=set)
 
     @property
@@ -268,12 +267,6 @@ class RecordedStep:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
         known. A workflow itself decides what is said and, unless it is in `SCORES_LAST_REPLY`, which parts the score
         has; the score is what it returned."""
-        key, kept = (column, tuple(known)), self.run.ours
-        if key not in kept:
-            kept[key] = self._is_ours(column, known)
-        return kept[key]
-
-    def _is_ours(self, column: str, known: Sequence[Callable[..., object]]) -> bool:
         workflow = self.config.actor_rollout_ref.rollout.workflow
         is_scored = column == "scores" or (column in ("reward_parts", "acc") and workflow in SCORES_LAST_REPLY)
         if column in BY_WORKFLOW and workflow is not None and not is_scored:
