@@ -27,15 +27,15 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
+    """Scalars of any devices and types as numbers, in their order: one transfer per device and type."""
     numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    places: dict[torch.device, list[int]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            places.setdefault(value.device, []).append(place)
-    for on_device in places.values():
-        scalars = [value.detach().double() for place in on_device if isinstance(value := values[place], Tensor)]
-        for place, number in zip(on_device, torch.stack(scalars).tolist(), strict=True):
+            alike.setdefault((value.device, value.dtype), []).append((place, value.detach()))
+    for found in alike.values():
+        stacked = torch.stack([value for _, value in found]).double()
+        for (place, _), number in zip(found, stacked.tolist(), strict=True):
             numbers[place] = number
     return numbers
 

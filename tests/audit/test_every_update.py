@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms import objectives
 from distflow.audit.audit_schedule import AuditSchedule, Depth
+from distflow.audit.record_calls_and_updates import striped
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.rewards.router import RewardRouter
 from distflow.rollout.embedded import sampler
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
@@ -94,6 +97,82 @@ def test_gradients_of_updates_that_nothing_else_watches(
     playground: Playground, monkeypatch: Patch, plant: Plant, says: str
 ) -> None:
     found(playground, monkeypatch, plant, "grpo", "actor_rollout_ref.actor.max_grad_norm=0.1", says=says)
+
+
+def advantages_reversed(batch: Batch) -> None:
+    """The samples of each group have one another's advantages."""
+    order = torch.arange(len(batch))
+    for group in batch["group_index"].unique():
+        rows = (batch["group_index"] == group).nonzero()[:, 0]
+        order[rows] = rows.flip(0)
+    batch["advantages"] = batch["advantages"][order]
+
+
+def scores_reversed(patch: Patch) -> None:
+    """The samples of each group have one another's scores."""
+    original = RewardRouter.__call__
+
+    async def planted(self: RewardRouter, samples: Any) -> Any:
+        return (await original(self, samples))[::-1]
+
+    patch.setattr(RewardRouter, "__call__", planted)
+
+
+@pytest.mark.parametrize("name", ["advantages", pytest.param("scores", marks=slow)])
+def test_scores_or_advantages_of_other_samples_where_nothing_else_is_checked(
+    playground: Playground, monkeypatch: Patch, name: str
+) -> None:
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    begin = BEGIN - (name == "scores")  # when the scores of the next step are given
+    plant = scores_reversed if name == "scores" else plant_behind("calculate_advantages", advantages_reversed)
+    steps = plant_from(monkeypatch, begin, plant)
+    says = rf"step {BEGIN + 1} found \(advantages\): sample .* by its reward functions and the advantage"
+    with pytest.raises(TrustError, match=says):
+        playground.run("grpo", *TWO)
+    assert steps[-1] == BEGIN
+
+
+def narrow_clip(share: float, reach: float) -> Plant:
+    """The critic's clip is narrower on a few tokens."""
+
+    def plant(patch: Patch) -> None:
+        original = objectives.compute_value_loss
+
+        def planted(values: Any, old: Any, returns: Any, mask: Any, **options: Any) -> Any:
+            odd = torch.rand(values.shape, generator=torch.Generator().manual_seed(0)) < share
+            loss, stats = original(values, old, returns, mask, **options)
+            narrow, _ = original(values, old, returns, mask, **options | {"cliprange_value": reach})
+            return torch.where(odd, narrow, loss), stats
+
+        patch.setattr(objectives, "compute_value_loss", planted)
+
+    return plant
+
+
+@slow
+def test_a_clip_of_values_that_is_narrower_on_a_few_tokens(playground: Playground, monkeypatch: Patch) -> None:
+    more = ("critic.ppo_epochs=4", "critic.optim.lr=1e-2", "actor_rollout_ref.rollout.n=4")
+    plant = narrow_clip(0.05, 0.1)
+    found(playground, monkeypatch, plant, "ppo", *more, says="loss.: the gradient of the critic's loss .* another clip")
+
+
+def stands_still(patch: Patch) -> None:
+    """A weight that is not among the few whose gradient a short check sums."""
+    original = TorchTrainEngine._step
+
+    def planted(self: TorchTrainEngine, lrs: list[float]) -> None:
+        watched = dict(striped(self.model, BEGIN))
+        name, weight = next(each for each in self.model.named_parameters() if each[0] not in watched)
+        before = weight.detach().clone()
+        original(self, lrs)
+        weight.detach().copy_(before)
+
+    patch.setattr(TorchTrainEngine, "_step", planted)
+
+
+def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.LOOK)
+    found(playground, monkeypatch, stands_still, "grpo", says="optimizer.: model.* moved by 0 at most")
 
 
 def moments_halved(engine: TorchTrainEngine) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_mean
+from distflow.algorithms.masked_reductions import Reduce, global_sum
 from distflow.algorithms.rollout_correction import mismatch_statistics
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -82,14 +82,17 @@ def check_mismatch(
     if own == "trainer_log_probs":
         is_policy = is_policy & ~(trainer.isnan() | ~is_policy).all(dim=-1, keepdim=True)
     finite = trainer.isfinite()
+    counted = is_policy & finite
     by_cause = causes(batch["versions"], batch["response_mask"], step, keeps_kv)
-    metrics = mismatch(rollout, trainer, is_policy & finite, reduce)
-    for cause, tokens in by_cause.items():
-        found = mismatch(rollout, trainer, tokens & is_policy & finite, reduce)
-        metrics |= {name.replace("/", f"/{cause}/", 1): value for name, value in found.items()}
-        if found:
-            share = float(masked_mean((tokens & finite).double(), is_policy & finite, reduce))
-            metrics[f"mismatch/{cause}/share"] = share
+    masks = [counted, *(tokens & counted for tokens in by_cause.values())]
+    total, *counts = global_sum(torch.stack([mask.sum() for mask in masks]).double(), reduce).tolist()
+    every = mismatch_statistics(trainer, rollout, counted, reduce) if total else {}
+    metrics = {f"mismatch/{name}": value for name, value in every.items()}
+    for cause, mask, count in zip(by_cause, masks[1:], counts, strict=True):
+        if count:
+            found = every if count == total else mismatch_statistics(trainer, rollout, mask, reduce)
+            metrics |= {f"mismatch/{cause}/{name}": value for name, value in found.items()}
+            metrics[f"mismatch/{cause}/share"] = count / total
     if not bool(finite[is_policy].all()):
         return metrics, f"{int((~finite & is_policy).sum())} tokens have no finite log-prob by the trainer ({own})"
     if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(rollout, trainer, is_policy):

@@ -9,7 +9,7 @@ from distflow.audit.data import audit_curriculum, audit_data
 from distflow.audit.difficulty_filter import audit_skipped_rows
 from distflow.audit.episodes import audit_episodes
 from distflow.audit.log_probs import audit_log_probs, audit_reference
-from distflow.audit.loss import audit_correction, audit_loss
+from distflow.audit.loss import audit_correction, audit_loss, audit_value_clips
 from distflow.audit.metrics import (
     audit_metrics,
     audit_sample_rows,
@@ -76,11 +76,15 @@ AFTER: tuple[Check, ...] = (
 )
 """Run at the step's end."""
 
+OF_EVERY_STEP: tuple[Check, ...] = (replace(audit_advantages, run=rescored_samples.audit_ranks),)
+"""Run at the end of every step that is not audited: on one group, what its scores made of its advantages."""
+
 OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),
     replace(optimizer_steps.audit_mini_batches, run=optimizer_steps.audit_each_sample_once),
     replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
     optimizer_steps.audit_gradients,
+    replace(audit_loss, run=audit_value_clips),
     replace(audit_advantages, run=audit_moments),
     replace(audit_metrics, run=audit_step_metrics),
 )

@@ -11,16 +11,20 @@ from enum import IntEnum
 from distflow.audit.optimizer_steps import plan_of
 from distflow.audit.recorded_step import RecordedStep
 
-SHARE = 0.02
-"""The share of the run's time that all checks here may take. If the first audits and looks, which ignore their cost,
-took more, later ones have half of their shares until this is made up for; not so the checks of most steps, which find
-rare faults."""
+SHARE, IN_ALL = 0.012, 0.02
+"""The share of the run's time that all checks here may take, and with the checks of every step. If the first audits and
+looks, which ignore their cost, took more, later ones have a quarter of their shares until this is made up for, and the
+checks of most steps, which find rare faults, half."""
+
+SHORT_S = 60.0
+"""Shorter runs may take as much time for checks as one of this length: in a run of seconds they cost nobody anything,
+and a fault that begins late would be found in none of its few steps."""
 
 NUM_FIRST = 3
 """The first audits of a process, which the time budget ignores."""
 
 NUM_FIRST_LOOKS = 10
-"""First steps of a process with a look, whatever it costs."""
+"""First steps of a process with a look, whatever it costs; later those after 2^n and 3 * 2^n steps."""
 
 
 class Depth(IntEnum):
@@ -34,9 +38,9 @@ class Depth(IntEnum):
     AUDIT = 4
 
 
-SHARES = {Depth.AUDIT: 0.004, Depth.LOOK: 0.004, Depth.QUICK: 0.002, Depth.BASE: 0.008}
+SHARES = {Depth.AUDIT: 0.003, Depth.LOOK: 0.003, Depth.QUICK: 0.002, Depth.BASE: 0.005}
 """The shares of audits, of looks at other steps, of quick looks at the remaining steps, and of the checks of most
-others. The rest is for counts."""
+others. The rest is for what every step has."""
 
 
 class AuditSchedule:
@@ -84,7 +88,9 @@ class AuditSchedule:
         """How deeply to check the step if it is not audited."""
         if self.frequency <= 0:
             return Depth.NONE
-        if step < self._first_step + NUM_FIRST_LOOKS or self._affords(Depth.LOOK):
+        since = step - self._first_step
+        is_named = since < NUM_FIRST_LOOKS or since // (since & -since) in (1, 3)
+        if is_named or self._affords(Depth.LOOK):
             return Depth.LOOK
         return next((depth for depth in (Depth.QUICK, Depth.BASE) if self._affords(depth)), Depth.NONE)
 
@@ -112,16 +118,16 @@ class AuditSchedule:
         return 0.05 if self._affords(Depth.LOOK) else 0.0
 
     def cost(self, least_s: float) -> str:
-        """Text on the cost of all checks here, and its reason; empty if it is within `SHARE`, or below `least_s`."""
+        """Text on the cost of all checks here, and its reason; empty if it is within `IN_ALL`, or below `least_s`."""
         run_s = time.monotonic() - self._began
-        if self._spent_s <= max(SHARE * run_s, least_s):
+        if self._spent_s <= max(IN_ALL * run_s, least_s):
             return ""
         why = (
             f"the first {NUM_FIRST} audits and the short checks of the first {NUM_FIRST_LOOKS} steps always run, "
             f"whatever they cost ({self._first_s:.1f} s)"
         )
         why = "trust.audit_freq=1 audits every step" if self.frequency == 1 else why
-        share = f"{self._spent_s / run_s:.1%} of the run's time, more than {SHARE:.0%}"
+        share = f"{self._spent_s / run_s:.1%} of the run's time, more than {IN_ALL:.0%}"
         return f"audits took {self._spent_s:.1f} s, {share}: {why}"
 
     @contextmanager
@@ -140,9 +146,10 @@ class AuditSchedule:
                 self._spent_s_of[depth] += spent_s
 
     def _affords(self, depth: Depth) -> bool:
-        run_s = time.monotonic() - self._began
-        is_behind = self._spent_s > SHARE * run_s and depth is not Depth.BASE
-        return self._spent_s_of[depth] <= SHARES[depth] * run_s * (0.5 if is_behind else 1.0)
+        run_s = max(time.monotonic() - self._began, SHORT_S)
+        is_behind = self._spent_s > SHARE * run_s
+        less = (0.5 if depth is Depth.BASE else 0.25) if is_behind else 1.0
+        return self._spent_s_of[depth] <= SHARES[depth] * run_s * less
 
     def _is_named(self, step: int) -> bool:
         return step in self._always or self.frequency == 1

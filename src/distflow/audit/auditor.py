@@ -214,8 +214,10 @@ class Auditor:
                 self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
-            elif self._looks:
-                self._look_after(taken, metrics)
+            elif self._schedule.frequency > 0:
+                self._check(all_checks.OF_EVERY_STEP, replace(taken))
+                if self._looks:
+                    self._look_after(taken, metrics)
         self._tell(taken.step)
         taken.metrics = metrics
         for remember in all_checks.REMEMBERED_AFTER:

@@ -119,7 +119,7 @@ def audited_samples(recorded: RecordedStep) -> list[Sample]:
     if model is None:
         return []
     least = 1 if recorded.partial else LEAST
-    total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in recorded.samples)
+    total = int(recorded.batch.lengths("sequence").sum())
     chosen: list[Sample] = []
     num_tokens = entries = 0
     # Samples with several weight versions first: only they can have keys and values from other weights.

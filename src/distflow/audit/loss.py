@@ -153,6 +153,30 @@ def audit_loss(recorded: RecordedStep) -> str | None:
     return why_not if seen or why_not else "the update was skipped"
 
 
+def audit_value_clips(recorded: RecordedStep) -> str | None:
+    """In every watched update of the critic, tokens have no gradient only if they are outside the mask, or if their
+    value is farther from the old one than the clip allows."""
+    reach = recorded.config.critic.cliprange_value
+    taken = [update for update in recorded.updates if not update.metrics.get("skipped")]
+    for micro in (micro for update in taken for micro in update.micros):
+        if (batch := micro.batch) is None or "values" not in micro.gradients:
+            continue
+        values, gradient = micro.outputs["values"], micro.gradients["values"]
+        counted, old = batch["loss_mask"] > 0, batch["values"]
+        inside = (values - old).abs() < reach * (1 - LIMIT)
+        wrong = (gradient != 0) & ~counted
+        wrong |= (gradient == 0) & counted & inside & ((values - batch["returns"]).abs() > LIMIT)
+        if bool(wrong.any()):
+            row, token = (int(place) for place in wrong.nonzero()[0])
+            raise Wrong(
+                f"the gradient of the critic's loss is {float(gradient[row, token]):.4g} at token {token} of sample "
+                f"{micro.uids[row]}, whose value moved from {float(old[row, token]):.4g} to "
+                f"{float(values[row, token]):.4g} towards {float(batch['returns'][row, token]):.4g}, with "
+                f"critic.cliprange_value={reach:g}: another clip than in the config, or another mask"
+            )
+    return None
+
+
 def _check_selection(recorded: RecordedStep) -> None:
     """Check that Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over the step."""
     actor, samples = recorded.config.actor_rollout_ref.actor, recorded.samples

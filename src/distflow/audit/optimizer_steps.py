@@ -4,7 +4,7 @@ gradients, clipped; the learning rate follows the schedule, and the optimizer mo
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,8 @@ def _each_once(recorded: RecordedStep, role: str, updates: list[UpdateRecord]) -
             what = f"mini-batch {number} of the {role}"
             raise Wrong(f"{what} does not hold the groups that seed, step and pass draw: {sorted(groups & own)[:6]}")
     times = Counter(uid for update in updates for uid in update.uids)
-    wrong = [(uid, times[uid]) for uid in (str(recorded.batch["uid"][row]) for row in rows) if times[uid] != passes]
+    uids = recorded.batch["uid"]
+    wrong = [(uids[row], times[uids[row]]) for row in rows if times[uids[row]] != passes]
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
@@ -138,9 +139,10 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
 
 
 def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
+    places = {uid: row for row, uid in enumerate(recorded.batch["uid"])}
     known = {sample["uid"]: sample for sample in recorded.samples}
     for number, update in enumerate(updates, start=1):
-        if update.metrics.get("skipped"):
+        if update.metrics.get("skipped") or _all_equal(recorded, update, places):
             continue
         for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
             # An update may write old log-probs, which later updates then use.
@@ -153,6 +155,14 @@ def _same_columns(recorded: RecordedStep, updates: list[UpdateRecord]) -> None:
                         f"{name} of sample {sample['uid']} in mini-batch {number} of the {update.role} differs from "
                         "its value before the step's first update: it was recomputed or rewritten between mini-batches"
                     )
+
+
+def _all_equal(recorded: RecordedStep, update: UpdateRecord, places: Mapping[str, int]) -> bool:
+    """Whether no column of the mini-batch differs from the step's; with several policies, masks do."""
+    before = recorded.batch.select([places[uid] for uid in update.uids])
+    names = [name for name in COLUMNS if name in update.batch and name in before]
+    pairs = [(update.batch.flat(name).cpu(), before.flat(name).cpu()) for name in names]
+    return all(bool(((now == then) | (now.isnan() & then.isnan())).all()) for now, then in pairs)
 
 
 @check(

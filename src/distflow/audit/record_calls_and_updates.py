@@ -24,8 +24,10 @@ from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
 STRIPE = 256
-NUM_STRIPES = 4
+NUM_STRIPES, NUM_MOVED = 4, 64
+"""Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
 MAX_STRIPED = 2**24
+VALUE_COLUMNS = ("response_mask", "loss_mask", "values", "returns")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class OpenEngine(Protocol):
 class MicroRecord:
     """One call of the loss: the samples, and for those in `rows` the values of each output and its gradient, `(rows,
     response_length)` on the CPU. share: of the mini-batch's loss. sums: of its metrics. weights: those with which
-    backward passes started at the loss; None if it has no gradient."""
+    backward passes started at the loss; None if it has no gradient. batch: its columns, if all values of a critic's
+    update are kept."""
 
     uids: list[str]
     rows: list[int]
@@ -115,6 +118,7 @@ class MicroRecord:
     share: Tensor | float = 0.0
     sums: Sums = field(default_factory=dict)
     weights: list[Tensor] | None = None
+    batch: Batch | None = None
 
     def watch(self, loss: Tensor) -> None:
         if loss.requires_grad:
@@ -210,6 +214,7 @@ class UpdateWatch:
         weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
         self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
         self._striped, self._handles, self._quick = list[tuple[str, nn.Parameter]](), list[Any](), quick
+        self._summed = set[str]()
         self._group: Collective = getattr(engine, "group", OneRank())
         counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
         scored = torch.zeros(len(batch)).index_add(
@@ -220,11 +225,14 @@ class UpdateWatch:
         if not isinstance(engine, OpenEngine):
             return
         self._striped += striped(engine.model, turn, quick)
+        self._summed = {name for name, _ in self._striped}
+        others = [each for each in _small(_trained(engine.model)) if each[0] not in self._summed]
+        self._striped += [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
         self.record.leftover = _leftover(_trained(engine.model))
         for name, parameter in self._striped:
             own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
-            if not isinstance(parameter, DTensor):
+            if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(self.record.stripes[name].contribute))
         if is_spread(engine.model):
             watch = partial(self._watch_gathered, engine.model, set[int]())
@@ -268,14 +276,14 @@ class UpdateWatch:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
-            sums = self._group.sum(stripe.own)
+            sums = self._group.sum(stripe.own) if name in self._summed else stripe.own
             if sums[-1] > 0:
                 stripe.contributions = sums[at_places(parameter, _places(parameter))[0]]
         return self.record
 
     def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
         """Called when a module runs: watch the weights that are gathered now, since sums over ranks come later."""
-        for name, parameter in self._striped:
+        for name, parameter in (each for each in self._striped if each[0] in self._summed):
             gathered = model.get_parameter(name)
             if gathered is not parameter and id(gathered) not in seen:
                 seen.add(id(gathered))
@@ -294,12 +302,12 @@ class GradientWatch:
     """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: leftovers from the
     previous step, the norm that the optimizer receives, one weight's sum over micro-batches and ranks, and the samples
     passed to the loss function, in whose place it is called. It reads no other tensor, so every update can be
-    watched."""
+    watched. Of sharded weights it watches neither norm nor sum, only how this rank's part of one weight moves."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._group = engine, getattr(engine, "group", OneRank())
         self._trained = _trained(engine.model) if isinstance(engine, OpenEngine) else []
-        self._striped = [] if any(isinstance(p, DTensor) for _, p in self._trained) else _small(self._trained)
+        self._spread, self._striped = any(isinstance(p, DTensor) for _, p in self._trained), _small(self._trained)
         self._handles = list[Any]()
         self._last: tuple[int, str, Stripe] | None = None
         self._record: UpdateRecord
@@ -322,16 +330,23 @@ class GradientWatch:
         self._last = turn, name, stripe
 
         def before_step(*_: object) -> None:
-            record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
             stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
+            if not self._spread:
+                record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
 
-        self._handles += [parameter.register_hook(stripe.contribute), optimizer.register_step_pre_hook(before_step)]
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        if not self._spread:
+            self._handles.append(parameter.register_hook(stripe.contribute))
 
     def counts(self, batch: Batch) -> Counts:
         return self._record.loss.counts(batch)
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         self._record.micros.append(seen := MicroRecord(list(micro["uid"]), [], {}))
+        if self._record.role == "critic":
+            seen.batch = micro.only(name for name in micro.names if name in VALUE_COLUMNS)
+            seen.outputs = {"values": outputs["values"].detach()}
+            outputs["values"].register_hook(partial(seen.gradients.__setitem__, "values"))
         loss, sums = self._record.loss(outputs, micro, counts)
         seen.watch(loss)
         return loss, sums
@@ -344,8 +359,9 @@ class GradientWatch:
         while self._handles:
             self._handles.pop().remove()
         for name, stripe in record.stripes.items():
-            sums = self._group.sum(stripe.own)
-            stripe.contributions = sums[:-1] if sums[-1] > 0 else None
+            if not self._spread:
+                sums = self._group.sum(stripe.own)
+                stripe.contributions = sums[:-1] if sums[-1] > 0 else None
             parameter = next(p for other, p in self._striped if other == name)
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self._engine.optimizer, parameter)  # type: ignore[attr-defined]  # as above

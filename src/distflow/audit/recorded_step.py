@@ -19,7 +19,13 @@ from torch import Tensor
 from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
-from distflow.config.derived_settings import BY_WORKFLOW, agent_sampling, algorithms, policy_of_conversation
+from distflow.config.derived_settings import (
+    BY_WORKFLOW,
+    agent_sampling,
+    algorithms,
+    policies_of_agents,
+    policy_of_conversation,
+)
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
@@ -397,6 +403,8 @@ def policies_of_conversations(config: Config, sample: Sample) -> list[str]:
 def own_tokens(config: Config, sample: Sample, policy: str) -> Tensor:
     """bool, for each token of the response: whether it is in a conversation of the policy. With one policy, all are."""
     own = torch.ones(len(sample["response_ids"]), dtype=torch.bool)
+    if not policies_of_agents(config):
+        return own
     for talk, owner in zip(conversations_of(sample), policies_of_conversations(config, sample), strict=True):
         own[max(talk.first, 0) : talk.first + len(talk.ids)] = owner in ("", policy)
     return own

@@ -4,11 +4,13 @@ dropped group had to be dropped."""
 import hashlib
 import json
 import math
+import random
 import sqlite3
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Sample, W
 from distflow.audit.samples import ROUNDING, accuracies, filtered_values, functions_of, parts_of_domain
 from distflow.builtin_names import ESTIMATORS
 from distflow.config.derived_settings import algorithm_of
-from distflow.config.keys.reward import on_error_of
+from distflow.config.keys.reward import on_error_of, scoring_models
 from distflow.data.batch import Batch
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.reward_functions import CONVERSATION, FAILS, PROMPT, call_arguments
@@ -26,7 +28,9 @@ from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rewards.self_check import ECHO, echo
 
 LIMIT = 1e-4
-MOST, FEW = 16, 2
+MOST, FEW, MOST_RANKED = 16, 2, 4
+RANKED = ("grpo", "gspo", "cpgd", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+"""Estimators with which a better score is a larger advantage than that of another sample of the group."""
 TRIES, MOST_TWICE = 6, 4
 _DECIDES_WITHIN_S = 5.0
 """Minimum time to find the cause of a difference, lest a busy machine look like a nondeterministic function."""
@@ -137,6 +141,64 @@ def _check_calls(recorded: RecordedStep) -> None:
             if isinstance(result, Score) and result.value != echo(*own):
                 what = f"a number made of the arguments of sample {sample['uid']} came back as {result.value!r}"
                 raise Wrong(f"{what}, not {echo(*own)!r}: reward functions get other arguments, or give other scores")
+
+
+def audit_ranks(recorded: RecordedStep) -> str | None:
+    """In one drawn group a better score, as the reward functions gave it for the sample's text, is a larger advantage.
+    Reads so little that every step has it."""
+    if not _ranks(recorded):
+        return NOT_APPLICABLE
+    batch, rows_of = recorded.batch, dict[int, list[int]]()
+    lengths, drawn = batch.lengths("response"), random.Random(recorded.step)
+    starts = lengths.cumsum(0) - lengths
+    for row, (group, length) in enumerate(zip(batch["group_index"].tolist(), lengths.tolist(), strict=True)):
+        rows_of.setdefault(group, []).extend([row] * (length > 0))
+    for group in drawn.sample(sorted(rows_of), min(MOST_RANKED, len(rows_of))):
+        scores = _given_scores(recorded, group, rows_of[group])
+        if len({*scores.values()}) < 2:
+            continue
+        first = starts[[*scores]]
+        advantages, counts = (batch.flat(name)[first].tolist() for name in ("advantages", "loss_mask"))
+        every = zip(scores.values(), advantages, scores, counts, strict=True)
+        for (low, less, *_), (high, more, row, _) in pairwise(sorted(each for each in every if each[-1] > 0)):
+            if high - low > LIMIT * max(abs(high), 1.0) and not less < more:
+                raise Wrong(
+                    f"sample {batch['uid'][row]} has the score {high:g} by its reward functions and the advantage "
+                    f"{more:g}, but another of its group the lower score {low:g} and the advantage {less:g}: scores or "
+                    "advantages are assigned to other samples, or their sign is flipped"
+                )
+        break
+    return None
+
+
+def _ranks(recorded: RecordedStep) -> bool:
+    """Whether a better score is a larger advantage within a group, by the config."""
+    config, settings = recorded.config, recorded.config.algorithm
+    changed = settings.use_kl_in_reward or settings.whiten_rewards or settings.reward_scale <= 0
+    changed |= any(each is not None for each in (settings.reward_clip, settings.advantage_clip))
+    changed |= any(each is not None for each in (settings.difficulty_weight, settings.length_weight))
+    changed |= bool(settings.domains or config.reward.overlong.buffer_tokens or scoring_models(config.reward_model))
+    changed |= config.actor_rollout_ref.rollout.workflow is not None or "advantages" not in recorded.batch
+    names = ("advantages", "scores", "responses", "reward_parts")
+    return settings.adv_estimator in RANKED and not changed and all(map(recorded.is_ours, names))
+
+
+def _given_scores(recorded: RecordedStep, group: int, rows: Sequence[int]) -> dict[int, float]:
+    """By row, the weighted sum of the scores that were given for its text; only of samples with a score of each
+    function."""
+    record, batch, found = recorded.records.get(group), recorded.batch, dict[int, float]()
+    if record is None:
+        return found
+    weights = {part.name: part.weight for part in parts_of_domain(recorded.config, batch["domain"][rows[0]])}
+    given = dict[tuple[str, object], set[float]]()
+    for name, arguments, own in record.scored:
+        if isinstance(own, Score) and DOES_NOT_APPLY not in own.extra:
+            given.setdefault((name, arguments.get("solution_str")), set()).add(own.value)
+    for row in rows:
+        each = [given.get((name, batch["responses"][row]), set()) for name in weights]
+        if batch["reward_errors"][row] is None and bool(batch["valid"][row]) and all(len(own) == 1 for own in each):
+            found[row] = sum(weight * min(own) for weight, own in zip(weights.values(), each, strict=True))
+    return found
 
 
 def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> float | None:

@@ -154,10 +154,10 @@ def audit_turns(recorded: RecordedStep) -> str | None:
 def audit_masks(recorded: RecordedStep) -> str | None:
     if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
         return "a user's node writes loss_mask"
-    groups = by_group_of(recorded.samples)
+    groups, is_ours = by_group_of(recorded.samples), recorded.is_ours("responses")
     for sample in recorded.samples:
         of_policy = (sample["versions"] >= 0).double()
-        found = recorded.requests(sample) if recorded.is_ours("responses") else ()
+        found = recorded.requests(sample) if is_ours else ()
         if found and int(of_policy.sum()) != len(found[0][1].token_ids):
             raise Wrong(
                 f"sample {sample['uid']}: {int(of_policy.sum())} tokens are marked as the policy's, but it generated "

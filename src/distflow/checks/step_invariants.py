@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from distflow.algorithms.mismatch_check import Tolerance, check_mismatch
 from distflow.data.batch import Batch
@@ -45,6 +45,7 @@ class NonFinite:
     _in_a_row: Counter[str] = field(default_factory=Counter)
     _last: dict[str, Path] = field(default_factory=dict)
     _num_saved: int = 0
+    _parameters: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int
@@ -58,7 +59,7 @@ class NonFinite:
             return None  # nothing was computed
         if not metrics.get("skipped"):
             self._in_a_row[role] = 0
-            wrong = unsound(magnitudes(engine.state().trained_weights().items()), self.start.get(role))
+            wrong = unsound(magnitudes(self._trained(role, engine).items()), self.start.get(role))
             if wrong:
                 raise TrustError(
                     f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
@@ -75,6 +76,15 @@ class NonFinite:
                 "the learning rate, or resume from an earlier checkpoint"
             )
         return bundle
+
+    def _trained(self, role: str, engine: TrainEngine) -> Mapping[str, Tensor]:
+        """The engine's trained weights. Those of an open model are listed once: `TrainEngine.state` takes as long as
+        the check, for the optimizer's entries."""
+        if role not in self._parameters:
+            model = getattr(engine, "model", None)
+            named = model.named_parameters() if isinstance(model, nn.Module) else ()
+            self._parameters[role] = {name: parameter for name, parameter in named if parameter.requires_grad}
+        return self._parameters[role] or engine.state().trained_weights()
 
     def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
         bundle = self._make_folder(role, step)
@@ -382,19 +392,36 @@ def _had_gradient(state: TrainState, name: str) -> bool:
 
 
 def _check_groups(batch: Batch, same_prompts: bool) -> None:
-    prompts: dict[int, tuple[str, Tensor]] = {}
+    if _is_plain(batch):
+        return
+    prompts: dict[int, tuple[str, bytes]] = {}
     episodes_seen: set[tuple[int, int]] = set()
-    ids = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
+    ids = batch.flat("prompt_ids").cpu().numpy()
+    raw, ends = ids.tobytes(), (batch.lengths("prompt").cumsum(0) * ids.itemsize).tolist()
     groups, episodes = batch["group_index"].tolist(), batch["episode_index"].tolist()
-    for uid, group, episode, prompt in zip(batch["uid"], groups, episodes, ids, strict=True):
-        if int(uid.split("-")[0]) != group:
+    for uid, group, episode, start, end in zip(batch["uid"], groups, episodes, [0, *ends], ends, strict=False):
+        if int(uid.partition("-")[0]) != group:
             raise TrustError(f"sample {uid} carries group_index {group}: a node mixed up the groups")
         if (group, episode) in episodes_seen:
             continue
         episodes_seen.add((group, episode))
-        first_uid, first = prompts.setdefault(group, (uid, prompt))
-        if same_prompts and not torch.equal(prompt, first):
+        first_uid, first = prompts.setdefault(group, (uid, raw[start:end]))
+        if same_prompts and raw[start:end] != first:
             raise TrustError(f"the episodes of samples {first_uid} and {uid} are one group but differ in their prompts")
+
+
+def _is_plain(batch: Batch) -> bool:
+    """Whether every sample has its group's number and its group's prompt, as in most batches."""
+    groups, lengths, ids = batch["group_index"], batch.lengths("prompt"), batch.flat("prompt_ids")
+    if not all(map(str.startswith, batch["uid"], [f"{group}-" for group in groups.tolist()])):
+        return False
+    rows, (numbers, of_group) = torch.arange(len(groups)), groups.unique(return_inverse=True)
+    first = torch.full_like(numbers, len(groups)).scatter_reduce(0, of_group, rows, "amin")[of_group]
+    if not torch.equal(lengths, lengths[first]):
+        return False
+    starts = lengths.cumsum(0) - lengths
+    back = (starts - starts[first]).repeat_interleave(lengths)
+    return torch.equal(ids, ids[torch.arange(len(ids)) - back])
 
 
 def _first(batch: Batch, wrong: Tensor) -> tuple[str, int] | None:

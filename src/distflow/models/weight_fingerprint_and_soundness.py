@@ -68,12 +68,13 @@ element by about the learning rate per step."""
 
 def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """The largest absolute value of each tensor (this rank's part of a sharded one); NaN if it contains one."""
-    found = {}
+    found = dict[str, tuple[Tensor, Tensor]]()
     for name, tensor in tensors:
         if (part := own_part(tensor.detach())).numel():
-            low, high = torch.aminmax(part)
-            found[name] = torch.maximum(-low, high)
-    return dict(zip(found, read_numbers(list(found.values())), strict=True))
+            found[name] = torch.aminmax(part)
+    ends = read_numbers([end for both in found.values() for end in both])
+    pairs = zip(found, ends[::2], ends[1::2], strict=True)
+    return {name: high if high >= -low else -low for name, low, high in pairs}  # both are NaN if one is
 
 
 def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:
