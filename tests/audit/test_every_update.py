@@ -2,6 +2,7 @@
 updates is found at the first that it strikes, and nothing is said where there is none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rollout.embedded import sampler
+from distflow.runtime import worker
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
@@ -192,3 +195,42 @@ def test_the_same_runs_without_a_fault(playground: Playground, preset: str, more
     run = playground.run(preset, *TWO, *more)
     assert run.notes("error") == []
     assert all("no token in the loss" in warning for warning in run.notes("warning"))
+
+
+@slow
+def test_groups_that_a_filter_drops_though_their_scores_differ(playground: Playground, monkeypatch: Patch) -> None:
+    original = rollout_reward_filter.drop_reason
+
+    def drops_close_ones(values: torch.Tensor, *more: Any) -> str | None:
+        return "all_equal" if float(values.max() - values.min()) < 0.6 else original(values, *more)
+
+    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(rollout_reward_filter, "drop_reason", drops_close_ones))
+    with pytest.raises(TrustError, match=r"found \(dropped\): group \d+ was dropped for one score on all its samples"):
+        playground.run("grpo", *TWO, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+
+
+@slow
+def test_a_throughput_of_other_tokens(playground: Playground, monkeypatch: Patch) -> None:
+    original = worker.Figures.joined
+
+    def with_prompts_twice(ranks: Any) -> worker.Figures:
+        figures = original(ranks)
+        return replace(figures, num_tokens=figures.num_tokens + int(figures.prompt_lengths.sum()))
+
+    monkeypatch.setattr(worker.Figures, "joined", staticmethod(with_prompts_twice))
+    with pytest.raises(TrustError, match=r"step 2 found \(metrics\): throughput/tokens_per_s of the step before"):
+        playground.run("grpo", *TWO)
+
+
+@slow
+@pytest.mark.parametrize("keeps_worst", [True, False])
+def test_the_checkpoint_that_is_kept_as_the_best(playground: Playground, monkeypatch: Patch, keeps_worst: bool) -> None:
+    frequencies = ("trainer.test_freq=1", "trainer.save_freq=1", "trainer.keep_last=1", "trainer.keep_best=true")
+    rows = (f"data.val_files={playground.folder}/rows.jsonl", "data.val_max_samples=4", "data.allow_overlap=true")
+    options = (*TWO, *frequencies, *rows, "reward.functions={default: [length, {name: custom, weight: 0}]}")
+    if not keeps_worst:
+        playground.run("grpo", *options)
+        return
+    monkeypatch.setattr(worker, "score", lambda name, metrics: -metrics[name])
+    with pytest.raises(TrustError, match=r"found \(validation\): the checkpoint of step \d is compared by -1 for"):
+        playground.run("grpo", *options)

@@ -203,10 +203,12 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
                 exact = sum(_through_padding(recorded, role, actor, part, weights, None)[place] for part in parts)
                 if error <= 2 * (rounding := float((other - exact).norm() / torch.as_tensor(exact).norm())):
                     return f"rounding alone moves the gradient of {name} by {rounding:.2g} of itself, which is too far"
+            sharded = ", or gradients are summed over the ranks in less than float32" if spread else ""
             raise Wrong(
                 f"the gradient of {name} by the log-probs of samples {', '.join(s['uid'] for s in chosen)} differs by "
                 f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: there is "
                 "attention between packed sequences, or part of the model gets no gradient"
+                f"{sharded}"
             )
     return None
 

@@ -3,6 +3,7 @@ the gradients with respect to them, and samples of the weights before and after.
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, 
 STRIPE = 256
 NUM_STRIPES = 4
 MAX_STRIPED = 2**24
+NUM_DROPPED = 8
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class GroupRecords:
         """on_keep: receives training records with their columns on a worker that takes no step."""
         self._on_keep = on_keep
         self._kept: dict[int, GroupRecord] = {}
-        self.dropped: tuple[GroupRecord, str, Batch] | None = None
-        """The last group that a node dropped: its record, the reason and its columns."""
+        self.dropped = deque[tuple[GroupRecord, str, Batch]](maxlen=NUM_DROPPED)
+        """The last groups that a node dropped: their records, the reasons and their columns."""
         self._validated: list[GroupRecord] = []
 
     def begin(self, prompt_group: PromptGroup) -> None:
@@ -82,7 +84,7 @@ class GroupRecords:
 
     def drop(self, reason: str, batch: Batch) -> None:
         if (record := _current.get()) is not None:
-            self.dropped = record, reason, batch
+            self.dropped.append((record, reason, batch))
 
     def take_validated(self) -> list[GroupRecord]:
         """Remove and return the records of a validation."""

@@ -78,7 +78,7 @@ def _check_processed(
     if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
         return "reward_norm and whiten_rewards need all samples of the step, which are too many to send to all ranks"
     if "running" in levels and moments is None:
-        return "rewards before this process, or on other ranks, were not recorded"
+        return "rewards before this process were not recorded"
     samples = in_baselines(recorded, algorithm, samples)
     makes_one = is_on(algorithm.reward_norm) or algorithm.reward_clip is not None
     makes_one |= (algorithm.reward_shift, algorithm.reward_scale) != (0, 1)
@@ -125,17 +125,19 @@ def _check_reported(
 
 
 def remember_rewards(recorded: RecordedStep) -> None:
-    """Add the step's scores to the moments of all rewards so far, for settings that normalise by them."""
+    """Add the scores of all ranks to the moments of all rewards so far, for settings that normalise by them. Each rank
+    that shares the step calls this."""
     kept = recorded.run.state.setdefault("reward_moments", {})
     for domain, algorithm in algorithms(recorded.config):
         if "running" not in (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level):
             continue
-        if recorded.run.ranks.size > 1 or (domain or "") not in kept and recorded.step > 0:
+        if (domain or "") not in kept and recorded.step > 0:
             continue
         before = kept.get(domain or "", {"count": 0, "mean": 0.0, "squares": 0.0})
         (samples,) = (samples for name, _, samples in recorded.by_algorithm() if name == (domain or ""))
         counted = in_baselines(recorded, algorithm, samples)
         scores = [math.fsum(s["token_level_scores"].tolist()) for s in counted if s["valid"]]
+        scores = [score for own in recorded.run.ranks.gather(scores) for score in own]
         scores = [(score + algorithm.reward_shift) * algorithm.reward_scale for score in scores]
         total = before["count"] + len(scores)
         if not scores:
