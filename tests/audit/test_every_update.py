@@ -18,6 +18,7 @@ from distflow.runtime import worker
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
+from distflow.scheduling import domain_queue
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_behind, plant_from
@@ -234,3 +235,17 @@ def test_the_checkpoint_that_is_kept_as_the_best(playground: Playground, monkeyp
     monkeypatch.setattr(worker, "score", lambda name, metrics: -metrics[name])
     with pytest.raises(TrustError, match=r"found \(validation\): the checkpoint of step \d is compared by -1 for"):
         playground.run("grpo", *options)
+
+
+@slow
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatch: Patch, newest_first: bool) -> None:
+    options = (*TWO, "async.max_staleness=2", "actor_rollout_ref.rollout.max_num_seqs=64")
+    if not newest_first:
+        playground.run("async_grpo", *options)
+        return
+    monkeypatch.setattr(
+        domain_queue, "sorted", lambda numbers: sorted(numbers, reverse=isinstance(numbers, set)), raising=False
+    )
+    with pytest.raises(TrustError, match=r"found \((groups|responses)\): the step has group \d+ \(issued at version"):
+        playground.run("async_grpo", *options)

@@ -227,7 +227,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
         if update.leftover:
             raise Wrong(
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
-                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
+                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared, "
+                "or these weights are not the optimizer's"
             )
         weights = [float(sum(micro.weights)) for micro in update.micros if micro.weights is not None]
         if odd := [weight for weight in weights if weight != 1.0]:

@@ -91,6 +91,10 @@ class GroupRecords:
         taken, self._validated = self._validated, []
         return taken
 
+    def waiting(self) -> dict[int, PromptGroup]:
+        """The groups that wait for their step, by number; other threads add to them."""
+        return {number: record.prompt_group for number, record in list(self._kept.items())}
+
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
         """Remove and return the records of a step's groups; groups of another worker or process have none."""
         return {number: self._kept.pop(number) for number in group_ids if number in self._kept}

@@ -41,8 +41,9 @@ ROUNDING = 1e-6
 @check(
     "groups",
     "the step contains its groups, each with all of its samples exactly once; if groups are filtered, no group "
-    "has equal values on all samples, or a mean outside `mean_range`; each domain has its share of all groups so far",
-    needs="for shares: one rank, and no curriculum, which has a separate check",
+    "has equal values on all samples, or a mean outside `mean_range`; each domain has its share of all groups so far; "
+    "complete groups are taken in order",
+    needs="for shares: one rank, and no curriculum, which has a separate check; for the order: one process",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:
@@ -63,6 +64,7 @@ def audit_groups(recorded: RecordedStep) -> str | None:
             raise Wrong(f"sample {uid} is in the step {times} times")
     _check_filter(recorded, by_group_of(recorded.samples))
     _check_shares(recorded)
+    _first_come(recorded)
     return None
 
 
@@ -386,7 +388,25 @@ def audit_rows(recorded: RecordedStep) -> str | None:
         if recorded.run.spec.data.domains and (number > known[0]) != (group.position > known[1]):
             raise Wrong(f"group {number} is at position {group.position} of its domain, but {known[0]} at {known[1]}")
         last[group.stream] = max(known, [number, group.position])
+    _first_come(recorded)
     return None
+
+
+def _first_come(recorded: RecordedStep) -> None:
+    """Check, in one process, that no complete group is passed over by one that is due later, or by a later one."""
+    data, taken = recorded.run.spec.data, recorded.records.items()
+    if data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
+        return
+    for waits in (group for group in recorded.waited if group.row < data.num_rows):  # not a caller's own
+        own = (waits.version, waits.group_id)
+        for number, record in taken:
+            group = record.prompt_group
+            if group.stream == waits.stream and (group.version, number) > own:
+                raise Wrong(
+                    f"the step has group {number} (issued at version {group.version}), though group {waits.group_id} "
+                    f"(version {waits.version}) was complete a step earlier, and comes first: groups wait too long, "
+                    "and their tokens become older"
+                )
 
 
 def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
