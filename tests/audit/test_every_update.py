@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -18,7 +19,7 @@ from distflow.runtime import worker
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
-from distflow.scheduling import domain_queue
+from distflow.scheduling.domain_queue import DomainQueue
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_behind, plant_from
@@ -238,14 +239,50 @@ def test_the_checkpoint_that_is_kept_as_the_best(playground: Playground, monkeyp
 
 
 @slow
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatch: Patch, newest_first: bool) -> None:
-    options = (*TWO, "async.max_staleness=2", "actor_rollout_ref.rollout.max_num_seqs=64")
-    if not newest_first:
-        playground.run("async_grpo", *options)
-        return
-    monkeypatch.setattr(
-        domain_queue, "sorted", lambda numbers: sorted(numbers, reverse=isinstance(numbers, set)), raising=False
-    )
-    with pytest.raises(TrustError, match=r"found \((groups|responses)\): the step has group \d+ \(issued at version"):
-        playground.run("async_grpo", *options)
+def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatch: Patch) -> None:
+    first = DomainQueue.first
+
+    def the_last_of_eight(self: DomainQueue, step: int, wanted: int) -> list[int] | None:
+        complete = sorted(number for members in self._due.values() for number in members.complete)
+        if step > 1:
+            return first(self, step, wanted)
+        return complete[-wanted:] if len(complete) >= 2 * wanted else None
+
+    monkeypatch.setattr(DomainQueue, "first", the_last_of_eight)
+    with pytest.raises(
+        TrustError, match=r"step 2 found \(groups\): the step has group 8 \(issued at version 0\), though"
+    ):
+        playground.run("async_grpo", *TWO, "async.max_staleness=2")
+
+
+@slow
+def test_a_kl_that_is_reported_and_left_out_of_the_loss(playground: Playground, monkeypatch: Patch) -> None:
+    def without_kl(patch: Patch) -> None:
+        call = PolicyObjective.__call__
+
+        def planted(self: PolicyObjective, *arguments: Any) -> Any:
+            whole, (loss, sums) = self.kl_loss_coef, call(self, *arguments)
+            self.kl_loss_coef = 0.0
+            loss, other = call(self, *arguments)
+            self.kl_loss_coef = whole
+            return loss, {**sums, "loss": other["loss"]}
+
+        patch.setattr(PolicyObjective, "__call__", planted)
+
+    found(playground, monkeypatch, without_kl, "grpo", says=r"gradients\): the loss of a mini-batch of the actor is")
+
+
+@slow
+def test_scores_with_a_bonus_that_no_function_gives(playground: Playground, monkeypatch: Patch) -> None:
+    def with_bonus(patch: Patch) -> None:
+        scored = rollout_reward_filter._scored
+
+        def planted(*arguments: Any) -> Any:
+            columns = scored(*arguments)
+            return columns | {"scores": [score + 0.1 for score in columns["scores"]]}
+
+        patch.setattr(rollout_reward_filter, "_scored", planted)
+
+    plant_from(monkeypatch, BEGIN, with_bonus)
+    with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ has the score"):
+        playground.run("grpo", *TWO)

@@ -23,7 +23,7 @@ from distflow.audit.recorded_step import (
     index_of,
 )
 from distflow.audit.rescored_samples import LIMIT
-from distflow.audit.samples import does_not_apply, functions_of, in_baselines
+from distflow.audit.samples import does_not_apply, functions_of, in_baselines, parts_of_domain
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
@@ -219,6 +219,29 @@ def kl(difference: Tensor, kind: str) -> Tensor:
             bounded = difference.clamp(-20.0, 20.0)
             return ((-bounded).exp() + bounded - 1.0).clamp(-10.0, 10.0)
     raise ValueError(f"no formula for the KL estimate '{kind}'")
+
+
+def audit_totals(recorded: RecordedStep) -> str | None:
+    """The score of every sample is the weighted sum of its parts. Reads only a few columns."""
+    batch, config = recorded.batch, recorded.config
+    is_plain = config.actor_rollout_ref.rollout.workflow is None and not scoring_models(config.reward_model)
+    if not (is_plain and recorded.is_ours("scores") and recorded.is_ours("reward_parts")) or "valid" not in batch:
+        return NOT_APPLICABLE
+    lengths = batch.lengths("response")
+    rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
+    scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")))
+    columns = zip(batch["uid"], batch["domain"], batch["reward_parts"], batch["reward_errors"], strict=True)
+    numbers = zip(batch["valid"].tolist(), scores.tolist(), lengths.tolist(), strict=True)
+    for (uid, domain, parts, error), (valid, found, length) in zip(columns, numbers, strict=True):
+        if valid and error is None and length:
+            wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
+            wanted += _overlong(recorded, domain, length)
+            if not abs(found - wanted) <= LIMIT * max(abs(wanted), 1.0):
+                raise Wrong(
+                    f"sample {uid} has the score {found:g}, but the weighted sum of its parts {dict(parts)} is "
+                    f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions"
+                )
+    return None
 
 
 def _total(recorded: RecordedStep, sample: Sample) -> float:
