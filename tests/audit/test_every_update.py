@@ -286,3 +286,19 @@ def test_scores_with_a_bonus_that_no_function_gives(playground: Playground, monk
     plant_from(monkeypatch, BEGIN, with_bonus)
     with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ has the score"):
         playground.run("grpo", *TWO)
+
+
+@slow
+def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypatch: Patch) -> None:
+    def cut(patch: Patch) -> None:
+        made = rollout_reward_filter.policy_segment
+
+        def planted(generation: Any) -> Any:
+            lists = ("token_ids", "rollout_log_probs", "sampling_log_probs", "versions")
+            return made(replace(generation, **{name: getattr(generation, name)[:-1] for name in lists}))
+
+        patch.setattr(rollout_reward_filter, "policy_segment", planted)
+
+    plant_from(monkeypatch, BEGIN, cut)
+    with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(responses\): sample \S+ is trained on with the"):
+        playground.run("grpo", *TWO)

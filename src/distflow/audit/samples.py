@@ -23,7 +23,7 @@ from distflow.audit.recorded_step import (
 )
 from distflow.builtin_names import CUSTOM_REWARD, ESTIMATORS, REWARDS, WHOLE_SCORE
 from distflow.config import Config
-from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
+from distflow.config.derived_settings import algorithm_of, filters_groups, is_rl, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.prompts import PromptRow
@@ -389,13 +389,34 @@ def audit_rows(recorded: RecordedStep) -> str | None:
             raise Wrong(f"group {number} is at position {group.position} of its domain, but {known[0]} at {known[1]}")
         last[group.stream] = max(known, [number, group.position])
     _first_come(recorded)
+    if recorded.config.actor_rollout_ref.rollout.workflow is None and is_rl(recorded.config):
+        _all_ended(recorded)
     return None
+
+
+def _all_ended(recorded: RecordedStep) -> None:
+    """Check on all samples that a response ends with a stop token, if there are no other stops, or has the maximum
+    length."""
+    batch, stop_ids = recorded.batch, recorded.run.resources.stop_token_ids
+    lengths = batch.lengths("response")
+    last = batch.flat("response_ids")[(lengths.cumsum(0) - 1).clamp(min=0)] if int(lengths.sum()) else lengths - 1
+    columns = zip(batch["uid"], batch["domain"], batch["finish_reason"], last.tolist(), lengths.tolist(), strict=True)
+    for uid, domain, reason, token, length in columns:
+        sampling = recorded.sampling({"domain": domain})
+        ended = bool(length) and token in stop_ids
+        is_known = reason in ("stop", "length") and (bool(sampling.stop) or (reason == "stop") == ended)
+        if not is_known or (reason == "length" and length != sampling.max_tokens):
+            raise Wrong(
+                f"sample {uid} is trained on with the finish reason '{reason}' after {length} of {sampling.max_tokens} "
+                f"tokens, {'with' if ended else 'without'} a stop token at its end: it is a part of a response, which "
+                "a weight update or a lost request cut off, or its end is misread"
+            )
 
 
 def _first_come(recorded: RecordedStep) -> None:
     """Check, in one process, that no complete group is passed over by one that is due later, or by a later one."""
     data, taken = recorded.run.spec.data, recorded.records.items()
-    if data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
+    if not recorded.waited or data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
         return
     for waits in (group for group in recorded.waited if group.row < data.num_rows):  # not a caller's own
         own = (waits.version, waits.group_id)
