@@ -250,7 +250,7 @@ def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatc
 
     monkeypatch.setattr(DomainQueue, "first", the_last_of_eight)
     with pytest.raises(
-        TrustError, match=r"step 2 found \(groups\): the step has group 8 \(issued at version 0\), though"
+        TrustError, match=r"step 1 found \(groups\): the step has group 7 \(issued at version 0\), though"
     ):
         playground.run("async_grpo", *TWO, "async.max_staleness=2")
 

@@ -33,7 +33,6 @@ from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.worker_ports_and_inputs import WorkerInputs
-from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2
@@ -89,7 +88,6 @@ class Auditor:
         """Names of the tensors used by this worker's rollout engine."""
         self._sent_hashes: Mapping[str, str] = {}
         self._due, self._looks = False, Depth.NONE  # whether to audit the step; how to look at it
-        self._waited = dict[int, PromptGroup]()  # complete groups that the last step has left
         self._taken: RecordedStep | None = None
         """The current step, with the columns as they are now."""
         self._recorded: RecordedStep | None = None
@@ -131,7 +129,7 @@ class Auditor:
         agreed = self._ranks.max({"due": float(due), "looks": float(self._schedule.looks_at(step))})
         self._due = bool(agreed["due"])
         self._looks = Depth.NONE if self._due else Depth(int(agreed["looks"]))
-        records, waited, self._waited = self.groups.take(group_ids), self._waited, self.groups.waiting()
+        records = self.groups.take(group_ids)
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed(step, Depth.AUDIT if self._due else self._looks):
             expected = max(self._first_step, step - step % self._run.spec.options.update_frequency)
@@ -141,7 +139,7 @@ class Auditor:
                 self._remember(step)
             updates, sent = dict(self._updates), self._sent_hashes
             self._taken = RecordedStep(self._run, step, records, group_ids, batch, synced_version, sent, updates)
-            self._taken.waited = [group for number, group in self._waited.items() if number in waited]
+            self._taken.passed_over = self.groups.passed_over
             self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
@@ -258,7 +256,7 @@ class Auditor:
         self._run.doubts.clear()
         self._run.bring()
         self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
-        self._recorded.waited = taken.waited
+        self._recorded.passed_over = taken.passed_over
         self._recorded.budget_s = self._schedule.budget_s(taken.step)
         self._found |= self._check(all_checks.BEFORE, self._recorded)
 
@@ -307,7 +305,7 @@ class Auditor:
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
         whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
         whole.updates, whole.metrics, whole.dropped = taken.updates, metrics, self._dropped()
-        whole.waited = taken.waited
+        whole.passed_over = taken.passed_over
         is_looked_at = self._looks > Depth.BASE
         self._check(all_checks.OF_LOOKS if is_looked_at else all_checks.OF_MOST_STEPS, whole)
         if not is_looked_at:

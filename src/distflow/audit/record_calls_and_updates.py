@@ -57,6 +57,8 @@ class GroupRecords:
         self._kept: dict[int, GroupRecord] = {}
         self.dropped = deque[tuple[GroupRecord, str, Batch]](maxlen=NUM_DROPPED)
         """The last groups that a node dropped: their records, the reasons and their columns."""
+        self.passed_over: list[tuple[PromptGroup, PromptGroup]] = []
+        """Groups that wait though the last step has another one, which should have come later."""
         self._validated: list[GroupRecord] = []
 
     def begin(self, prompt_group: PromptGroup) -> None:
@@ -80,6 +82,7 @@ class GroupRecords:
         elif self._on_keep is not None:
             self._on_keep(record, batch)
         else:
+            self._kept.pop(record.prompt_group.group_id, None)  # of an earlier attempt
             self._kept[record.prompt_group.group_id] = record
 
     def drop(self, reason: str, batch: Batch) -> None:
@@ -91,13 +94,33 @@ class GroupRecords:
         taken, self._validated = self._validated, []
         return taken
 
-    def waiting(self) -> dict[int, PromptGroup]:
-        """The groups that wait for their step, by number; other threads add to them."""
-        return {number: record.prompt_group for number, record in list(self._kept.items())}
-
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
-        """Remove and return the records of a step's groups; groups of another worker or process have none."""
-        return {number: self._kept.pop(number) for number in group_ids if number in self._kept}
+        """Remove and return the records of a step's groups; groups of another worker or process have none. Notes groups
+        that were complete before the step's last one, should come before it, and still wait."""
+        kept = {number: record.prompt_group for number, record in dict(self._kept).items()}  # in order of completion
+        places = {number: place for place, number in enumerate(kept)}
+        taken, last = (
+            {number: self._kept.pop(number) for number in group_ids if number in kept},
+            dict[str, PromptGroup](),
+        )
+        for group in sorted((kept[number] for number in taken), key=_urgency):
+            last[group.stream] = group
+        left = [
+            (group, last[group.stream])
+            for number, group in kept.items()
+            if number not in taken and group.stream in last
+        ]
+        self.passed_over = [
+            (group, other)
+            for group, other in left
+            if _urgency(group) < _urgency(other) and places[group.group_id] < places[other.group_id]
+        ]
+        return taken
+
+
+def _urgency(group: PromptGroup) -> tuple[int, int]:
+    """The order in which a step takes complete groups: due earliest first, then by number."""
+    return group.version, group.group_id
 
 
 @runtime_checkable

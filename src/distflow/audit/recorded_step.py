@@ -174,7 +174,7 @@ class RecordedStep:
     measured: Sequence[Measured] = field(default=(), init=False)
     after: Batch | None = field(default=None, init=False)
     partial: bool = field(default=False, init=False)
-    waited: Sequence[PromptGroup] = field(default=(), init=False)
+    passed_over: Sequence[tuple[PromptGroup, PromptGroup]] = field(default=(), init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
     fixed_tokens: Tensor | None = field(default=None, init=False)

@@ -414,20 +414,17 @@ def _all_ended(recorded: RecordedStep) -> None:
 
 
 def _first_come(recorded: RecordedStep) -> None:
-    """Check, in one process, that no complete group is passed over by one that is due later, or by a later one."""
-    data, taken = recorded.run.spec.data, recorded.records.items()
-    if not recorded.waited or data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
+    """Check, in one process, that no complete group is passed over by one that is due later, or has a later number."""
+    data = recorded.run.spec.data
+    if not recorded.passed_over or data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
         return
-    for waits in (group for group in recorded.waited if group.row < data.num_rows):  # not a caller's own
-        own = (waits.version, waits.group_id)
-        for number, record in taken:
-            group = record.prompt_group
-            if group.stream == waits.stream and (group.version, number) > own:
-                raise Wrong(
-                    f"the step has group {number} (issued at version {group.version}), though group {waits.group_id} "
-                    f"(version {waits.version}) was complete a step earlier, and comes first: groups wait too long, "
-                    "and their tokens become older"
-                )
+    for waits, taken in recorded.passed_over:
+        if waits.row < data.num_rows:  # not a caller's own
+            raise Wrong(
+                f"the step has group {taken.group_id} (issued at version {taken.version}), though group "
+                f"{waits.group_id} (version {waits.version}) was complete before it and comes first: groups wait too "
+                "long, and their tokens become older"
+            )
 
 
 def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
