@@ -2,6 +2,7 @@
 updates is found at the first that it strikes, and nothing is said where there is none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 
 from distflow.algorithms import objectives
+from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.record_calls_and_updates import striped
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.embedded import sampler
+from distflow.runtime import worker
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
+from distflow.scheduling.domain_queue import DomainQueue
 from distflow.training import torch_engine
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_behind, plant_from
@@ -271,3 +276,108 @@ def test_the_same_runs_without_a_fault(playground: Playground, preset: str, more
     run = playground.run(preset, *TWO, *more)
     assert run.notes("error") == []
     assert all("no token in the loss" in warning for warning in run.notes("warning"))
+
+
+@slow
+def test_groups_that_a_filter_drops_though_their_scores_differ(playground: Playground, monkeypatch: Patch) -> None:
+    original = rollout_reward_filter.drop_reason
+
+    def drops_close_ones(values: torch.Tensor, *more: Any) -> str | None:
+        return "all_equal" if float(values.max() - values.min()) < 0.6 else original(values, *more)
+
+    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(rollout_reward_filter, "drop_reason", drops_close_ones))
+    with pytest.raises(TrustError, match=r"found \(dropped\): group \d+ was dropped for one score on all its samples"):
+        playground.run("grpo", *TWO, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+
+
+@slow
+def test_a_throughput_of_other_tokens(playground: Playground, monkeypatch: Patch) -> None:
+    original = worker.Figures.joined
+
+    def with_prompts_twice(ranks: Any) -> worker.Figures:
+        figures = original(ranks)
+        return replace(figures, num_tokens=figures.num_tokens + int(figures.prompt_lengths.sum()))
+
+    monkeypatch.setattr(worker.Figures, "joined", staticmethod(with_prompts_twice))
+    with pytest.raises(TrustError, match=r"step 2 found \(metrics\): throughput/tokens_per_s of the step before"):
+        playground.run("grpo", *TWO)
+
+
+@slow
+@pytest.mark.parametrize("keeps_worst", [True, False])
+def test_the_checkpoint_that_is_kept_as_the_best(playground: Playground, monkeypatch: Patch, keeps_worst: bool) -> None:
+    frequencies = ("trainer.test_freq=1", "trainer.save_freq=1", "trainer.keep_last=1", "trainer.keep_best=true")
+    rows = (f"data.val_files={playground.folder}/rows.jsonl", "data.val_max_samples=4", "data.allow_overlap=true")
+    options = (*TWO, *frequencies, *rows, "reward.functions={default: [length, {name: custom, weight: 0}]}")
+    if not keeps_worst:
+        playground.run("grpo", *options)
+        return
+    monkeypatch.setattr(worker, "score", lambda name, metrics: -metrics[name])
+    with pytest.raises(TrustError, match=r"found \(validation\): the checkpoint of step \d is compared by -1 for"):
+        playground.run("grpo", *options)
+
+
+@slow
+def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatch: Patch) -> None:
+    first = DomainQueue.first
+
+    def the_last_of_eight(self: DomainQueue, step: int, wanted: int) -> list[int] | None:
+        complete = sorted(number for members in self._due.values() for number in members.complete)
+        if step > 1:
+            return first(self, step, wanted)
+        return complete[-wanted:] if len(complete) >= 2 * wanted else None
+
+    monkeypatch.setattr(DomainQueue, "first", the_last_of_eight)
+    with pytest.raises(
+        TrustError, match=r"step 1 found \(groups\): the step has group 7 \(issued at version 0\), though"
+    ):
+        playground.run("async_grpo", *TWO, "async.max_staleness=2")
+
+
+@slow
+def test_a_kl_that_is_reported_and_left_out_of_the_loss(playground: Playground, monkeypatch: Patch) -> None:
+    def without_kl(patch: Patch) -> None:
+        call = PolicyObjective.__call__
+
+        def planted(self: PolicyObjective, *arguments: Any) -> Any:
+            whole, (loss, sums) = self.kl_loss_coef, call(self, *arguments)
+            self.kl_loss_coef = 0.0
+            loss, other = call(self, *arguments)
+            self.kl_loss_coef = whole
+            return loss, {**sums, "loss": other["loss"]}
+
+        patch.setattr(PolicyObjective, "__call__", planted)
+
+    found(playground, monkeypatch, without_kl, "grpo", says=r"gradients\): the loss of a mini-batch of the actor is")
+
+
+@slow
+def test_scores_with_a_bonus_that_no_function_gives(playground: Playground, monkeypatch: Patch) -> None:
+    def with_bonus(patch: Patch) -> None:
+        scored = rollout_reward_filter._scored
+
+        def planted(*arguments: Any) -> Any:
+            columns = scored(*arguments)
+            return columns | {"scores": [score + 0.1 for score in columns["scores"]]}
+
+        patch.setattr(rollout_reward_filter, "_scored", planted)
+
+    plant_from(monkeypatch, BEGIN, with_bonus)
+    with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ has the score"):
+        playground.run("grpo", *TWO)
+
+
+@slow
+def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypatch: Patch) -> None:
+    def cut(patch: Patch) -> None:
+        made = rollout_reward_filter.policy_segment
+
+        def planted(generation: Any) -> Any:
+            lists = ("token_ids", "rollout_log_probs", "sampling_log_probs", "versions")
+            return made(replace(generation, **{name: getattr(generation, name)[:-1] for name in lists}))
+
+        patch.setattr(rollout_reward_filter, "policy_segment", planted)
+
+    plant_from(monkeypatch, BEGIN, cut)
+    with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(responses\): sample \S+ is trained on with the"):
+        playground.run("grpo", *TWO)

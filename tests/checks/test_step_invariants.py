@@ -101,3 +101,11 @@ def test_recorded_responses_are_not_compared_with_an_engine(tmp_path: Path) -> N
     checks.samples = True
     with pytest.raises(TrustError, match="disagree"):
         checks.step_trained(drifted(5.0), {}, step=0)
+
+
+def test_a_part_of_a_response_is_found(tmp_path: Path) -> None:
+    checks, _ = make_checks(tmp_path)
+    batch = sampled_batch()
+    batch["finish_reason"] = ["stop", "length", "abort", "stop"]
+    with pytest.raises(TrustError, match="sample 1-0 is a part of a response"):
+        checks.step_taken(batch, 0, None)

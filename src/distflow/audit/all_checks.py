@@ -85,11 +85,14 @@ OF_MOST_STEPS: tuple[Check, ...] = (
     replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
     optimizer_steps.audit_gradients,
     replace(audit_loss, run=audit_value_clips),
+    replace(token_level_rewards.audit_rewards, run=token_level_rewards.audit_totals),
     replace(audit_advantages, run=audit_moments),
+    replace(rescored_samples.audit_dropped, run=rescored_samples.audit_dropped_values),
     replace(audit_metrics, run=audit_step_metrics),
 )
 """Checks that are cheap enough for most steps: rows of groups, mini-batches, learning rates, sum and norm of each
-gradient, mean and variance of whitened advantages, and metrics of samples and updates."""
+gradient, terms of each loss, sums of scores, mean and variance of whitened advantages, dropped groups, and metrics of
+samples and updates."""
 
 OF_LOOKS: tuple[Check, ...] = (*OF_MOST_STEPS[:-1], audit_metrics)
 """The same for steps with a look."""

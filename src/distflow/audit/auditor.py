@@ -139,6 +139,7 @@ class Auditor:
                 self._remember(step)
             updates, sent = dict(self._updates), self._sent_hashes
             self._taken = RecordedStep(self._run, step, records, group_ids, batch, synced_version, sent, updates)
+            self._taken.passed_over = self.groups.passed_over
             self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
@@ -208,9 +209,8 @@ class Auditor:
             for remember in all_checks.REMEMBERED_BEFORE if self._schedule.frequency > 0 else ():
                 remember(replace(taken))
             if self._recorded is not None:
-                self._recorded.metrics, self._recorded.dropped = metrics, self.groups.dropped
+                self._recorded.metrics, self._recorded.dropped = metrics, self._dropped()
                 self._recorded.measured, self._recorded.after = self._measured, taken.batch
-                self.groups.dropped = None
                 self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
@@ -248,7 +248,7 @@ class Auditor:
         if self._schedule.frequency > 0:
             version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
             what = f"the validation after step {step}"
-            found = self._check(all_checks.OF_VALIDATION, Validated(self._run, version, rows, metrics), what)
+            found = self._check(all_checks.OF_VALIDATION, Validated(self._run, version, rows, metrics, step), what)
             self._report(what, [found], of="validation")
 
     def _begin(self) -> None:
@@ -258,6 +258,7 @@ class Auditor:
         self._run.doubts.clear()
         self._run.bring()
         self._recorded = replace(taken, batch=taken.batch.select(range(len(taken.batch))))  # a copy of the columns
+        self._recorded.passed_over = taken.passed_over
         self._recorded.budget_s = self._schedule.budget_s(taken.step)
         self._found |= self._check(all_checks.BEFORE, self._recorded)
 
@@ -305,7 +306,8 @@ class Auditor:
 
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
         whole = replace(taken)  # the samples of `taken` lack the columns that nodes have written since
-        whole.updates, whole.metrics = taken.updates, metrics
+        whole.updates, whole.metrics, whole.dropped = taken.updates, metrics, self._dropped()
+        whole.passed_over = taken.passed_over
         is_looked_at = self._looks > Depth.BASE
         self._check(all_checks.OF_LOOKS if is_looked_at else all_checks.OF_MOST_STEPS, whole)
         if not is_looked_at:
@@ -319,6 +321,10 @@ class Auditor:
         part.budget_s = 0.0 if quick else self._schedule.score_again_s()
         self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))
         self._looked["steps"] += 1
+
+    def _dropped(self) -> list[tuple[GroupRecord, str, Batch]]:
+        """Remove and return the last groups that a node dropped; other threads add to them."""
+        return [self.groups.dropped.popleft() for _ in range(len(self.groups.dropped))]
 
     def _count(self, found: Mapping[str, str | None]) -> None:
         self._looked.update(name for name, why_not in found.items() if why_not is None)

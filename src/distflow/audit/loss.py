@@ -345,7 +345,8 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
     if found and want and float((ratios / ratios[0] - 1).abs().max()) < 10 * LIMIT:
         hint = (
             f"it is {float(ratios[0]):.4g} times the formula's at every token, with {len(update.micros)} micro-batches "
-            "in the mini-batch: another coefficient or mean than in the config, or a factor of gradient accumulation"
+            "in the mini-batch: another coefficient or mean than in the config, a factor of gradient accumulation, or "
+            "counts that are not the sums over all ranks"
         )
     elif not want:
         hint = "a token outside the mask, or a sample without a score, is trained on"

@@ -60,7 +60,23 @@ def remember_trained(recorded: RecordedStep) -> None:
 def audit_staleness(recorded: RecordedStep) -> str | None:
     """Check the metrics that a step has once it is released."""
     _compare(recorded, (*_of_versions(recorded), *_of_groups(recorded)))
+    _check_throughput(recorded)
     return None
+
+
+def _check_throughput(recorded: RecordedStep) -> None:
+    """Check the throughput of the step checked last, which it was given afterwards: its tokens over its time."""
+    run, last, name = recorded.run, recorded.run.released, "throughput/tokens_per_s"
+    tokens, metrics = last.get("tokens", 0.0), last.get("metrics", {})
+    own = float(recorded.batch.lengths("sequence").sum())
+    last |= {"tokens": run.ranks.sum(own), "metrics": recorded.metrics}
+    told, seconds = metrics.get(name), metrics.get("timing_s/step")
+    if told is not None and seconds and abs(told * seconds - tokens) > LIMIT * tokens + 1e-6:
+        raise Wrong(
+            f"{name} of the step before is reported as {told:.6g}, but its {tokens:.0f} tokens in {seconds:.6g} s "
+            f"(timing_s/step) are {tokens / seconds:.6g}: it counts other tokens, or another time. Weights are not "
+            "affected, but do not trust this run's speed; correct the code that computes it"
+        )
 
 
 @check(

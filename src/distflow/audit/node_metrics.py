@@ -26,7 +26,7 @@ NOT_RECOMPUTED = {
     "mismatch/*share": "over several ranks only means and maxima are computed again",
     "timing_s/*": "measured by a clock",
     "perf/*": "measured by a clock",
-    "throughput/*": "measured by a clock",
+    "throughput/*": "measured by a clock; that of whole steps is compared with their tokens and time",
     "memory/*": "measured by the operating system",
     "gpu/*": "measured by the device",
     "rollout_server/*": "told by servers",

@@ -40,6 +40,7 @@ NUM_SAMPLES = 2
 Dtype = torch.dtype | None
 EXACT, ROUNDED = 1e-3, 0.5
 LIMIT = 1e-3
+TERMS, TERM_LIMIT = ("pg", "entropy", "kl"), 1e-6
 MOMENTS, MOMENT_LIMIT = ("exp_avg", "exp_avg_sq"), 1e-5
 
 
@@ -213,10 +214,12 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
                 exact = sum(_through_padding(recorded, role, actor, part, weights, None)[place] for part in parts)
                 if error <= 2 * (rounding := float((other - exact).norm() / torch.as_tensor(exact).norm())):
                     return f"rounding alone moves the gradient of {name} by {rounding:.2g} of itself, which is too far"
+            sharded = ", or gradients are summed over the ranks in less than float32" if spread else ""
             raise Wrong(
                 f"the gradient of {name} by the log-probs of samples {', '.join(s['uid'] for s in chosen)} differs by "
                 f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: there is "
                 "attention between packed sequences, or part of the model gets no gradient"
+                f"{sharded}"
             )
     return None
 
@@ -224,7 +227,7 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
 @check(
     "gradients",
     "a mini-batch's gradient starts from zero and is the sum of the gradients of its micro-batches' losses, each "
-    "counted once, clipped to max_grad_norm",
+    "counted once, clipped to max_grad_norm; a policy's loss is the sum of its terms with their coefficients",
     needs="a train engine that exposes its model",
     limit=f"{LIMIT:g} relative",
 )
@@ -235,7 +238,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
         if update.leftover:
             raise Wrong(
                 f"a mini-batch of the {update.role} began with gradients left over from the one before "
-                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
+                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared, "
+                "or these weights are not the optimizer's"
             )
         weights = [float(sum(micro.weights)) for micro in update.micros if micro.weights is not None]
         if odd := [weight for weight in weights if weight != 1.0]:
@@ -245,6 +249,8 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
             )
         if (update.norm is not None or update.stripes) and not update.metrics.get("skipped"):
             _clipped(recorded, update)
+        if _is_ours(recorded):
+            _sum_of_terms(update, _settings(recorded, update.role))
     if not all(isinstance(update.engine, OpenEngine) for update in recorded.updates):
         return "an engine that was updated does not expose its model"
     stripes = [stripe for update in recorded.updates for stripe in update.stripes.values()]
@@ -319,6 +325,22 @@ def _clipped(recorded: RecordedStep, update: UpdateRecord) -> None:
                 "micro-batches' gradients over all ranks times the clip factor: some was left over, dropped, scaled or "
                 "rounded"
             )
+
+
+def _sum_of_terms(update: UpdateRecord, settings: ActorConfig | CriticConfig) -> None:
+    """Check that the policy's loss is the sum of its reported terms with the config's coefficients."""
+    metrics = update.metrics
+    if metrics.get("skipped") or "pg_loss" not in metrics or not isinstance(settings, ActorConfig):
+        return
+    kl = settings.kl_loss_coef * metrics.get("kl_loss", 0.0) if settings.use_kl_loss else 0.0
+    entropy = math.copysign(metrics.get("loss_term/entropy", 0.0), settings.entropy_coef)
+    expected, size = metrics["pg_loss"] + kl - entropy, sum(metrics.get(f"loss_term/{name}", 0.0) for name in TERMS)
+    if not abs(metrics["loss"] - expected) <= TERM_LIMIT * size + 1e-9:
+        raise Wrong(
+            f"the loss of a mini-batch of the {update.role} is {metrics['loss']:.8g}, but its policy term "
+            f"{metrics['pg_loss']:.6g}, KL {kl:.6g} and entropy {-entropy:.6g}, each with the config's coefficient, "
+            f"add up to {expected:.8g}: a term is left out or has another coefficient"
+        )
 
 
 def _settings(recorded: RecordedStep, role: str) -> ActorConfig | CriticConfig:

@@ -3,6 +3,7 @@ the gradients with respect to them, and samples of the weights before and after.
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ NUM_STRIPES, NUM_MOVED = 4, 64
 """Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
 MAX_STRIPED = 2**24
 VALUE_COLUMNS = ("response_mask", "loss_mask", "values", "returns")
+NUM_DROPPED = 8
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ class GroupRecords:
         """on_keep: receives training records with their columns on a worker that takes no step."""
         self._on_keep = on_keep
         self._kept: dict[int, GroupRecord] = {}
-        self.dropped: tuple[GroupRecord, str, Batch] | None = None
-        """The last group that a node dropped: its record, the reason and its columns."""
+        self.dropped = deque[tuple[GroupRecord, str, Batch]](maxlen=NUM_DROPPED)
+        """The last groups that a node dropped: their records, the reasons and their columns."""
+        self.passed_over: list[tuple[PromptGroup, PromptGroup]] = []
+        """Groups that wait though the last step has another one, which should have come later."""
         self._validated: list[GroupRecord] = []
 
     def begin(self, prompt_group: PromptGroup) -> None:
@@ -80,11 +84,12 @@ class GroupRecords:
         elif self._on_keep is not None:
             self._on_keep(record, batch)
         else:
+            self._kept.pop(record.prompt_group.group_id, None)  # of an earlier attempt
             self._kept[record.prompt_group.group_id] = record
 
     def drop(self, reason: str, batch: Batch) -> None:
         if (record := _current.get()) is not None:
-            self.dropped = record, reason, batch
+            self.dropped.append((record, reason, batch))
 
     def take_validated(self) -> list[GroupRecord]:
         """Remove and return the records of a validation."""
@@ -92,8 +97,32 @@ class GroupRecords:
         return taken
 
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
-        """Remove and return the records of a step's groups; groups of another worker or process have none."""
-        return {number: self._kept.pop(number) for number in group_ids if number in self._kept}
+        """Remove and return the records of a step's groups; groups of another worker or process have none. Notes groups
+        that were complete before the step's last one, should come before it, and still wait."""
+        kept = {number: record.prompt_group for number, record in dict(self._kept).items()}  # in order of completion
+        places = {number: place for place, number in enumerate(kept)}
+        taken, last = (
+            {number: self._kept.pop(number) for number in group_ids if number in kept},
+            dict[str, PromptGroup](),
+        )
+        for group in sorted((kept[number] for number in taken), key=_urgency):
+            last[group.stream] = group
+        left = [
+            (group, last[group.stream])
+            for number, group in kept.items()
+            if number not in taken and group.stream in last
+        ]
+        self.passed_over = [
+            (group, other)
+            for group, other in left
+            if _urgency(group) < _urgency(other) and places[group.group_id] < places[other.group_id]
+        ]
+        return taken
+
+
+def _urgency(group: PromptGroup) -> tuple[int, int]:
+    """The order in which a step takes complete groups: due earliest first, then by number."""
+    return group.version, group.group_id
 
 
 @runtime_checkable

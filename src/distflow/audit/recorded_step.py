@@ -64,7 +64,8 @@ class AuditedRun:
     that persist across audits and are in every checkpoint. compare_memory: with the saved run's, before the first
     update of a step; see `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's
     number, and its position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by
-    their version.
+    their version. validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps
+    that had a checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow.
     """
 
     inputs: WorkerInputs
@@ -80,6 +81,9 @@ class AuditedRun:
     positions: dict[str, list[int]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
     marked: Counter[int] = field(default_factory=Counter)
+    validated: dict[int, float] = field(default_factory=dict)
+    saved: set[int] = field(default_factory=set)
+    released: dict[str, Any] = field(default_factory=dict)
     _warnings: set[str] = field(default_factory=set)
 
     @property
@@ -154,7 +158,7 @@ class RecordedStep:
     records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
     nodes wrote them. synced_version: of the last weight sync; None if nothing generates. sent_hashes: of that version's
     tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
-    reward functions again. dropped: the last group that a node dropped, why, and its columns. updates: in order.
+    reward functions again. dropped: the last groups that a node dropped, why, and their columns. updates: in order.
     metrics: of the step. measured: by its nodes on this rank, if it is audited; after: its columns then. partial: only
     a few groups of the step. plain: scores of samples that the policy was run on again. drawn: such scores by the
     weights that generated each token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that
@@ -170,12 +174,13 @@ class RecordedStep:
     sent_hashes: Mapping[str, str]
     num_updates: Mapping[str, int]
     budget_s: float = field(default=0.0, init=False)
-    dropped: tuple[GroupRecord, str, Batch] | None = field(default=None, init=False)
+    dropped: Sequence[tuple[GroupRecord, str, Batch]] = field(default=(), init=False)
     updates: list[UpdateRecord] = field(default_factory=list, init=False)
     metrics: Mapping[str, float] = field(default_factory=dict, init=False)
     measured: Sequence[Measured] = field(default=(), init=False)
     after: Batch | None = field(default=None, init=False)
     partial: bool = field(default=False, init=False)
+    passed_over: Sequence[tuple[PromptGroup, PromptGroup]] = field(default=(), init=False)
     plain: dict[str, PlainScores] = field(default_factory=dict, init=False)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict, init=False)
     fixed_tokens: Tensor | None = field(default=None, init=False)

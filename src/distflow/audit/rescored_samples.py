@@ -5,11 +5,13 @@ import hashlib
 import json
 import math
 import random
+import re
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,8 @@ _DECIDES_WITHIN_S = 5.0
 @check(
     "reward_results",
     "each reward function was called with the sample's own text and ground truth; the sample has its score, and a "
-    "second call returns the same score; the accuracy is that of the function that decides it",
+    "second call returns the same score; `math`, `exact_match` and `format` judge plain answers as a second reading of "
+    "them does; the accuracy is that of the function that decides it",
     needs="deterministic functions of reward.functions; for batched functions only the arguments are checked",
     limit=f"equal, {MOST} samples, as far as time allows",
 )
@@ -59,6 +62,7 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
             for name in functions_of(recorded, sample):
                 _own_score(recorded, record, sample, name)
             _own_accuracy(recorded, record, sample)
+    _plain_scores(recorded)
     drawn.sort(key=lambda sample: (not sample["valid"], float(sample["token_level_scores"].sum())))
     began = time.monotonic()  # so that even a busy machine has time for one call
     for sample in drawn[: FEW if recorded.partial else MOST]:  # use the lowest: a failure may be an outlier
@@ -80,15 +84,23 @@ def audit_reward_functions(recorded: RecordedStep) -> str | None:
 
 @check(
     "dropped",
-    "a second call of the reward functions confirms that a dropped group has equal values on all its samples, or a "
-    "mean outside `mean_range`",
-    needs="a group dropped since the last audit, but not by a custom function",
-    limit="equal, one group",
+    "dropped groups have equal values on all their samples, or a mean outside `mean_range`; in audited steps a second "
+    "call of the reward functions confirms it for one",
+    needs="groups dropped since the last step, but not by a custom function",
+    limit="equal, the last few groups of a step",
 )
 def audit_dropped(recorded: RecordedStep) -> str | None:
-    if recorded.dropped is None:
-        return NOT_APPLICABLE
-    record, reason, batch = recorded.dropped
+    found = [_check_dropped(recorded, *each, again=each is recorded.dropped[-1]) for each in recorded.dropped]
+    return found[-1] if found else NOT_APPLICABLE
+
+
+def audit_dropped_values(recorded: RecordedStep) -> str | None:
+    """The same without calls of reward functions."""
+    found = [_check_dropped(recorded, *each, again=False) for each in recorded.dropped]
+    return found[-1] if found else NOT_APPLICABLE
+
+
+def _check_dropped(recorded: RecordedStep, record: GroupRecord, reason: str, batch: Batch, again: bool) -> str | None:
     settings = recorded.config.algorithm.filter_groups
     if reason == TOO_FEW_SCORES:
         return _check_too_few(recorded, record, batch)
@@ -103,7 +115,7 @@ def audit_dropped(recorded: RecordedStep) -> str | None:
         raise Wrong(f"group {number} was dropped {what}")
     if (reason == MEAN_TOO_LOW and mean > low + ROUNDING) or (reason == MEAN_TOO_HIGH and mean < high - ROUNDING):
         raise Wrong(f"group {number} was dropped as {reason}, but the mean of its {settings.metric} is {mean:g}")
-    for name in functions_of(part, scored[0]) if scored and recorded.is_ours("reward_parts") else ():
+    for name in functions_of(part, scored[0]) if again and scored and recorded.is_ours("reward_parts") else ():
         if name not in recorded.run.state.get("not_deterministic", []):
             recorded.run.doubts.extend(filter(None, [_compare(part, record, scored[0], name)]))
     return None
@@ -228,6 +240,63 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
     if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
     return score if valid else None
+
+
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?", re.ASCII)
+
+
+def _plain_scores(recorded: RecordedStep) -> None:
+    """Check the scores of the built-ins that compare plain answers, of all samples, by a reading of our own."""
+    for sample in recorded.samples:
+        record = recorded.record_of(sample)
+        if record is None or not sample["valid"] or sample.get("reward_errors") is not None:
+            continue
+        row, text = recorded.run.spec.rows[record.prompt_group.row], str(sample["responses"])
+        for part in parts_of_domain(recorded.config, sample["domain"]):
+            found = sample["reward_parts"].get(part.name)
+            wanted = None if part.options else plain_score(part.name, text, row.ground_truth, row.extra_info or {})
+            if wanted is not None and found is not None and abs(found - wanted) > LIMIT:
+                raise Wrong(
+                    f"reward function '{part.name}' gave {found:g} to sample {sample['uid']}, whose response ends with "
+                    f"{text[-40:]!r}, for the ground truth {row.ground_truth!r:.40}: it should give {wanted:g}. The "
+                    "function judges wrongly here: reinstall distflow, or undo a change of distflow/rewards"
+                )
+
+
+def plain_score(name: str, text: str, truth: object, extra_info: Mapping[str, object]) -> float | None:
+    """The score of a built-in without options for a response, if that is plain to see; else None."""
+    if name == "format":
+        pattern = extra_info.get("format_regex")
+        if isinstance(pattern, str):
+            return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
+        return 0.0 if "boxed" not in text and "fbox" not in text else None
+    is_plain = isinstance(truth, int | str) and not isinstance(truth, bool)
+    if name not in ("math", "exact_match") or not is_plain:
+        return None
+    (marked, said), (_, gold) = _stated(text), _stated(str(truth))
+    if said is None or gold is None:
+        return None
+    if name == "exact_match":
+        return float(said.split() == gold.split())
+    if not (marked and _NUMBER.fullmatch(said) and _NUMBER.fullmatch(gold)):
+        return None
+    rounds = len(said.partition(".")[2]) != len(gold.partition(".")[2])  # one may be the other, rounded
+    is_equal = Decimal(said) == Decimal(gold)
+    return 1.0 if is_equal else None if rounds else 0.0
+
+
+def _stated(text: str) -> tuple[bool, str | None]:
+    """Whether an answer is marked, and the answer: of the only box, behind the last `####`, else the whole text. None
+    if several boxes, or one with braces in it, leave it open."""
+    if "boxed" in text or "fbox" in text:
+        before, _, behind = text.partition("\\boxed{")
+        inside, brace, after = behind.partition("}")
+        is_open = (
+            not brace or "{" in inside or "\\" in inside or any(each in before + after for each in ("boxed", "fbox"))
+        )
+        return True, None if is_open else inside.strip()
+    place = text.rfind("####")
+    return place >= 0, (text[place + 4 :].strip().split("\n")[0] if place >= 0 else text).strip()
 
 
 def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -> None:

@@ -316,7 +316,7 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             f"token {first.position} of sample {first.uid} needs a draw in [{first.low - limit:.4f}, "
             f"{first.high + limit:.4f}], but its stream gives {first.uniform:.4f}. Samples share a stream, or tokens "
             "are drawn from a distribution other than the trained one: by other weights, without their adapter, over "
-            "keys and values of older weights, at another temperature"
+            "keys and values of older weights, at another temperature, or cut by top_k, top_p and min_p otherwise"
         )
     return None
 

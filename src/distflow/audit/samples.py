@@ -23,7 +23,7 @@ from distflow.audit.recorded_step import (
 )
 from distflow.builtin_names import CUSTOM_REWARD, ESTIMATORS, REWARDS, WHOLE_SCORE
 from distflow.config import Config
-from distflow.config.derived_settings import algorithm_of, filters_groups, response_limit, unfiltered_domains
+from distflow.config.derived_settings import algorithm_of, filters_groups, is_rl, response_limit, unfiltered_domains
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.prompts import PromptRow
@@ -41,8 +41,9 @@ ROUNDING = 1e-6
 @check(
     "groups",
     "the step contains its groups, each with all of its samples exactly once; if groups are filtered, no group "
-    "has equal values on all samples, or a mean outside `mean_range`; each domain has its share of all groups so far",
-    needs="for shares: one rank, and no curriculum, which has a separate check",
+    "has equal values on all samples, or a mean outside `mean_range`; each domain has its share of all groups so far; "
+    "complete groups are taken in order",
+    needs="for shares: one rank, and no curriculum, which has a separate check; for the order: one process",
     limit="equal",
 )
 def audit_groups(recorded: RecordedStep) -> str | None:
@@ -63,6 +64,7 @@ def audit_groups(recorded: RecordedStep) -> str | None:
             raise Wrong(f"sample {uid} is in the step {times} times")
     _check_filter(recorded, by_group_of(recorded.samples))
     _check_shares(recorded)
+    _first_come(recorded)
     return None
 
 
@@ -386,7 +388,43 @@ def audit_rows(recorded: RecordedStep) -> str | None:
         if recorded.run.spec.data.domains and (number > known[0]) != (group.position > known[1]):
             raise Wrong(f"group {number} is at position {group.position} of its domain, but {known[0]} at {known[1]}")
         last[group.stream] = max(known, [number, group.position])
+    _first_come(recorded)
+    if recorded.config.actor_rollout_ref.rollout.workflow is None and is_rl(recorded.config):
+        _all_ended(recorded)
     return None
+
+
+def _all_ended(recorded: RecordedStep) -> None:
+    """Check on all samples that a response ends with a stop token, if there are no other stops, or has the maximum
+    length."""
+    batch, stop_ids = recorded.batch, recorded.run.resources.stop_token_ids
+    lengths = batch.lengths("response")
+    last = batch.flat("response_ids")[(lengths.cumsum(0) - 1).clamp(min=0)] if int(lengths.sum()) else lengths - 1
+    columns = zip(batch["uid"], batch["domain"], batch["finish_reason"], last.tolist(), lengths.tolist(), strict=True)
+    for uid, domain, reason, token, length in columns:
+        sampling = recorded.sampling({"domain": domain})
+        ended = bool(length) and token in stop_ids
+        is_known = reason in ("stop", "length") and (bool(sampling.stop) or (reason == "stop") == ended)
+        if not is_known or (reason == "length" and length != sampling.max_tokens):
+            raise Wrong(
+                f"sample {uid} is trained on with the finish reason '{reason}' after {length} of {sampling.max_tokens} "
+                f"tokens, {'with' if ended else 'without'} a stop token at its end: it is a part of a response, which "
+                "a weight update or a lost request cut off, or its end is misread"
+            )
+
+
+def _first_come(recorded: RecordedStep) -> None:
+    """Check, in one process, that no complete group is passed over by one that is due later, or has a later number."""
+    data = recorded.run.spec.data
+    if not recorded.passed_over or data.oversampling or len(recorded.run.spec.plan.ranks) > 1:
+        return
+    for waits, taken in recorded.passed_over:
+        if waits.row < data.num_rows:  # not a caller's own
+            raise Wrong(
+                f"the step has group {taken.group_id} (issued at version {taken.version}), though group "
+                f"{waits.group_id} (version {waits.version}) was complete before it and comes first: groups wait too "
+                "long, and their tokens become older"
+            )
 
 
 def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:

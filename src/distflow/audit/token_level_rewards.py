@@ -23,7 +23,7 @@ from distflow.audit.recorded_step import (
     index_of,
 )
 from distflow.audit.rescored_samples import LIMIT
-from distflow.audit.samples import does_not_apply, functions_of, in_baselines
+from distflow.audit.samples import does_not_apply, functions_of, in_baselines, parts_of_domain
 from distflow.config.derived_settings import algorithm_of, algorithms, response_limit
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import on_error_of, scoring_models
@@ -78,7 +78,7 @@ def _check_processed(
     if not recorded.is_whole and ("batch" in levels or algorithm.whiten_rewards):
         return "reward_norm and whiten_rewards need all samples of the step, which are too many to send to all ranks"
     if "running" in levels and moments is None:
-        return "rewards before this process, or on other ranks, were not recorded"
+        return "rewards before this process were not recorded"
     samples = in_baselines(recorded, algorithm, samples)
     makes_one = is_on(algorithm.reward_norm) or algorithm.reward_clip is not None
     makes_one |= (algorithm.reward_shift, algorithm.reward_scale) != (0, 1)
@@ -125,17 +125,19 @@ def _check_reported(
 
 
 def remember_rewards(recorded: RecordedStep) -> None:
-    """Add the step's scores to the moments of all rewards so far, for settings that normalise by them."""
+    """Add the scores of all ranks to the moments of all rewards so far, for settings that normalise by them. Each rank
+    that shares the step calls this."""
     kept = recorded.run.state.setdefault("reward_moments", {})
     for domain, algorithm in algorithms(recorded.config):
         if "running" not in (algorithm.reward_norm.mean_level, algorithm.reward_norm.std_level):
             continue
-        if recorded.run.ranks.size > 1 or (domain or "") not in kept and recorded.step > 0:
+        if (domain or "") not in kept and recorded.step > 0:
             continue
         before = kept.get(domain or "", {"count": 0, "mean": 0.0, "squares": 0.0})
         (samples,) = (samples for name, _, samples in recorded.by_algorithm() if name == (domain or ""))
         counted = in_baselines(recorded, algorithm, samples)
         scores = [math.fsum(s["token_level_scores"].tolist()) for s in counted if s["valid"]]
+        scores = [score for own in recorded.run.ranks.gather(scores) for score in own]
         scores = [(score + algorithm.reward_shift) * algorithm.reward_scale for score in scores]
         total = before["count"] + len(scores)
         if not scores:
@@ -217,6 +219,29 @@ def kl(difference: Tensor, kind: str) -> Tensor:
             bounded = difference.clamp(-20.0, 20.0)
             return ((-bounded).exp() + bounded - 1.0).clamp(-10.0, 10.0)
     raise ValueError(f"no formula for the KL estimate '{kind}'")
+
+
+def audit_totals(recorded: RecordedStep) -> str | None:
+    """The score of every sample is the weighted sum of its parts. Reads only a few columns."""
+    batch, config = recorded.batch, recorded.config
+    is_plain = config.actor_rollout_ref.rollout.workflow is None and not scoring_models(config.reward_model)
+    if not (is_plain and recorded.is_ours("scores") and recorded.is_ours("reward_parts")) or "valid" not in batch:
+        return NOT_APPLICABLE
+    lengths = batch.lengths("response")
+    rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
+    scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")))
+    columns = zip(batch["uid"], batch["domain"], batch["reward_parts"], batch["reward_errors"], strict=True)
+    numbers = zip(batch["valid"].tolist(), scores.tolist(), lengths.tolist(), strict=True)
+    for (uid, domain, parts, error), (valid, found, length) in zip(columns, numbers, strict=True):
+        if valid and error is None and length:
+            wanted = sum(part.weight * parts.get(part.name, 0.0) for part in parts_of_domain(config, domain))
+            wanted += _overlong(recorded, domain, length)
+            if not abs(found - wanted) <= LIMIT * max(abs(wanted), 1.0):
+                raise Wrong(
+                    f"sample {uid} has the score {found:g}, but the weighted sum of its parts {dict(parts)} is "
+                    f"{wanted:g}: something is added, left out or weighted otherwise than in reward.functions"
+                )
+    return None
 
 
 def _total(recorded: RecordedStep, sample: Sample) -> float:

@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from distflow.config.derived_settings import response_limit
 from distflow.data.prompts import PromptRow
 from distflow.models.sharding import is_spread
 from distflow.rollout.engine import SamplingParams, Stream
+from distflow.runtime.checkpoint.files import DamagedError, by_age, read_manifest
+from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 
 LIMIT = 1e-6
 Facts = list[dict[str, Any]]
@@ -29,12 +32,13 @@ Facts = list[dict[str, Any]]
 @dataclass(frozen=True)
 class Validated:
     """A validation. version: of the weights that must have generated. rows: of `sample_facts`, from all workers; or the
-    number of tokens of each row's response and their loss."""
+    number of tokens of each row's response and their loss. step: number of steps before it."""
 
     run: AuditedRun
     version: int
     rows: Facts
     metrics: Mapping[str, float]
+    step: int = 0
 
 
 def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -> Facts:
@@ -120,7 +124,8 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
     "each validation prompt was generated once as configured, greedily or sampled, by the newest weights, and "
     "scored against its own ground truth; the tokens of a drawn greedy response are the most likely ones; the reported "
     "accuracies follow from the recorded scores; a loss is the mean over all tokens of the data's responses, and on "
-    "one row equals that of the model's own forward pass",
+    "one row equals that of the model's own forward pass; trainer.keep_best compares checkpoints by these "
+    "numbers",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )
@@ -158,7 +163,35 @@ def audit_validation(seen: Validated) -> str | None:
         reported, counted = seen.metrics.get(name, math.nan), expected.get(name, math.nan)
         if not abs(reported - counted) <= LIMIT:
             raise Wrong(f"{name} is reported as {reported:g}, but {counted:g} by the recorded scores of its samples")
+    _check_kept(seen)
     return None
+
+
+def _check_kept(seen: Validated) -> None:
+    """Check that each checkpoint has the metric of its step's validation, and that the best of them still exists."""
+    run, name = seen.run, seen.run.spec.options.keep_best
+    if name is None or run.inputs.ports.everyone.rank:
+        return
+    known = run.validated
+    kept = dict[int, float]()
+    for path in by_age(run.spec.run_dir / CHECKPOINTS):
+        with suppress(DamagedError):  # it is being removed
+            if (manifest := read_manifest(path)).metric is not None and manifest.step in known:
+                kept[manifest.step] = manifest.metric
+                run.saved.add(manifest.step)
+    for step, metric in kept.items():
+        if abs(metric - known[step]) > LIMIT:
+            raise Wrong(
+                f"the checkpoint of step {step} is compared by {metric:g} for trainer.keep_best, but {name} was "
+                f"{abs(known[step]):g} in its validation"
+            )
+    best = max((known[step] for step in run.saved), default=-math.inf)
+    if kept and max(kept.values()) < best - LIMIT:
+        raise Wrong(
+            f"trainer.keep_best removed the best checkpoint: its {name} was {abs(best):g}, which is better than in all "
+            "that are left"
+        )
+    known[seen.step] = -seen.metrics[name] if name.endswith("loss") else seen.metrics[name]
 
 
 def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> None:

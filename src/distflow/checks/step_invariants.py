@@ -195,6 +195,7 @@ class LiveChecks:
         if synced_version is not None:
             check_versions(batch, step, synced_version, self.max_staleness)
         check_lowest(batch, lowest or {})
+        check_whole(batch)
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
@@ -282,6 +283,16 @@ def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> 
         rows = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))[of_policy]
         uid = batch["uid"][int(rows[1:][falls][0])]
         raise TrustError(f"the versions of sample {uid} go backwards: the engine went back to older weights")
+
+
+def check_whole(batch: Batch) -> None:
+    """Raises TrustError for a sample whose generation was aborted."""
+    if "finish_reason" in batch and "abort" in batch["finish_reason"]:
+        uid = batch["uid"][batch["finish_reason"].index("abort")]
+        raise TrustError(
+            f"sample {uid} is a part of a response: a weight update has aborted its generation "
+            "(rollout.kv_on_update=abort), and it was not generated again"
+        )
 
 
 def check_lowest(batch: Batch, lowest: Mapping[int, int | None]) -> None:

@@ -25,6 +25,9 @@ CASES = (
     Case(r"first \boxed{6}, then again: \boxed{\frac{14}{2}}", "so 3 + 4 = 7\n#### 7", True),
     Case(r"\boxed{1\,000}", "1e3", True),
     Case(r"\boxed{7} or rather \boxed{8}", "7", False),
+    Case("first #### 8\nthen #### 7", "7", True),
+    Case(r"\boxed{1001}", "1000", False),
+    Case(r"\boxed{-7}", "7", False),
     Case(r"\boxed{[2,5]}", "[2,5)", False),
     Case("", "7", False),
 )

@@ -1,0 +1,65 @@
+"""Plain answers are judged a second time, and a built-in that judges them otherwise is named."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.audit.rescored_samples import plain_score
+from distflow.errors import TrustError
+from distflow.rewards.math.reward import compute_score
+from distflow.rewards.pool import process
+from distflow.rewards.reward_results import Score
+from distflow.rewards.text_rewards import exact_match, has_format
+from tests.e2e.runs import Playground
+
+NUMBERS = ("7", "-7", "07", "7.0", "70", "1,000", "1e3", "0", ".5", "1/2", "0.333333", "0.3333333", "7 apples", "")
+SHAPES = (
+    r"\boxed{%s}",
+    "1+2=3 #### %s",
+    "#### 3\n#### %s",
+    "####\n%s",
+    "%s",
+    r"\boxed{%s} and \boxed{8}",
+    r"\fbox{%s}",
+)
+SHAPES += (r"\boxed{\text{%s}}", r"\boxed %s", r"\boxed{%s} #### 8", "%s ####", r"a \boxed{3 \boxed{%s}", r"\boxed{%s")
+FUNCTIONS: dict[str, Any] = {"math": compute_score, "exact_match": exact_match, "format": has_format}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_plain_score_is_the_functions(name: str) -> None:
+    texts, known = [shape % number for shape, number in product(SHAPES, NUMBERS)], 0
+    for text, truth in product(texts, (*filter(None, NUMBERS), 7, 1000, r"so \boxed{7}")):
+        if (score := plain_score(name, text, truth, {})) is not None:
+            assert score == FUNCTIONS[name]("", text, truth, None), (text, truth)
+            known += 1
+    assert known > 150
+
+
+def test_what_is_not_plain_has_no_score() -> None:
+    assert plain_score("math", "#### 0.3", "0.33", {}) is None  # one may be the other, rounded
+    assert plain_score("math", "#### 7 apples", "7", {}) is None
+    assert plain_score("math", "7", "7", {}) is None
+    assert plain_score("length", "7", "7", {}) is None
+    assert plain_score("format", "so #### 7", None, {"format_regex": ".*####.*"}) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_built_in_that_judges_wrongly_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    read = process._read_answer
+
+    def planted(*arguments: Any) -> Any:
+        result = read(*arguments)
+        return Score(1.0) if result == Score(0.0) else result
+
+    options = ("reward.functions={default: [exact_match, custom]}", "trainer.total_training_steps=1")
+    playground = Playground(tmp_path)
+    if not wrong:
+        playground.run("grpo", *options)
+        return
+    monkeypatch.setattr(process, "_read_answer", planted)
+    with pytest.raises(TrustError, match=r"found \(reward_results\): reward function 'exact_match' gave 1 to sample"):
+        playground.run("grpo", *options)
