@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import peek
+from distflow.config.compose.unknown_and_unused_keys import peek, plain
 from distflow.data.episode_event_hook import note_event, on_event
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
@@ -56,6 +56,7 @@ def run_workflow(config: Config) -> Callable[..., object]:
     """The node for `rollout.workflow`. Raises UserError for an unusable one."""
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(settings.agents)
+    plain(config.reward.limit_penalty)  # the episodes read it from the context's config, so it counts as read here
     node = run_scored_episodes if workflow.scores else run_episodes
     return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
 
@@ -380,7 +381,17 @@ class _Episodes:
             chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
         chat.counts.update(f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why)
         self.counts.update(chat.counts)
-        return self._sample(index, chat, outcome)
+        return self._sample(index, chat, self._penalised(chat, outcome))
+
+    def _penalised(self, chat: Chat, outcome: Outcome) -> Outcome:
+        """The outcome with the part `limit`, the penalty of the limit that ended the episode."""
+        penalties = plain(self.ctx.config.reward.limit_penalty)
+        if outcome is None or not isinstance(outcome.reward_result, Score) or not any(penalties.values()):
+            return outcome
+        reason = (self._trained(chat) or chat.conversations)[-1].finish_reason
+        added = -float(penalties.get(reason, 0.0))  # type: ignore[arg-type]  # the keys are numbers
+        result = replace(outcome.reward_result, value=outcome.reward_result.value + added)
+        return replace(outcome, reward_result=result, parts={**outcome.parts, "limit": Score(added)})
 
     async def _outcome(self, chat: Chat, work: Callable[..., Awaitable[object]], index: int) -> Outcome:
         """The workflow's outcome. Its own error, by name, gives no score. Raises what the engine raised. work: receives
