@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek, plain
-from distflow.data.episode_event_hook import note_event, on_event
+from distflow.data.episode_event_hook import note_event, on_event, on_token
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt, Reply
 from distflow.environments.tool_calls import format_of
@@ -131,6 +131,7 @@ class _Requests:
         self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
         self._sent: dict[asyncio.Task[None], _Waiting] = {}
+        self._heard: dict[tuple[str, int], Callable[[int], None]] = {}
         self._has_forked, self._num_asked = False, 0
         self._settling: asyncio.Task[None] | None = None
         self._closed = False
@@ -163,6 +164,8 @@ class _Requests:
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn), {})
             waiting[index] = future
+            if (tell := on_token.get()) is not None:
+                self._heard[fork, index] = tell
             self._num_asked += 1
             self._look()
             if not self._in_rounds and (num_drawn or fork):
@@ -173,6 +176,7 @@ class _Requests:
                 made = await future
             finally:
                 waiting.pop(index, None)  # of a workflow that no longer waits
+                self._heard.pop((fork, index), None)
                 self._withdraw()
                 self._look()
         return policy_segment(made), made.finish_reason
@@ -248,9 +252,15 @@ class _Requests:
             samples = tuple(sorted(waiting))
             policy = self._policy_of(fork)
             request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue, policy)
+            if any((fork, index) in self._heard for index in samples):
+                request = replace(request, heard=partial(self._tell, fork))
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
             task.add_done_callback(self._done)
+
+    def _tell(self, fork: str, index: int, token: int) -> None:
+        if (tell := self._heard.get((fork, index))) is not None:
+            tell(token)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         del self._sent[task]
