@@ -42,7 +42,8 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 
 @dataclass
 class Engine:
-    """Replies as it is told, and records what it was asked. while_drawn: awaited after each token, with their number."""
+    """Replies as it is told, and records what it was asked. while_drawn: awaited after each of its
+    tokens, with their number."""
 
     replies: Sequence[Sequence[int]]
     while_drawn: Callable[[int], Awaitable[None]] | None = None
