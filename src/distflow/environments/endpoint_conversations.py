@@ -57,7 +57,7 @@ class Conversations:
         if call.tools:
             format = self._format or format_of(chat.tokens.tool_template(call.tools))
         format = format if call.parses_tools else None
-        on_token.set(None if call.told is None else _Told(chat, call, format).add)
+        on_token.set(None if call.told is None else _PartialText(chat, call, format).add)
         reply = await chat.ask(
             call.messages[num_known:],
             stop=call.stop,
@@ -111,7 +111,7 @@ class Conversations:
         return "reply" if is_reply else "history"
 
 
-class _Told:
+class _PartialText:
     """Tells the caller the text of a reply while it is drawn, except what may still change: an incomplete character,
     white space at the end, what may be the beginning of a stop string or a tool call, and everything after these. If
     the format of calls has no mark of its own, it tells nothing. format: None if no calls are read."""
