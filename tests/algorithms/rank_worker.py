@@ -43,6 +43,10 @@ SHARES = {
 GROUPS = [0, 1, 2, 3, 2, 4, 3, 2, 4, 2, 4, 4, 2]
 
 
+DOMAINS = ("vanilla", "gspo", "gmpo", "sapo")
+"""Each is trained with the loss of its name."""
+
+
 def objectives() -> dict[str, PolicyObjective | ValueObjective]:
     """Every loss in every mode."""
     built: dict[str, PolicyObjective | ValueObjective] = {}
@@ -59,6 +63,8 @@ def objectives() -> dict[str, PolicyObjective | ValueObjective]:
                 weights_field="rollout_is_weights" if name == "vanilla" else None,
                 off_policy_mask_threshold=0.1 if name == "gspo" else None,
             )
+        domains = {each: PolicyObjective(each, loss_agg_mode=mode, loss_scale_factor=scale) for each in DOMAINS[1:]}
+        built[f"domains {mode}"] = PolicyObjective(loss_agg_mode=mode, loss_scale_factor=scale, domains=domains)
         built[f"value {mode}"] = ValueObjective(0.3, mode, scale)
     return built
 
@@ -200,6 +206,7 @@ def _deviation(
 def main(rank: int, folder: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in SHARES}
     batch, results = toy_batch(seed=1, bs=ROWS), {}
+    batch["domain"] = [DOMAINS[row % 4] for row in range(ROWS)]
     batch["group_index"] = torch.tensor(GROUPS)
     scores = batch["token_level_scores"]
     scores[::3] = 0.0

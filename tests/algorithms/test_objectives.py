@@ -42,6 +42,69 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str)
     assert metrics == pytest.approx(wanted_metrics, rel=1e-11, abs=1e-13)
 
 
+def of_domains(mode: str) -> PolicyObjective:
+    """PPO with a tight clip, and other losses in two domains."""
+    shared: dict[str, Any] = {"loss_agg_mode": mode, "loss_scale_factor": scale_of(mode)}
+    clip = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": None}
+    own = {
+        "code": PolicyObjective("gspo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, **shared),
+        "chat": PolicyObjective("sapo", {"tau_neg": 2.0}, entropy_coef=9.0, **shared),
+    }
+    return PolicyObjective("vanilla", clip, entropy_coef=0.01, domains=own, **shared)
+
+
+def loss_by_hand(batch: Batch, log_probs: torch.Tensor, row: int) -> list[torch.Tensor]:
+    """The policy loss of each token of a row under the mask, by its domain."""
+    places = [t for t in range(log_probs.shape[1]) if batch["loss_mask"][row, t] > 0]
+    now = [log_probs[row, t] for t in places]
+    old, advantages = ([batch[name][row, t].double() for t in places] for name in ("old_log_probs", "advantages"))
+    ratios = [(a - b).exp() for a, b in zip(now, old, strict=True)]
+    if batch["domain"][row] == "code":  # one ratio, whose gradient reaches each token by the token's own log-prob
+        mean = sum(float(a.detach() - b) for a, b in zip(now, old, strict=True)) / max(len(now), 1)
+        ratios = [(mean + a - a.detach()).exp() for a in now]
+    losses = []
+    for ratio, advantage in zip(ratios, advantages, strict=True):
+        if batch["domain"][row] == "chat":
+            tau = 1.0 if advantage > 0 else 2.0
+            losses.append(-4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage)
+        else:
+            low, high = (0.8, 1.2) if batch["domain"][row] == "code" else (0.9, 1.3)
+            losses.append(torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high)))
+    return losses
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_each_domain_has_its_own_loss_and_all_tokens_one_mean(mode: str) -> None:
+    batch, objective = toy_batch(seed=3, bs=ROWS), of_domains(mode)
+    batch["domain"] = [("math", "code", "chat", "code", "other")[row % 5] for row in range(ROWS)]
+    for name in ("old_log_probs", "advantages", "loss_mask"):
+        batch[name] = batch.flat(name).double()
+    counts = objective.counts(batch)
+    found, sums = gradient(objective, random_split(batch, seed=1), counts)
+
+    weights = toy_weights()
+    log_probs, entropy = (outputs(weights, batch)[name] for name in ("log_probs", "entropy"))
+    rows = [loss_by_hand(batch, log_probs, row) for row in range(ROWS)]
+    bonus = [entropy[row][batch["loss_mask"][row] > 0] for row in range(ROWS)]
+    counted = [row for row in range(ROWS) if rows[row]]
+    divisor = {
+        "token-mean": lambda row: sum(map(len, rows)),
+        "seq-mean-token-sum": lambda row: len(counted),
+        "seq-mean-token-mean": lambda row: len(counted) * len(rows[row]),
+        "seq-mean-token-sum-norm": lambda row: len(counted) * LONGEST,
+    }[mode]
+    shares = {row: torch.stack(rows[row]).sum() / divisor(row) for row in counted}
+    loss = sum(shares.values()) - 0.01 * sum(bonus[row].sum() / divisor(row) for row in counted)
+    (wanted,) = torch.autograd.grad(loss, weights)
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert sums["loss"] == pytest.approx(float(loss), rel=1e-9)
+    for domain in ("code", "chat"):
+        own = sum(float(share) for row, share in shares.items() if batch["domain"][row] == domain)
+        assert sums[f"pg_loss/{domain}"] == pytest.approx(own, rel=1e-9)
+    assert {"domain", "advantages"} <= {*objective.reads} and "old_log_probs" in objective.optional
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_the_gradient_of_the_critic_does_not_depend_on_the_micro_batches(mode: str) -> None:
     objective = ValueObjective(0.3, mode, scale_of(mode))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_gradients_metrics_and_advantages_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
     run_ranks("tests.algorithms.rank_worker", 4, tmp_path)
     of_advantages = over_the_batch()
-    num_wanted = (len(POLICY_LOSSES) + 1) * len(LOSS_AGG_MODES) + len(of_advantages) + 7
+    num_wanted = (len(POLICY_LOSSES) + 2) * len(LOSS_AGG_MODES) + len(of_advantages) + 7
     num_checked = 0
     for rank in range(4):
         for size, deviations in json.loads((tmp_path / f"{rank}.json").read_text()).items():

@@ -12,6 +12,7 @@ from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_policy_loss
 from distflow.audit.policy_losses import FORMULAS, Tokens
 from distflow.builtin_names import POLICY_LOSSES
+from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground
@@ -101,6 +102,30 @@ def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
     monkeypatch.setattr(PolicyObjective, "_per_token", planted)
     with pytest.raises(TrustError, match=r"\(loss\)"):
         run_with(tmp_path / "wrong", name)
+
+
+@pytest.mark.slow
+def test_a_domain_with_the_loss_of_another_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    playground, own = Playground(tmp_path), "algorithm.domains={words: {policy_loss: sapo}}"
+    names = ["sums", "words"] * 6
+    rows = [{"prompt": f"{i}=", "answer": "7", "data_source": name} for i, name in enumerate(names)]
+    playground.write_rows(rows)
+    sound = playground.run("grpo", own, *FAST, "trainer.total_training_steps=1")
+    assert "loss" in sound.audits()[0]["proven"]
+    monkeypatch.setattr(PolicyObjective, "_terms_by_domain", swapped(PolicyObjective._terms_by_domain))
+    with pytest.raises(TrustError, match=r"\(loss\)"):
+        playground.run("grpo", own, *FAST, "trainer.total_training_steps=1")
+
+
+def swapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The losses of both domains for each other's rows."""
+
+    def planted(self: PolicyObjective, log_probs: torch.Tensor, micro: Batch, *rest: Any) -> Any:
+        rows = micro.select(list(range(len(micro))))
+        rows["domain"] = [{"sums": "words", "words": "sums"}[name] for name in micro["domain"]]
+        return original(self, log_probs, rows, *rest)
+
+    return planted
 
 
 @pytest.mark.parametrize("name", one_fast_in(2, ["clip_cov", "kl_cov"]))

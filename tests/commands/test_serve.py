@@ -39,6 +39,9 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
         said = [{"role": "user", "content": "12+3="}]
         reply = create(model=str(model), messages=said, max_tokens=6, temperature=0)
         assert reply.choices[0].message.content == greedy(model, said, 6)
+        pieces = create(model=str(model), messages=said, max_tokens=6, temperature=0, stream=True)
+        text = [piece.choices[0].delta.content for piece in pieces if piece.choices[0].delta.content]
+        assert "".join(text) == reply.choices[0].message.content and len(text) > 1
         drawn = [
             create(model=str(model), messages=said, max_tokens=12, temperature=1, seed=seed).choices[0].message.content
             for seed in (1, 1, 2)

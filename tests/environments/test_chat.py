@@ -1,13 +1,14 @@
 """Chats over templates of six families, against an engine that records what it was shown."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from distflow.data.episode_event_hook import on_token
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.turn_encoding import TemplateError, TurnTokens
@@ -41,9 +42,11 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 
 @dataclass
 class Engine:
-    """Replies as it is told, and records what it was asked."""
+    """Replies as it is told, and records what it was asked. while_drawn: awaited after each of its
+    tokens, with their number."""
 
     replies: Sequence[Sequence[int]]
+    while_drawn: Callable[[int], Awaitable[None]] | None = None
     asked: list[tuple[tuple[int, ...], int, tuple[str | int, ...], int]] = field(default_factory=list)
 
     async def __call__(
@@ -53,6 +56,11 @@ class Engine:
         self.asked.append((prompt, max_tokens, stop, num_drawn))
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
+        for number, token in enumerate(ids, start=1):
+            if (tell := on_token.get()) is not None:
+                tell(token)
+            if self.while_drawn is not None:
+                await self.while_drawn(number)
         numbers = tuple(-0.5 * i for i in range(len(ids)))
         return Segment("policy", ids, numbers, numbers, (0,) * len(ids)), reason
 

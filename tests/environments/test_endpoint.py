@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
@@ -118,6 +120,91 @@ def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
     assert (last.content[0].text, last.stop_reason, last.stop_sequence) == ("2 ", "stop_sequence", "END")
     assert episode.chat.messages[-2]["content"] == "error: no"
     episode.check_exact()
+
+
+SAID = "two 日本 🎉 and a long  tail."
+
+
+def openai_pieces(client: Any) -> Iterator[str]:
+    for chunk in client.chat.completions.create(model="x", messages=[ASKED], stream=True):
+        yield from [chunk.choices[0].delta.content or ""]
+
+
+def text_pieces(client: Any) -> Iterator[str]:
+    for chunk in client.completions.create(model="x", prompt="1 + 1 =", stream=True):
+        yield from [chunk.choices[0].text]
+
+
+def responses_pieces(client: Any) -> Iterator[str]:
+    with client.responses.stream(model="x", input=[ASKED]) as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                yield event.delta
+        assert stream.get_final_response().output_text == SAID
+
+
+def anthropic_pieces(client: Any) -> Iterator[str]:
+    with client.messages.stream(model="x", max_tokens=200, messages=[ASKED]) as stream:
+        yield from stream.text_stream
+        assert stream.get_final_message().content[0].text == SAID
+
+
+@pytest.mark.parametrize("pieces", [openai_pieces, text_pieces, responses_pieces, anthropic_pieces])
+def test_text_is_streamed_while_it_is_drawn(begin: Any, pieces: Callable[[Any], Iterator[str]]) -> None:
+    """The policy draws its last tokens only after the client has the first ones, and no piece cuts a character."""
+    episode, has_begun = begin(SAID), threading.Event()
+    half = len(ids(episode.family, SAID)) // 2
+
+    async def wait(number: int) -> None:
+        if number == half:
+            assert await asyncio.to_thread(has_begun.wait, 60)
+
+    episode.engine.while_drawn = wait
+    found = []
+    for piece in pieces(episode.anthropic if pieces is anthropic_pieces else episode.openai):
+        found += [piece] if piece else []
+        has_begun.set() if piece else None
+    assert "".join(found) == SAID and len(found) > 2 and not any("\ufffd" in piece for piece in found)
+    episode.check_exact()
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "tools", "shown"),
+    [
+        (f"Let me see. {CALLS}", None, [TOOL], "Let me see."),
+        ("a <tool_cal b", None, [TOOL], "a <tool_cal b"),
+        ("a <tool_call> b", None, [TOOL], "a <tool_call> b"),
+        ("one EN END two", ["END"], None, "one EN "),
+    ],
+)
+def test_nothing_is_streamed_that_is_not_in_the_answer(
+    begin: Any, said: str, stop: Any, tools: Any, shown: str
+) -> None:
+    episode = begin(said)
+    options = {name: value for name, value in (("stop", stop), ("tools", tools)) if value}
+    chunks = episode.openai.chat.completions.create(model="x", messages=[ASKED], stream=True, **options)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [delta.content for delta in deltas if delta.content]
+    assert "".join(pieces) == shown and len(pieces) > 1
+    calls = [delta.tool_calls for delta in deltas if delta.tool_calls]
+    assert [json.loads(call.function.arguments) for (call,) in calls] == [{"a": 1, "b": 1}] * (CALLS in said)
+    episode.check_exact()
+
+
+def test_an_engine_that_fails_ends_the_stream_with_an_error(begin: Any) -> None:
+    openai, anthropic = import_module("openai"), import_module("anthropic")
+
+    async def fail(number: int) -> None:
+        if number == 6:
+            raise RuntimeError("the engine is gone")
+
+    for pieces, error in ((openai_pieces, openai.APIError), (anthropic_pieces, anthropic.APIError)):
+        episode, found = begin(SAID), []
+        episode.engine.while_drawn = fail
+        with pytest.raises(error, match="the engine is gone"):
+            for piece in pieces(episode.anthropic if pieces is anthropic_pieces else episode.openai):
+                found.append(piece)
+        assert "".join(found) and SAID.startswith("".join(found))
 
 
 def test_completions_continue_a_text(begin: Any) -> None:

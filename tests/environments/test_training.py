@@ -236,7 +236,8 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
         f"data.domains={{{', '.join(domains.values())}}}",
         f"{WORKFLOW}=by_domain",
         f"{WORKFLOW}_kwargs={{games: {env}, default: single_turn}}",
-        "algorithm.domains={games: {adv_estimator: grpo_turns}}",
+        "algorithm.domains={games: {adv_estimator: grpo_turns, policy_loss: sapo, policy_loss_kwargs: {tau_neg: 2}}}",
+        "actor_rollout_ref.actor.ppo_epochs=2",
         "data.max_response_length=40",
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
@@ -244,6 +245,8 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
     )
     assert not run.notes("warning") and len(run.audits()) == 2
     assert all({"turns", "episodes", "rewards", "advantages", "loss"} <= {*audit["proven"]} for audit in run.audits())
+    shares = [{key: each[f"actor/{key}"] for key in ("pg_loss", "pg_loss/games")} for each in run.metrics()]
+    assert all(0 != share["pg_loss/games"] != share["pg_loss"] for share in shares)
     batch = saved(run)
     assert {*batch["domain"]} == {"sums", "games"}
     for row, domain in enumerate(batch["domain"]):
@@ -386,6 +389,30 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         reasons = {"stop"} if right else {"length", "max_turns"}
         assert batch["finish_reason"][i] in reasons
     assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
+
+
+def test_a_limit_that_ends_an_episode_costs_its_penalty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    playground, penalties = Playground(tmp_path), {"max_turns": 0.5, "length": 0.25, "stop": 0.0}
+    playground.write_reward(REWARDED)
+    keys = (
+        *("grpo", f"{WORKFLOW}=multi_turn", f"{WORKFLOW}_kwargs={{max_turns: 3, feedback: '=?', turn_discount: 0.5}}"),
+        *("reward.limit_penalty={max_turns: 0.5, length: 0.25}", "data.max_response_length=20"),
+        *("actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']", "trust.audit_freq=1"),
+        *("trainer.total_training_steps=1", "trainer.save_groups=all"),
+    )
+    run = playground.run(*keys)
+    assert "rewards" in run.audits()[0]["proven"] and not run.notes("warning")
+    batch = saved(run)
+    assert {"max_turns", "length"} <= {*batch["finish_reason"]}
+    for i, mask in enumerate(batch["response_mask"].split(1)):
+        turns = int((torch.nn.functional.pad(mask[0], (1, 0)).diff() > 0).sum())
+        right = sum(map(ord, batch["responses"][i])) % 3 == 0
+        penalty = penalties[batch["finish_reason"][i]]
+        assert float(batch["scores"][i]) == pytest.approx(0.5 ** (turns - 1) * right - penalty)
+        assert float(batch["acc"][i]) == float(right) and batch["reward_parts"][i]["limit"] == -penalty
+    monkeypatch.setattr(workflow_rollout._Episodes, "_penalised", lambda self, chat, outcome: outcome)
+    with pytest.raises(TrustError, match=r"\(rewards\)"):
+        playground.run(*keys)
 
 
 OF_ALL_TURNS = """

@@ -101,7 +101,8 @@ class PolicyObjective(_Objective):
     column but computed from `old_log_probs` and `prox_alpha` (see `algorithms/rollout_correction.py`). derives_old: a
     batch without `old_log_probs` uses the current ones, detached. correction: weights the loss by proximal (or current)
     log-probs over `rollout_log_probs`. off_policy_mask_threshold: of `off_policy_sequence_mask`, or None. actor: the
-    numbers that a loss with verl's signature receives as its `config`. Raises ValueError for an unknown loss, option,
+    numbers that a loss with verl's signature receives as its `config`. domains: the objective whose policy loss applies
+    to the rows of a domain, by its name; its other terms are not used. Raises ValueError for an unknown loss, option,
     mode or KL type, an invalid option, or a missing `loss_scale_factor` that the mode needs.
     """
 
@@ -122,6 +123,7 @@ class PolicyObjective(_Objective):
     correction: Correction | None = None
     off_policy_mask_threshold: float | None = None
     actor: Mapping[str, object] = field(default_factory=dict)
+    domains: Mapping[str, "PolicyObjective"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_scale(self.loss_agg_mode, self.loss_scale_factor)
@@ -161,14 +163,16 @@ class PolicyObjective(_Objective):
             own = ("old_log_probs", "prox_alpha", *(name for name in own if name != "prox_log_probs"))
         if self.derives_old:
             own = tuple(name for name in own if name != "old_log_probs")
-        return tuple(dict.fromkeys((*own, "loss_mask", *extra, *weights, *masked, *weighed)))
+        others = ("domain", *(name for each in self.domains.values() for name in each.reads)) if self.domains else ()
+        return tuple(dict.fromkeys((*own, "loss_mask", *extra, *weights, *masked, *weighed, *others)))
 
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it uses if a mini-batch has them."""
         weights = (self.weights_field,) if self.weights_field and self.weights_optional else ()
         old = ("old_log_probs",) if self.derives_old else ()
-        return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old)))
+        others = [name for each in self.domains.values() for name in each.optional if name not in self.reads]
+        return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old, *others)))
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
@@ -178,7 +182,10 @@ class PolicyObjective(_Objective):
         log_probs, mask = outputs["log_probs"], micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         fields = self._fields(micro, log_probs, mask)
-        loss, sums = self._policy_term(log_probs, micro, fields, counts)
+        if self.domains:
+            loss, sums = self._terms_by_domain(log_probs, micro, counts)
+        else:
+            loss, sums = self._policy_term(log_probs, micro, fields, counts)
         sums["pg_loss"] = loss
         anchored = fields if self._anchor in fields else micro
         if self._anchor in anchored:
@@ -199,6 +206,20 @@ class PolicyObjective(_Objective):
             sums["loss_term/kl"] = abs(self.kl_loss_coef) * weighted_sum(kl.abs(), weights)
             loss = loss + self.kl_loss_coef * kl_loss
         return loss, _without_gradient({"loss": loss} | sums)
+
+    def _terms_by_domain(self, log_probs: Tensor, micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+        """The sum of the policy losses, each over the rows of its domain: `self` for those without their own. All are
+        computed in every micro-batch, even without rows, because ranks add up the same statistics."""
+        mask, total, sums = micro["loss_mask"], log_probs.new_zeros(()), Sums()
+        names = [name if name in self.domains else None for name in micro["domain"]]
+        for domain, part in ((None, self), *self.domains.items()):
+            rows = torch.tensor([name == domain for name in names], dtype=torch.bool, device=mask.device)
+            fields = part._fields(micro, log_probs, mask * rows[:, None])
+            loss, own = part._policy_term(log_probs, micro, fields, counts)
+            total = total + loss
+            own |= {} if domain is None else {f"pg_loss/{domain}": loss}
+            sums |= {name: sums.get(name, 0.0) + value for name, value in own.items()}
+        return total, sums
 
     def _policy_term(
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor], counts: Counts

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.scalar_loss_adapter import ScalarLossAdapter
+from distflow.audit.record_calls_and_updates import UpdateRecord
 from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, check, is_builtin
 from distflow.data.batch import Batch
 from distflow.import_target import innermost, shown_name
@@ -77,22 +78,33 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
 
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
-    """Findings about the user's loss; None if there is none."""
+    """Findings about the user's losses; None if there is none."""
     updates = [update for update in recorded.updates_of("actor") if update.micros]  # an empty update has none
     objective = updates[0].loss if updates else None
     if not isinstance(objective, PolicyObjective):
         return None
+    parts, others = [(None, objective), *objective.domains.items()], [*objective.domains]
+    found = [_loss(updates[0], part, domain, others) for domain, part in parts]
+    return None if all(each is None for each in found) else [finding for each in found for finding in each or ()]
+
+
+def _loss(update: UpdateRecord, objective: PolicyObjective, domain: str | None, others: list[str]) -> list[str] | None:
+    """Findings about the user's loss of a domain, None for the rows of all domains but `others`."""
     fn: Callable[..., Any] = objective.policy_loss.fn
-    loss, micro = objective.policy_loss, updates[0].micros[0]
+    loss, micro = objective.policy_loss, update.micros[0]
     if is_builtin(fn):
         return None
     if objective.scalar_loss is not None:
         return _scalar_loss(objective.scalar_loss)
-    name, uids, whole = f"the loss '{loss.name}'", updates[0].uids, updates[0].batch
+    name, uids, whole = f"the loss '{loss.name}'", update.uids, update.batch
     batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
+    if others:
+        rows = [(each if each in others else None) == domain for each in batch["domain"]]
+        mask = mask * torch.tensor(rows)[:, None]
     names = [*loss.reads, *(name for name in loss.optional if name in batch)]
-    fields = {name: batch[name] for name in names if name in batch} | {"log_probs": micro.outputs["log_probs"]}
+    fields = {name: batch[name] for name in names if name in batch} | {"loss_mask": mask}
+    fields["log_probs"] = micro.outputs["log_probs"]
     if objective.derives_old and "old_log_probs" in loss.reads:
         fields.setdefault("old_log_probs", micro.outputs["log_probs"].detach())
     if lacking := {*loss.reads} - fields.keys():
@@ -106,9 +118,9 @@ def _losses(recorded: RecordedStep) -> list[str] | None:
     gradient = micro.gradients.get("log_probs")
     if gradient is None or "random" in found:
         return list(found.values())
-    if bool(((mask == 0) & (gradient != 0)).any()):
+    if bool(((batch["loss_mask"] == 0) & (gradient != 0)).any()):
         found["gradient"] = f"{name} sends a gradient to tokens outside the mask"
-    if "advantages" in batch and not bool(gradient.any()) and bool((batch["advantages"] * mask).any()):
+    if "advantages" in batch and not bool((gradient * mask).any()) and bool((batch["advantages"] * mask).any()):
         found["no gradient"] = f"{name} sends no gradient to any token, though advantages are not 0"
     return list(found.values())
 

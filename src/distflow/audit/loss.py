@@ -3,7 +3,7 @@ gradient with respect to each token's log-prob matches the formula."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from distflow.audit.recorded_step import (
 )
 from distflow.audit.token_level_rewards import kl
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl, reads_pairs
+from distflow.config.derived_settings import config_of, is_rl, own_losses, reads_pairs
 from distflow.import_target import own_name
 
 LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
@@ -206,19 +206,20 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         return _pair_loss if update.is_whole else "single texts were recorded, not pairs"
     if not is_rl(config):
         return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
-    actor = config.actor_rollout_ref.actor
-    name = actor.policy_loss
     if not isinstance(update.loss, PolicyObjective):
         return "the objective is the user's"
-    formula = update.loss.policy_loss.formula
-    if is_builtin(update.loss.policy_loss.fn):
-        formula = FORMULAS.get(name)
-    if formula is None:
-        return (
-            f"the loss '{own_name(name)}' has no formula: register_policy_loss(NAME, formula=...) accepts a "
-            "second implementation, (tokens, options) -> loss of each token"
-        )
-    return lambda batch, outputs: _policy_loss(recorded, batch, outputs, formula)
+    formulas = dict[str | None, Formula]()
+    for domain in (None, *own_losses(config)):
+        name = config_of(config, domain).actor_rollout_ref.actor.policy_loss
+        loss = (update.loss if domain is None else update.loss.domains[domain]).policy_loss
+        formula = FORMULAS.get(name) if is_builtin(loss.fn) else loss.formula
+        if formula is None:
+            return (
+                f"the loss '{own_name(name)}' has no formula: register_policy_loss(NAME, formula=...) accepts a "
+                "second implementation, (tokens, options) -> loss of each token"
+            )
+        formulas[domain] = formula
+    return lambda batch, outputs: _actor_loss(recorded, batch, outputs, formulas)
 
 
 def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
@@ -271,6 +272,8 @@ def _check_reported(recorded: RecordedStep, update: UpdateRecord, batch: MiniBat
             is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
             expected["vf_clipfrac"] = float(is_clipped[counted].double().mean())
             expected["vpred_mean"] = float(batch.outputs["values"][counted].mean())
+        elif own_losses(recorded.config):
+            pass  # statistics of a ratio are of the domains whose loss has one
         elif "old_log_probs" in batch.columns and loss and loss.name in ("vanilla", "gspo", "cispo"):
             expected |= _of_ratios(batch, {**vars(actor), **actor.policy_loss_kwargs}, loss.name, update.metrics)
     for name, (found, value) in update.sums.items():
@@ -400,8 +403,31 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs, formula: Formula) -> Tensor:
-    config = recorded.config
+def _actor_loss(
+    recorded: RecordedStep, batch: MiniBatch, outputs: Outputs, formulas: Mapping[str | None, Formula]
+) -> Tensor:
+    """All terms. formulas: of the policy loss by domain, None for all others."""
+    actor, counted, total = recorded.config.actor_rollout_ref.actor, batch.counted, torch.zeros((), dtype=torch.float64)
+    if not bool(counted.any()):
+        return total
+    domains = [sample["domain"] if sample["domain"] in formulas else None for sample in batch.samples]
+    for domain, formula in formulas.items():
+        rows = torch.tensor([each == domain for each in domains])
+        own = replace(batch, counted=counted & rows[batch.sample])
+        total = total + _policy_loss(recorded, config_of(recorded.config, domain), own, outputs, formula)
+    others = torch.zeros(int(counted.sum()), dtype=torch.float64)
+    if actor.entropy_coef:
+        others = others - actor.entropy_coef * outputs["entropy"][counted]
+    if actor.use_kl_loss:
+        gap = outputs["log_probs"][counted] - batch.columns["ref_log_prob"][counted]
+        others = others + actor.kl_loss_coef * _kl(gap, actor.kl_loss_type)
+    return total + aggregate(others, batch, actor.loss_agg_mode, _scale(recorded.config))
+
+
+def _policy_loss(
+    recorded: RecordedStep, config: Config, batch: MiniBatch, outputs: Outputs, formula: Formula
+) -> Tensor:
+    """config: with the settings of the tokens' domain."""
     actor, counted = config.actor_rollout_ref.actor, batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
@@ -417,13 +443,7 @@ def _policy_loss(recorded: RecordedStep, batch: MiniBatch, outputs: Outputs, for
     if (most := actor.off_policy_mask_threshold) is not None:  # DeepSeek-V3.2, arXiv:2512.02556
         gap = tokens.mean(columns["rollout_log_probs"] - tokens.now.detach())
         loss = torch.where((tokens.advantages < 0) & (gap > most), 0.0, loss)
-    others = torch.zeros_like(loss)
-    if actor.entropy_coef:
-        others = others - actor.entropy_coef * outputs["entropy"][counted]
-    if actor.use_kl_loss:
-        others = others + actor.kl_loss_coef * _kl(tokens.now - columns["ref_log_prob"], actor.kl_loss_type)
-    mode, scale, every_row = actor.loss_agg_mode, _scale(config), actor.policy_loss == "gmpo"
-    return aggregate(loss, batch, mode, scale, every_row) + aggregate(others, batch, mode, scale)
+    return aggregate(loss, batch, actor.loss_agg_mode, _scale(config), every_row=actor.policy_loss == "gmpo")
 
 
 def _kl(difference: Tensor, kind: str) -> Tensor:

@@ -266,6 +266,8 @@ def _total(recorded: RecordedStep, sample: Sample) -> float:
         num_turns = len(recorded.turns(sample)) or int((of_policy[1:] & ~of_policy[:-1]).sum())
         discount: Any = rollout.workflow_kwargs.get("turn_discount", 1.0)
         total *= discount ** (num_turns - 1)
+    if rollout.workflow is not None:
+        total -= getattr(recorded.config.reward.limit_penalty, sample["finish_reason"], 0.0)
     if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):  # other pipelines add none
         models = scoring_models(recorded.config.reward_model, sample["domain"]).items()
         total += sum(parts.get(name, math.nan) * model.weight for name, model in models)

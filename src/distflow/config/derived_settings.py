@@ -10,7 +10,7 @@ from distflow.builtin_names import ESTIMATORS, LAUNCHERS, PIPELINES, SEVERAL_PRO
 from distflow.config.compose.origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig, RefConfig
-from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.config.keys.schema import Config, schema_keys, with_values
@@ -41,17 +41,31 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
     run, named = config.algorithm.adv_estimator, [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
     domains = [(domain, own.adv_estimator) for domain, own in algorithms(config) if own.adv_estimator != run]
     others = [(f"algorithm.domains.{domain}.adv_estimator", name) for domain, name in domains]
+    for domain in own_losses(config):
+        loss = config_of(config, domain).actor_rollout_ref.actor.policy_loss
+        others.append((f"algorithm.domains.{domain}.policy_loss", loss))
     return [*named, (ADV_ESTIMATOR, run), *others]
 
 
+def own_losses(config: Config) -> list[str]:
+    """The domains that override a key of the policy loss."""
+    return [name for name, own in config.algorithm.domains.items() if not own.keys().isdisjoint(DIFFERING_LOSS)]
+
+
 def config_of(config: Config, domain: str | None) -> Config:
-    """The config with the settings of a domain. Reading one of its keys counts as reading the run's."""
+    """The config with the settings of a domain; one with its own policy loss does not take over the options of the
+    run's. Reading one of its keys counts as reading the run's."""
     own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
+    changes = {} if domain is None else {**config.algorithm.domains.get(domain, {})}
+    losses = {name: value for name, value in changes.items() if name in DIFFERING_LOSS}
+    if "policy_loss" in losses:
+        losses = {"policy_loss_kwargs": {}, **losses}
     size = None if domain not in config.data.domains else config.data.domains[domain].n
-    if size is None:
+    if size is None and not losses:
         return own
-    actor = peek(own.actor_rollout_ref)
-    return with_group(own, "actor_rollout_ref", replace(actor, rollout=replace(actor.rollout, n=size)))
+    group = peek(own.actor_rollout_ref)
+    rollout = group.rollout if size is None else replace(group.rollout, n=size)
+    return with_group(own, "actor_rollout_ref", replace(group, rollout=rollout, actor=changed(group.actor, losses)))
 
 
 def takes_values(algorithm: AlgorithmConfig) -> bool:

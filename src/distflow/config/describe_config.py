@@ -8,10 +8,12 @@ from distflow.config.compose.values import type_name
 from distflow.config.derived_settings import (
     CUSTOM,
     clip_range,
+    config_of,
     find_estimator,
     group_sizes,
     is_rl,
     optimizer_steps_a_step,
+    own_losses,
     pipeline_name,
     validates,
 )
@@ -66,6 +68,8 @@ def _objective(config: Config) -> str:
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
     estimator, loss = map(own_name, (config.algorithm.adv_estimator, actor.policy_loss))
+    losses = ((domain, config_of(config, domain).actor_rollout_ref.actor) for domain in own_losses(config))
+    details += [f"{own_name(own.policy_loss)} loss in {domain}" for domain, own in losses]
     return f"{name}: {estimator} advantages, {loss} loss ({', '.join(details)})"
 
 

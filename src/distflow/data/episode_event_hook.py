@@ -1,4 +1,4 @@
-"""A hook for recording the messages and rewards of an episode where they enter or leave our code."""
+"""Hooks for recording the messages and rewards of an episode where they enter or leave our code, and its tokens."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -13,6 +13,9 @@ on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", defaul
 - judged: the text to be scored; None for the last reply
 - returned: all tokens of the episode, and its workflow's result
 """
+
+on_token: ContextVar[Callable[[int], None] | None] = ContextVar("on_token", default=None)
+"""Called on the event loop with each token of the task's request while it is drawn, if the engine tells."""
 
 
 def note_event(kind: str, *values: object) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from distflow.environments.endpoint_call_types import (
@@ -9,6 +10,7 @@ from distflow.environments.endpoint_call_types import (
     Call,
     Events,
     Json,
+    Piece,
     RequestError,
     Wire,
     assistant,
@@ -80,19 +82,22 @@ def stream_messages(body: Json, answers: Sequence[Answer], head: Json) -> Events
     begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield "message_start", {"type": "message_start", "message": {**whole, **begun}}
     for index, block in enumerate(whole["content"]):
-        if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            empty, delta = (
-                {**block, "input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
+        is_text = block["type"] == "text"
+        empty = {**block, "text": ""} if is_text else {**block, "input": {}}
         yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": empty}
-        yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+        if is_text:
+            yield Piece("content_block_delta", block["text"], partial(_delta, index, "text_delta", "text"))
+        else:
+            arguments = json.dumps(block["input"])
+            yield "content_block_delta", _delta(index, "input_json_delta", "partial_json", arguments)
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
     ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     yield "message_delta", {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
     yield "message_stop", {"type": "message_stop"}
+
+
+def _delta(index: int, kind: str, name: str, text: str) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}}
 
 
 MESSAGES = Wire(read_messages, write_messages, stream_messages)

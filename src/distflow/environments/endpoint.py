@@ -3,13 +3,14 @@ function that answers calls."""
 
 import asyncio
 import hmac
+import itertools
 import json
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from distflow.environments.anthropic_format import MESSAGES
-from distflow.environments.endpoint_call_types import Answer, Call, Events, Json, RequestError, Wire
+from distflow.environments.endpoint_call_types import Answer, Call, Events, Json, Piece, RequestError, Wire
 from distflow.environments.openai_formats import CHAT, RESPONSES, TEXT
 from distflow.errors import UserError
 
@@ -125,8 +126,14 @@ class Endpoint:
                 raise RequestError(
                     404, f"there is no model {body.get('model')!r:.80}: it is {session.model!r}", "model_not_found"
                 )
-            call = _read(wire, body)
-            answers = await _awaited(request, [session.submit(replace(call, choice=i)) for i in range(call.n)])
+            call, pieces = _read(wire, body), _Pieces()
+            if body.get("stream") and call.n == 1 and body.get("logprobs") in (None, False):
+                call = replace(call, told=pieces.tell)
+            asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
+            answering = asyncio.ensure_future(_awaited(request, asked))
+            answering.add_done_callback(pieces.end)
+            first = await pieces.next() if body.get("stream") else None
+            answers = await answering if first is None else []
         except RequestError as error:
             if error.status not in _NOT_REFUSED:
                 refused.append(error)
@@ -134,8 +141,54 @@ class Endpoint:
         head = {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
         if not body.get("stream"):
             return _response(200, wire.write(body, answers, head))
-        events = _lines(wire.stream(body, answers, head))
-        return import_module("starlette.responses").StreamingResponse(events, media_type="text/event-stream")
+        lines = _lines(_events(partial(wire.stream, body, head=head), first, pieces, answering))
+        return import_module("starlette.responses").StreamingResponse(lines, media_type="text/event-stream")
+
+
+class _Pieces:
+    """The text of an answer while it is drawn, from the policy's thread to the endpoint's."""
+
+    def __init__(self) -> None:
+        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+        self.next = self._queue.get
+        """A piece; None after the last one."""
+
+    def tell(self, text: str) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, text)
+
+    def end(self, _: object) -> None:
+        self._queue.put_nowait(None)
+
+
+async def _events(
+    stream: Callable[..., Events], piece: str | None, pieces: _Pieces, answering: "asyncio.Task[list[Answer]]"
+) -> AsyncIterator[tuple[str, Json | str]]:
+    """The events of an answer, its text in pieces as they come, from the first on. stream: of a wire, from answers."""
+    sent = ""
+    try:
+        while piece is not None:
+            for event in stream(answers=[Answer(piece, (), "stop", None, (), 0)]):
+                if isinstance(event, Piece):
+                    yield event.name, event.data(piece)
+                    break
+                if not sent:
+                    yield event
+            sent += piece
+            piece = await pieces.next()
+        is_new = not sent
+        for event in stream(answers=await answering):
+            if not isinstance(event, Piece):
+                if is_new:
+                    yield event
+                continue
+            is_new, rest = True, event.text.removeprefix(sent)
+            if rest:
+                yield event.name, event.data(rest)
+    except RequestError as error:
+        yield "error", _shown(error, "server_error")
+    finally:
+        answering.cancel()  # no effect if done
 
 
 def check_installed() -> None:
@@ -179,8 +232,13 @@ async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer
     """The answers to a request. If the client disconnects, the calls are cancelled. Raises RequestError."""
     answering = asyncio.gather(*map(asyncio.wrap_future, futures))
     going = asyncio.ensure_future(request.receive())
-    await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
-    going.cancel()
+    try:
+        await asyncio.wait((answering, going), return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        answering.cancel()
+        raise
+    finally:
+        going.cancel()
     if not answering.done():
         answering.cancel()
         raise RequestError(499, "the client has closed the connection")
@@ -204,15 +262,21 @@ def _failed(request: Any, error: RequestError) -> Any:
         kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)
     elif is_ours:
         kind = "server_error"
-    shown = {"message": str(error), "type": kind, "code": error.code, "param": None}
-    return _response(error.status, {"type": "error", "error": shown})
+    return _response(error.status, _shown(error, kind))
+
+
+def _shown(error: RequestError, kind: str) -> Json:
+    return {"type": "error", "error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
 
 
 def _response(status: int, body: Json) -> Any:
     return import_module("starlette.responses").JSONResponse(body, status)
 
 
-def _lines(events: Events) -> Iterator[str]:
-    for name, data in events:
+async def _lines(events: AsyncIterator[tuple[str, Json | str]]) -> AsyncIterator[str]:
+    number = itertools.count()
+    async for name, data in events:
+        if isinstance(data, dict) and "sequence_number" in data:
+            data["sequence_number"] = next(number)
         head = f"event: {name}\n" if name else ""
         yield f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"

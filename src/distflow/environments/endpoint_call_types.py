@@ -1,7 +1,7 @@
 """A call of the endpoint and its answer, independent of the wire format, and code shared by the formats."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ class RequestError(ValueError):
 class Call:
     """messages: in the form of chat templates, or a str that is continued directly. tools: schemas of functions.
     parses_tools: False if the caller wants text. temperature etc.: for a served model; a run has its own. n: number of
-    answers. choice: which of them this is; the second and later begin a branch."""
+    answers. choice: which of them this is; the second and later begin a branch. told: called with pieces of the
+    answer's text while it is drawn."""
 
     messages: Sequence[Json] | str
     tools: Sequence[Json] = ()
@@ -35,6 +36,7 @@ class Call:
     seed: int | None = None
     n: int = 1
     choice: int = 0
+    told: Callable[[str], None] | None = None
 
 
 class AnsweredCall(NamedTuple):
@@ -73,7 +75,15 @@ class Wire(NamedTuple):
     stream: Any
 
 
-Events = Iterator[tuple[str, Json | str]]
+class Piece(NamedTuple):
+    """The event with the text of an answer, which may be sent in pieces. data: the event's, from a text."""
+
+    name: str
+    text: str
+    data: Callable[[str], Json]
+
+
+Events = Iterator[tuple[str, Json | str] | Piece]
 
 
 def read_common(body: Json, most: str, stop: str = "stop") -> Json:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.data.episode_event_hook import on_token
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.endpoint_call_types import Answer, AnsweredCall, Call, Json, RequestError
-from distflow.environments.tool_calls import find_tool_calls, format_of, text_before_calls
+from distflow.environments.tool_calls import find_tool_calls, format_of, marks_of_calls, text_before_calls
 from distflow.environments.tools import typed_argument
 
 
@@ -55,13 +56,15 @@ class Conversations:
         format = None
         if call.tools:
             format = self._format or format_of(chat.tokens.tool_template(call.tools))
+        format = format if call.parses_tools else None
+        on_token.set(None if call.told is None else _PartialText(chat, call, format).add)
         reply = await chat.ask(
             call.messages[num_known:],
             stop=call.stop,
             max_tokens=call.max_tokens,
             tools=call.tools if found is None else (),
         )
-        answer = _answer(call, chat, reply, format if call.parses_tools else None)
+        answer = _answer(call, chat, reply, format)
         self.last = reply
         if reply.token_ids:
             begun.so_far = _so_far(call.messages, answer, reply)
@@ -106,6 +109,46 @@ class Conversations:
         nearest = max(zip(common, alike, strict=True), key=lambda pair: pair[0], default=None)
         is_reply = nearest is not None and nearest[1].so_far[nearest[0]].startswith('["assistant"')
         return "reply" if is_reply else "history"
+
+
+class _PartialText:
+    """Tells the caller the text of a reply while it is drawn, except what may still change: an incomplete character,
+    white space at the end, what may be the beginning of a stop string or a tool call, and everything after these. If
+    the format of calls has no mark of its own, it tells nothing. format: None if no calls are read."""
+
+    def __init__(self, chat: Chat, call: Call, format: str | None) -> None:
+        assert call.told is not None
+        self._tokens, self._tell, self._reads_calls = chat.tokens, call.told, format is not None
+        marks = () if format is None else marks_of_calls(format)
+        self._marks, self._ended = (*call.stop, *marks), format is not None and not marks
+        self._ids, self._begin, self._read = list[int](), 0, 0
+        self._text, self._num_told = "", 0
+
+    def add(self, token: int) -> None:
+        self._ids.append(token)
+        if self._ended:
+            return
+        if self._reads_calls and self._tokens.written([token]) != self._tokens.decode([token]):
+            self._ended = True  # a special token, with which a call may begin
+            return
+        # Text is decoded together with the tokens before it, as far as the last piece, which is enough for a tokenizer.
+        known, text = (self._tokens.decode(self._ids[self._begin : end]) for end in (self._read, None))
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return
+        self._text += text[len(known) :]
+        self._begin, self._read = self._read, len(self._ids)
+        places = [place for mark in self._marks if (place := self._text.find(mark)) >= 0]
+        self._ended = bool(places)
+        sure = self._text[: min(places)] if places else self._text[: len(self._text) - self._num_held()]
+        sure = sure.rstrip()
+        if len(sure) > self._num_told:
+            self._tell(sure[self._num_told :])
+            self._num_told = len(sure)
+
+    def _num_held(self) -> int:
+        """The length of the longest end of the text with which a mark begins."""
+        ends = [i for mark in self._marks for i in range(1, len(mark)) if self._text.endswith(mark[:i])]
+        return max(ends, default=0)
 
 
 def _tools(call: Call) -> str:

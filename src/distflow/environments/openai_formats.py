@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from distflow.environments.endpoint_call_types import (
@@ -9,6 +10,7 @@ from distflow.environments.endpoint_call_types import (
     Call,
     Events,
     Json,
+    Piece,
     RequestError,
     Wire,
     assistant,
@@ -83,16 +85,23 @@ def _choice(body: Json, answer: Answer, index: int) -> Json:
 
 def stream_chat(body: Json, answers: Sequence[Answer], head: Json) -> Events:
     whole, head = write_chat(body, answers, head), {**head, "object": "chat.completion.chunk"}
-    for index, choice in enumerate(whole["choices"]):
-        calls = [{"index": number, **call} for number, call in enumerate(choice["message"].get("tool_calls", ()))]
-        deltas: list[Json] = [{"role": "assistant", "content": choice["message"]["content"]}]
-        deltas += [{"tool_calls": calls}] if calls else []
-        for number, delta in enumerate(deltas):
-            log_probs = choice["logprobs"] if number == 0 else None
-            chunk = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
-            yield "", {**head, "choices": [chunk]}
-        yield "", {**head, "choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    for choice in whole["choices"]:
+        message, begun = choice["message"], {"index": choice["index"], "logprobs": None, "finish_reason": None}
+        yield "", _chunk(head, begun, {"role": "assistant", "content": message["content"] and ""})
+        if message["content"]:
+            yield Piece("", message["content"], partial(_said, head, {**begun, "logprobs": choice["logprobs"]}))
+        if calls := [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]:
+            yield "", _chunk(head, begun, {"tool_calls": calls})
+        yield "", _chunk(head, {"index": choice["index"], "finish_reason": choice["finish_reason"]}, {})
     yield from _stream_end(body, whole, head)
+
+
+def _chunk(head: Json, choice: Json, delta: Json) -> Json:
+    return {**head, "choices": [{**choice, "delta": delta}]}
+
+
+def _said(head: Json, choice: Json, text: str) -> Json:
+    return _chunk(head, choice, {"content": text})
 
 
 def _stream_end(body: Json, whole: Json, head: Json) -> Events:
@@ -151,9 +160,17 @@ def _text_choice(body: Json, answer: Answer, index: int) -> Json:
 
 
 def stream_text(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole = write_text(body, answers, head)
-    yield "", {name: value for name, value in whole.items() if name != "usage"}
-    yield from _stream_end(body, whole, {**head, "object": "text_completion"})
+    whole, head = write_text(body, answers, head), {**head, "object": "text_completion"}
+    for choice in whole["choices"]:
+        begun = {**choice, "finish_reason": None}
+        if choice["text"]:
+            yield Piece("", choice["text"], partial(_continued, head, begun))
+        yield "", {**head, "choices": [{**choice, "text": "", "logprobs": None}]}
+    yield from _stream_end(body, whole, head)
+
+
+def _continued(head: Json, choice: Json, text: str) -> Json:
+    return {**head, "choices": [{**choice, "text": text}]}
 
 
 def read_responses(body: Json) -> Call:
@@ -216,7 +233,7 @@ def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
 
 
 def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole, events = write_responses(body, answers, head), list[Json]()
+    whole, events = write_responses(body, answers, head), list[Json | Piece]()
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events += [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
     for index, item in enumerate(whole["output"]):
@@ -229,7 +246,8 @@ def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Event
             place["content_index"] = 0
             begins = {"part": {**part, "text": ""}}
             events.append({"type": "response.content_part.added", **place, **begins})
-            events.append({"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": []})
+            said = {"type": "response.output_text.delta", **place, "logprobs": [], "sequence_number": 0}
+            events.append(Piece("response.output_text.delta", part["text"], partial(_delta, said)))
             events.append({"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []})
             events.append({"type": "response.content_part.done", **place, "part": part})
         else:
@@ -238,8 +256,12 @@ def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Event
             events.append({"type": f"{kind}.done", **place, "arguments": text, "name": item["name"]})
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{whole['status']}", "response": whole})
-    for number, event in enumerate(events):
-        yield event["type"], {**event, "sequence_number": number}
+    for event in events:  # the endpoint numbers them
+        yield event if isinstance(event, Piece) else (event["type"], {**event, "sequence_number": 0})
+
+
+def _delta(event: Json, text: str) -> Json:
+    return {**event, "delta": text}
 
 
 CHAT = Wire(read_chat, write_chat, stream_chat)

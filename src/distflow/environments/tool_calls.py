@@ -56,6 +56,11 @@ def text_before_calls(text: str, format: str) -> str:
     return text[: min(at for mark in marks if (at := text.find(mark, begins)) >= 0)].rstrip()
 
 
+def marks_of_calls(format: str) -> tuple[str, ...]:
+    """The texts with which calls begin; empty if the whole reply is calls."""
+    return _BEGINS.get(format, ())
+
+
 _BEGINS = {"hermes": ("<tool_call>",), "mistral": ("[TOOL_CALLS]",), "xml": ("<tool_call>", "<function=")}
 _MARKS = (
     ("mistral", "[TOOL_CALLS]"),

@@ -16,7 +16,7 @@ from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstim
 from distflow.audit import advantages, policy_losses
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
-from distflow.config.derived_settings import POLICY_LOSS, is_rl, named_algorithms, named_rewards, pipeline_name
+from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
 from distflow.config.extension_kinds import EXTENSION_POINTS
 from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
 from distflow.errors import UserError, hint
@@ -123,7 +123,8 @@ def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
     if not is_rl(config):
         return
     yield ROLLOUT_ENGINE, "actor_rollout_ref.rollout.name", settings.rollout.name
-    yield from ((LOSS if key == POLICY_LOSS else ESTIMATOR, key, name) for key, name in named_algorithms(config))
+    named = named_algorithms(config)
+    yield from ((LOSS if key.endswith("policy_loss") else ESTIMATOR, key, name) for key, name in named)
     for key, _, parts in named_rewards(config):
         yield from ((REWARD, key, part.name) for part in parts)
 

@@ -5,7 +5,8 @@ Other errors that a function raises are left to the run, since the batch's numbe
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.algorithms.registry import find_adv_est
 from distflow.config import Config
-from distflow.config.derived_settings import is_rl
+from distflow.config.derived_settings import POLICY_LOSS, is_rl
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.graph import BoundNode, BoundPipeline
@@ -38,12 +39,17 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
     with torch.random.fork_rng(devices=()):
         _check_scores(pipeline.nodes)
         losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
-        found = [note for objective in losses if (note := _try_loss(objective))]
+        parts = [{POLICY_LOSS: replace(each, domains={}), **_keys_of(each.domains)} for each in losses]
+        found = [note for each in parts for key, own in each.items() if (note := _try_loss(own, key))]
         _try_nodes(config, pipeline)
     return found + _unread(pipeline.nodes)
 
 
-def _try_loss(objective: PolicyObjective) -> str | None:
+def _keys_of(domains: Mapping[str, PolicyObjective]) -> dict[str, PolicyObjective]:
+    return {f"algorithm.domains.{domain}.policy_loss": each for domain, each in domains.items()}
+
+
+def _try_loss(objective: PolicyObjective, key: str) -> str | None:
     """How the gradient depends on advantages, on-policy, if that is probably a mistake."""
     if is_ours(objective.policy_loss.fn):
         return None
@@ -61,16 +67,16 @@ def _try_loss(objective: PolicyObjective) -> str | None:
             loss, _ = objective(outputs, batch, objective.counts(batch))
             gradients += torch.autograd.grad(loss, log_probs)
     except UserError as error:
-        raise UserError(f"actor_rollout_ref.actor.policy_loss: {error}") from error
+        raise UserError(f"{key}: {error}") from error
     except MISTAKES as error:
         what = f"policy loss '{name}' raised {type(error).__name__}: {error} (at {users_place(error) or name})"
-        raise UserError(f"actor_rollout_ref.actor.policy_loss: {what}") from error
+        raise UserError(f"{key}: {what}") from error
     except Exception:  # the user's own, see above
         return None
     tokens = batch.mask(Axis.RESPONSE)
     if not any(gradient[tokens].isfinite().any() for gradient in gradients):
         what = "no finite gradient for ordinary log-probs and advantages, so that every update would be skipped"
-        raise UserError(f"actor_rollout_ref.actor.policy_loss: policy loss '{name}' gives {what}")
+        raise UserError(f"{key}: policy loss '{name}' gives {what}")
     changes = gradients[0] - gradients[1]
     if not changes.any() and "advantages" in inspect.signature(objective.policy_loss.fn).parameters:
         return f"the loss '{name}' does not depend on advantages, which it takes"

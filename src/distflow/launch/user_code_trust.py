@@ -13,7 +13,6 @@ from typing import Any
 from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
 from distflow.config import Config
 from distflow.config.derived_settings import (
-    POLICY_LOSS,
     WORKFLOW,
     code_of_workflow,
     functions_of_pipeline,
@@ -143,7 +142,7 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
 
 
 def _registry(key: str) -> Registry[Any]:
-    return POLICY_LOSSES if key == POLICY_LOSS else ADV_ESTIMATORS
+    return POLICY_LOSSES if key.endswith("policy_loss") else ADV_ESTIMATORS
 
 
 def entry_to_send(key: str, name: str, config: Config, given: Callable[..., object] | None) -> Any:

@@ -12,6 +12,7 @@ from socket import socket
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
+from distflow.data.episode_event_hook import on_token
 from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, Limits
 from distflow.environments.endpoint import Endpoint
@@ -61,7 +62,8 @@ class ServedPolicy:
         ) -> tuple[Segment, str]:
             texts = (text for text in stop if isinstance(text, str))
             own = replace(params, max_tokens=most, stop=(*params.stop, *texts))
-            request = GenerateRequest(prompt, (0,), own, stream, num_drawn, may_continue=True)
+            heard = None if (tell := on_token.get()) is None else lambda _, token: tell(token)
+            request = GenerateRequest(prompt, (0,), own, stream, num_drawn, may_continue=True, heard=heard)
             (made,) = (await generate_whole(self._engine.generate, request)).generations
             return policy_segment(made), made.finish_reason
 

@@ -63,7 +63,8 @@ class GenerateRequest:
 
     num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
     may_continue: later prompts may begin with this prompt and its response, so an engine may keep their keys and values
-    until its weights change. policy: the one that draws, if an engine serves several.
+    until its weights change. policy: the one that draws, if an engine serves several. heard: called with (sample,
+    token) on the caller's loop while tokens are drawn, by an engine that can.
     """
 
     prompt_ids: tuple[int, ...]
@@ -73,6 +74,7 @@ class GenerateRequest:
     num_drawn: int = 0
     may_continue: bool = False
     policy: str = ""
+    heard: Callable[[int, int], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ async def generate_whole(
     """The result of `ask`, an engine's `generate`, after samples aborted by a weight update were generated again."""
     result = await ask(request)
     while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
-        again = await ask(replace(request, samples=aborted))
+        again = await ask(replace(request, samples=aborted, heard=None))
         redone = {made.sample: made for made in again.generations}
         result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
     return result

@@ -16,6 +16,7 @@ from distflow.config.compose.values import (
     parse_share_band,
     show,
 )
+from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig
 from distflow.config.keys.declare import collect, group, key
 
 Bounds = tuple[float | None, float]
@@ -165,13 +166,19 @@ DIFFERING = (
     *("difficulty_mask", "difficulty_weight", "length_weight", "mask_long_errors", "mask_type", "whiten_rewards"),
 )
 """Keys of `algorithm` that a domain may override."""
+DIFFERING_LOSS = (
+    *("policy_loss", "policy_loss_kwargs"),
+    *("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+)
+"""Keys of `actor_rollout_ref.actor` that a domain may override."""
 
 
 def parse_domains(value: object) -> Differing:
     """Settings by domain from plain data. Raises Mismatch."""
     form = "write e.g. {code: {adv_estimator: reinforce, reward_norm: {mean_level: running}}}"
-    keys = collect(AlgorithmConfig()).items()
-    return parse_differing(value, {name: info for name, info in keys if name.partition(".")[0] in DIFFERING}, form)
+    keys = {name: info for name, info in collect(AlgorithmConfig()).items() if name.partition(".")[0] in DIFFERING}
+    keys |= {name: info for name, info in collect(ActorConfig()).items() if name in DIFFERING_LOSS}
+    return parse_differing(value, keys, form)
 
 
 @dataclass(frozen=True)
@@ -221,7 +228,7 @@ class AlgorithmConfig:
     )
     domains: Differing = key(
         {},
-        "domain → keys of algorithm that differ in it; such a domain is normalised and whitened separately",
+        "domain → keys of algorithm and of the policy loss that differ in it; such a domain is processed separately",
         parse=parse_domains,
         plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from distflow.config.compose.values import Mismatch, parse_band, parse_differing, parse_share_band
-from distflow.config.keys.algorithm import DIFFERING
+from distflow.config.keys.algorithm import DIFFERING, DIFFERING_LOSS
 from distflow.config.keys.declare import collect, group, key, plain_settings
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
 
@@ -155,6 +155,6 @@ def _name(name: str) -> str:
 
 def _elsewhere(domain: str, key: str) -> str:
     """An error hint: the key to set instead of one that belongs to another group's domains."""
-    if key.partition(".")[0] in DIFFERING:
+    if key.partition(".")[0] in (*DIFFERING, *DIFFERING_LOSS):
         return f"set algorithm.domains.{domain}.{key}"
     return f"set reward.domains.{domain}.{key}" if key in JUDGED_BY_DOMAIN else ""

@@ -122,6 +122,15 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True)
+class LimitPenaltyConfig:
+    """What an episode of a workflow loses from its score if a limit ended it, by its finish reason."""
+
+    max_turns: float = key(0.0, "penalty at the limit of turns", minimum=0)
+    length: float = key(0.0, "penalty at data.max_response_length", minimum=0)
+    context: float = key(0.0, "penalty if the context has no room", minimum=0)
+
+
+@dataclass(frozen=True)
 class IfevalConfig:
     """The reward functions `ifeval`, `ifeval_loose` and `ifeval_share`."""
 
@@ -164,6 +173,7 @@ class RewardConfig:
         plain=plain_domains,
     )
     overlong: OverlongConfig = group(OverlongConfig)
+    limit_penalty: LimitPenaltyConfig = group(LimitPenaltyConfig)
     ifeval: IfevalConfig = group(IfevalConfig)
 
 

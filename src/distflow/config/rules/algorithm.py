@@ -267,6 +267,20 @@ def rewards_of_agents(config: Config) -> Iterator[Finding]:
         yield Finding((key, _ESTIMATOR), what, f"set {_ESTIMATOR}=grpo")
 
 
+_LIMITS = ("max_turns", "length", "context")
+
+
+def limit_penalty(config: Config) -> Iterator[Finding]:
+    """Penalties of limits are those of a workflow's episodes, which have one score."""
+    keys = [*changed_from_default(flatten(config), [f"reward.limit_penalty.{name}" for name in _LIMITS])]
+    if keys and config.actor_rollout_ref.rollout.workflow is None:
+        advice = "set reward.overlong.buffer_tokens and factor instead, which apply to single responses"
+        yield Finding((*keys, f"{ROLLOUT}.workflow"), "there is no workflow", advice)
+    if keys and config.algorithm.agent_rewards != "shared":
+        what = "each agent has its own score, and the penalty is of the episode"
+        yield Finding((*keys, "algorithm.agent_rewards"), what, "subtract it in the workflow (chat.finish_reason)")
+
+
 def parts_of_rewards(config: Config) -> Iterator[Finding]:
     """An estimator that reads reward parts has several of them, and no key is set that changes only their sum."""
     estimator, name = find_estimator(config), config.algorithm.adv_estimator
@@ -303,5 +317,5 @@ NORMALIZATION_RULES = (
 )
 RULES = (
     *NORMALIZATION_RULES,
-    *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling),
+    *(kl_control, clip_ratios, corrections, old_log_probs, rejection, dynamic_sampling, limit_penalty),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distflow.builtin_names import CURRICULA
+from distflow.builtin_names import CURRICULA, POLICY_LOSSES
 from distflow.config.compose.values import did_you_mean
 from distflow.config.derived_settings import (
     CUSTOM,
@@ -12,15 +12,17 @@ from distflow.config.derived_settings import (
     find_pipeline,
     is_rl,
     may_have_critic,
+    own_losses,
     pipeline_name,
     reward_functions,
     takes_values,
     unfiltered_domains,
     validates,
 )
+from distflow.config.keys.algorithm import DIFFERING_LOSS
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ROLLOUT, Finding, algorithm, pipeline_and_estimator, unused_options
+from distflow.config.rules import ACTOR, ROLLOUT, Finding, algorithm, pipeline_and_estimator, unused_options
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
@@ -161,7 +163,12 @@ def used(config: Config) -> Iterator[Finding]:
 
 
 _RULES_OF_DOMAINS = (
-    *(pipeline_and_estimator.group_of_one, pipeline_and_estimator.known_names, algorithm.kl_control),
+    *(
+        pipeline_and_estimator.group_of_one,
+        pipeline_and_estimator.known_names,
+        algorithm.kl_control,
+        algorithm.clip_ratios,
+    ),
     *(*algorithm.NORMALIZATION_RULES, *unused_options.RULES),
 )
 
@@ -171,7 +178,8 @@ def of_each(config: Config) -> Iterator[Finding]:
     sized = [name for name, each in config.data.domains.items() if each.n]
     for domain in dict.fromkeys((*config.algorithm.domains, *sized)):
         own = config.algorithm.domains.get(domain, {})
-        named = {f"algorithm.{key}": f"algorithm.domains.{domain}.{key}" for key in own}
+        groups = {key: ACTOR if key in DIFFERING_LOSS else "algorithm" for key in own}
+        named = {f"{group}.{key}": f"algorithm.domains.{domain}.{key}" for key, group in groups.items()}
         if domain in sized:
             named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
         for rule in _RULES_OF_DOMAINS:
@@ -197,6 +205,16 @@ def critics(config: Config) -> Iterator[Finding]:
             )
 
 
+def clips(config: Config) -> Iterator[Finding]:
+    """A domain sets the clip of a loss that has one."""
+    for domain in own_losses(config):
+        loss = POLICY_LOSSES.get(config_of(config, domain).actor_rollout_ref.actor.policy_loss)
+        for name in config.algorithm.domains[domain] if loss is not None and not loss.clips else ():
+            if name.startswith("clip_ratio"):
+                keys = (f"algorithm.domains.{domain}.{name}", f"algorithm.domains.{domain}.policy_loss")
+                yield Finding(keys, "the loss of the domain has no clip", f"remove {keys[0]}")
+
+
 def known(config: Config) -> Iterator[Finding]:
     """`algorithm.domains` and reward models name domains of `data.domains`, if there are any."""
     domains = config.data.domains
@@ -210,4 +228,4 @@ def known(config: Config) -> Iterator[Finding]:
 
 
 RULES = (one_form, tags, sources, curriculum, rewards, lengths, used)
-ALGORITHM_RULES = (of_each, critics, known)
+ALGORITHM_RULES = (of_each, critics, clips, known)

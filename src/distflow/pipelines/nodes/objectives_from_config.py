@@ -5,7 +5,7 @@ from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import plain
-from distflow.config.derived_settings import clip_range, is_rl, trained_policies
+from distflow.config.derived_settings import clip_range, config_of, is_rl, own_losses, trained_policies
 
 DRIFT_CORRECTION = Correction("token", 2.0)
 """The weights that are switched on when rollout and trainer drift apart."""
@@ -36,7 +36,30 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         correction=DRIFT_CORRECTION if corrected else correction(config) if corrects and interpolates else None,
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
+        domains=_by_domain(config, derives_old, corrected),
     )
+
+
+def _by_domain(config: Config, derives_old: bool, corrected: bool) -> dict[str, PolicyObjective]:
+    """The objectives of the domains with their own policy loss."""
+    found, run = dict[str, PolicyObjective](), find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    for domain in own_losses(config):
+        try:
+            each = found[domain] = policy_objective(config_of(config, domain), derives_old, corrected)
+        except ValueError as error:
+            raise ValueError(f"algorithm.domains.{domain}: {error}") from error
+        pair, key = (run, each.policy_loss), f"algorithm.domains.{domain}.policy_loss={each.policy_loss.name}"
+        if len({is_decoupled(loss.name) for loss in pair}) == 2:
+            raise ValueError(
+                f"{key}: a decoupled loss needs log-probs of a proximal policy, which are computed for all rows, so "
+                f"either all domains have such a loss or none; the run's is {run.name}"
+            )
+        if run.name != each.policy_loss.name and (selects := [loss.name for loss in pair if loss.selects]):
+            raise ValueError(
+                f"{key}: {selects[0]} selects its tokens over the whole step, not over the rows of a domain; use "
+                "another loss, or one loss for all domains"
+            )
+    return found
 
 
 def interpolates_prox(config: Config) -> bool:
@@ -77,8 +100,11 @@ def correction(config: Config) -> Correction:
 
 def corrects_drift(config: Config) -> bool:
     """Whether weights are switched on when rollout and trainer drift apart: if none are on already, and the loss
-    accepts weights. The decoupled loss has its own weights; a ratio to the rollout policy needs none."""
+    accepts weights, and so do those of the domains. The decoupled loss has its own weights; a ratio to the rollout
+    policy needs none."""
     name = config.actor_rollout_ref.actor.policy_loss
+    if not all(corrects_drift(config_of(config, domain)) for domain in own_losses(config)):
+        return False
     if config.algorithm.rollout_correction.rollout_is or is_decoupled(name) or takes_rollouts(config):
         return False
     return takes_weights(name) and config.trust.on_mismatch == "correct"

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import peek
-from distflow.data.episode_event_hook import note_event, on_event
+from distflow.config.compose.unknown_and_unused_keys import peek, plain
+from distflow.data.episode_event_hook import note_event, on_event, on_token
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Reply
 from distflow.environments.tool_calls import format_of
@@ -55,6 +55,7 @@ def run_workflow(config: Config) -> Callable[..., object]:
     """The node for `rollout.workflow`. Raises UserError for an unusable one."""
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(settings.agents)
+    plain(config.reward.limit_penalty)  # the episodes read it from the context's config, so it counts as read here
     node = run_scored_episodes if workflow.scores else run_episodes
     is_tried = config.trust.check_rewards and settings.workflow not in WORKFLOWS
     return partial(node, workflow=replace(workflow, is_tried=is_tried), timeout_s=config.reward.timeout_s)
@@ -130,6 +131,7 @@ class _Requests:
         self._running, self._scoring = set(group.wanted), Counter[int]()
         self._asked: dict[_Asked, _Waiting] = {}
         self._sent: dict[asyncio.Task[None], _Waiting] = {}
+        self._heard: dict[tuple[str, int], Callable[[int], None]] = {}
         self._has_forked, self._num_asked = False, 0
         self._settling: asyncio.Task[None] | None = None
         self._closed = False
@@ -162,6 +164,8 @@ class _Requests:
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn), {})
             waiting[index] = future
+            if (tell := on_token.get()) is not None:
+                self._heard[fork, index] = tell
             self._num_asked += 1
             self._look()
             if not self._in_rounds and (num_drawn or fork):
@@ -172,6 +176,7 @@ class _Requests:
                 made = await future
             finally:
                 waiting.pop(index, None)  # of a workflow that no longer waits
+                self._heard.pop((fork, index), None)
                 self._withdraw()
                 self._look()
         return policy_segment(made), made.finish_reason
@@ -247,9 +252,15 @@ class _Requests:
             samples = tuple(sorted(waiting))
             policy = self._policy_of(fork)
             request = GenerateRequest(prompt, samples, params, stream, num_drawn, self._may_continue, policy)
+            if any((fork, index) in self._heard for index in samples):
+                request = replace(request, heard=partial(self._tell, fork))
             task = asyncio.ensure_future(self._generate(request, waiting))
             self._sent[task] = waiting
             task.add_done_callback(self._done)
+
+    def _tell(self, fork: str, index: int, token: int) -> None:
+        if (tell := self._heard.get((fork, index))) is not None:
+            tell(token)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         del self._sent[task]
@@ -376,7 +387,17 @@ class _Episodes:
             chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
         chat.counts.update(f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why)
         self.counts.update(chat.counts)
-        return self._sample(index, chat, outcome)
+        return self._sample(index, chat, self._penalised(chat, outcome))
+
+    def _penalised(self, chat: Chat, outcome: Outcome) -> Outcome:
+        """The outcome with the part `limit`, the penalty of the limit that ended the episode."""
+        penalties = plain(self.ctx.config.reward.limit_penalty)
+        if outcome is None or not isinstance(outcome.reward_result, Score) or not any(penalties.values()):
+            return outcome
+        reason = (self._trained(chat) or chat.conversations)[-1].finish_reason
+        added = -float(penalties.get(reason, 0.0))  # type: ignore[arg-type]  # the keys are numbers
+        result = replace(outcome.reward_result, value=outcome.reward_result.value + added)
+        return replace(outcome, reward_result=result, parts={**outcome.parts, "limit": Score(added)})
 
     async def _outcome(self, chat: Chat, work: Callable[..., Awaitable[object]], index: int) -> Outcome:
         """The workflow's outcome. Its own error, by name, gives no score. Raises what the engine raised. work: receives

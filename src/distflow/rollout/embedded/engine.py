@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
@@ -44,6 +44,7 @@ class _Pending:
     future: "asyncio.Future[None]"
     lane: Lane
     sequences: list[Sequence]
+    heard: Callable[[int, int], None] | None
 
 
 @dataclass(eq=False, repr=False)
@@ -147,7 +148,7 @@ class EmbeddedEngine:
         sequences = sequences_of(
             number, replace(request, may_continue=request.may_continue and not self.batch_invariant)
         )
-        self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences)))
+        self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences, request.heard)))
         try:
             await future
             return GenerateResult(tuple(sequence.generation() for sequence in sequences))
@@ -217,6 +218,9 @@ class EmbeddedEngine:
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
             sequence.append(token, rollout, sampling, self.version.step)
             sequence.finish_reason = finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
+            pending = self._pending.get(sequence.request)
+            if pending is not None and pending.heard is not None:
+                pending.future.get_loop().call_soon_threadsafe(pending.heard, sequence.sample, token)
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         lane.keep(finished)
