@@ -87,6 +87,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             stack.enter_context(claimed(loaded.config.trainer.run_dir))
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
+            from distflow.launch.configured_models import predicted_line
             from distflow.launch.make_spec import make_spec
             from distflow.runtime.rollout_services import try_rewards
             from distflow.runtime.spec import LaunchOptions
@@ -98,6 +99,9 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 say(f"policy {loaded.config.dag.policy}, in {loaded.config.trainer.run_dir}")
             specs.append(make_spec(loaded, say))
             for line in describe(specs[-1].config):
+                say(line)
+            spec = specs[-1]
+            for line in predicted_line(spec.config, spec.pipeline(), spec.plan, spec.data.num_rows):
                 say(line)
         for line in try_rewards(specs[0]):
             say(line)

@@ -304,3 +304,10 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     if node["id"] in seen:
         raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
     seen.add(node["id"])
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """What `distflow plan` multiplies by."""
+
+    gpu_hour: float | None = key(None, "price of a device for an hour, in any currency; null: no costs", minimum=0)
