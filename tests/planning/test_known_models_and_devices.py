@@ -82,6 +82,8 @@ def test_devices_are_found_by_their_own_name_and_by_that_of_torch() -> None:
     assert find_device("NVIDIA A100-SXM4-80GB").bandwidth == 2039e9
     assert find_device("H200").memory == 141e9
     cpu = find_device("cpu")
-    assert cpu.is_cpu and cpu.shared(4).memory == cpu.memory / 4 and find_device("h100").shared(4) == find_device("h100")
+    assert (
+        cpu.is_cpu and cpu.shared(4).memory == cpu.memory / 4 and find_device("h100").shared(4) == find_device("h100")
+    )
     with pytest.raises(UserError, match="there is no device 'h1000', did you mean|there is no device 'h1000'"):
         find_device("h1000")

@@ -66,7 +66,7 @@ class ModelShape:
                 bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
                 norms=4 if kind == "gemma2" else 2,
                 head_norms=kind in ("qwen3", "qwen3_moe"),
-                experts=int(config["num_experts" if kind == "qwen3_moe" else "num_local_experts"]) if is_mixture else 0,
+                experts=int(config.get("num_experts") or config["num_local_experts"]) if is_mixture else 0,
                 active_experts=int(config["num_experts_per_tok"]) if is_mixture else 1,
                 context=config.get("max_position_embeddings"),
             )
@@ -158,9 +158,10 @@ def _cached(name: str) -> list[Path]:
 def _read(file: Path) -> ModelShape:
     try:
         content = json.loads(file.read_text("utf-8"))
-        assert isinstance(content, dict)
-    except (OSError, ValueError, AssertionError) as error:
-        raise UserError(f"{file} cannot be read as a model's config: {error or 'it is not an object'}") from error
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a model's config: {error}") from error
     try:
         return ModelShape.of(content)
     except UserError as error:
