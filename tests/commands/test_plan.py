@@ -51,7 +51,6 @@ def test_it_loads_neither_torch_nor_ray_and_gives_the_plan_of_the_run(tmp_path: 
             *overrides,
             "trainer.device=cpu",
             f"trainer.default_local_dir={tmp_path / preset}",
-            "trust.check_rewards=false",
         ]
         spec = make_spec(load_config(preset, own), lambda line: None)
         plan = json.loads(json.dumps({**asdict(spec.plan), "nodes": spec.pipeline().to_json()}))

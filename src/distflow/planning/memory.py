@@ -42,6 +42,10 @@ class MemoryItem:
     phases: tuple[Phase, ...] = PHASES
     on_host: bool = False
 
+    @property
+    def when(self) -> str:
+        return "always" if self.phases == PHASES else ", ".join(self.phases)
+
 
 @dataclass(frozen=True)
 class WorkerMemory:
@@ -79,12 +83,12 @@ def worker_memory(
     for ranks in alike.values():
         own = _Needs(plan, ranks[0], config, shapes, device)
         items = [item for item in own.items() if item.num_bytes]
-        items += _kept(items) if device.is_cpu else ()
+        items += _freed_memory(items) if device.is_cpu else ()
         found.append(WorkerMemory(tuple(rank.rank for rank in ranks), tuple(items)))
     return tuple(found)
 
 
-def _kept(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
+def _freed_memory(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
     """Freed memory that a process on a CPU keeps (`keep_freed_memory`): that of an update is still there when the next
     step generates, and holds its cache only if that is small enough to find room among what is left."""
     freed = sum(item.num_bytes for item in items if "update" in item.phases and "generate" not in item.phases)
