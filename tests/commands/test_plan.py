@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cli import main
+from distflow.cli import main, make_parser
+from distflow.commands.train import _load_runs
 from distflow.config import load_config
 from distflow.launch.make_spec import make_spec
 
@@ -16,7 +17,8 @@ TINY = "actor_rollout_ref.model.path=builtin:tiny-arithmetic"
 SEVEN = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct"
 PLANNED = """
 import json, sys
-from distflow.cli import main
+from distflow.cli import main, make_parser
+from distflow.commands.train import _load_runs
 for words in json.loads(sys.argv[1]):
     assert main(["plan", *words, "--json"]) == 0
 print([name for name in ("torch", "ray", "transformers") if name in sys.modules])
@@ -136,3 +138,18 @@ def test_a_number_of_devices_out_of_range_is_refused(number: str, capsys: pytest
         main(["plan", "grpo", TINY, "--devices", number])
     assert stopped.value.code == 2
     assert "1 to 8,192" in capsys.readouterr().err
+
+
+def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
+    words += ["data.train_files=builtin:arithmetic-rl"]
+    plan = planned(capsys, *words, "--device", "cpu")
+    best = plan["allocations"][0]["allocation"]
+    assert len(plan["allocations"]) == 10 and plan["step"]["seconds"] == plan["allocations"][0]["step_seconds"]
+    assert sorted(each["step_seconds"] for each in plan["allocations"]) == [
+        each["step_seconds"] for each in plan["allocations"]
+    ]
+    arguments = make_parser().parse_args(["train", *words])
+    (loaded,) = _load_runs(arguments, "grpo", print)
+    assert loaded.config.trainer.allocation == best
+    assert f"trainer.allocation=auto: {best}: " in capsys.readouterr().out

@@ -71,6 +71,9 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
     run = planner.run
     yield f"{run.plan.pipeline} on {count_of(len(run.plan.ranks), 'device')} ({run.device.name})"
     yield from (f"made to fit: {fitted}" for fitted in planner.loaded.fitted)
+    if planner.search:
+        yield f"\nallocation: {planner.search.why()}"
+        yield from (f"  {each.line()}" for each in planner.search.best)
     yield "\ngraph"
     yield from (f"  {line}" for line in _graph(planner))
     if run.plan.groups:
@@ -155,8 +158,10 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
         {"ranks": w.ranks, "peak_bytes": w.peak, "peak_phase": w.peak_phase, "items": [asdict(i) for i in w.items]}
         for w in run.workers
     ]
+    found = planner.search.best if planner.search else ()
     return {
         "fits": run.fits,
+        "allocations": [{"allocation": each.text, "step_seconds": each.run.step_seconds} for each in found],
         "device": asdict(run.device),
         "plan": {**plan, "nodes": planner.pipeline.to_json()},
         "memory": memory,

@@ -125,6 +125,13 @@ def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], No
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
     load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
     loaded = load_own(overrides)
+    if loaded.config.trainer.allocation == "auto":
+        from distflow.launch.plan_before_run import RunPlanner
+
+        planner = RunPlanner(arguments.preset, overrides)
+        say(f"trainer.allocation=auto: {planner.search.why() if planner.search else ''}")
+        overrides += planner.chosen
+        loaded = load_own(overrides)
     for line in loaded.notes:
         say(line)
     policies = with_own_policies(loaded.config)

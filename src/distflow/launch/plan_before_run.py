@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from distflow.config import Config, ConfigError, Loaded, RunLimits, fit_to, load_config, with_changes
+from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
+from distflow.config.compose.fit_defaults import is_free
 from distflow.config.derived_settings import train_files
 from distflow.config.keys.reward import scoring_models
 from distflow.data.sources import BUILTIN_FOLDER, read_file
@@ -18,6 +19,7 @@ from distflow.models.paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape, device_here, find_device, find_shape
 from distflow.planning.predicted_run import Change, Lengths, PredictedRun, nearest_change, predict
+from distflow.planning.search_allocations import AUTO, RAY, STRATEGY, Choices, Search, search_allocations
 
 _ON_MACHINE = 8  # devices
 _MOST_ROWS_BYTES = 32 * 2**20
@@ -26,8 +28,9 @@ _UNLOADED = ("torch", "transformers", "ray")
 
 @dataclass(frozen=True)
 class RunPlanner:
-    """preset, overrides: as of `distflow train`. device_name: None for what this machine has. num_devices: of the run; None for what the config says. prompt_tokens,
-    response_tokens: mean lengths. Raises UserError as the run does."""
+    """preset, overrides: as of `distflow train`. device_name: None for what this machine has. num_devices: of the run;
+    None for what the config says. prompt_tokens, response_tokens: mean lengths. Properties raise UserError as the run
+    does."""
 
     preset: str
     overrides: Sequence[str]
@@ -35,6 +38,24 @@ class RunPlanner:
     num_devices: int | None = None
     prompt_tokens: float | None = None
     response_tokens: float | None = None
+
+    @cached_property
+    def search(self) -> Search | None:
+        """The result of `trainer.allocation=auto`; None for another value."""
+        if not self._searches:
+            return None
+        loaded, trainer = self._loaded, self._loaded.config.trainer
+        chosen = None if is_free(loaded.origins, STRATEGY) else loaded.config.actor_rollout_ref.actor.strategy
+        return search_allocations(
+            Choices(fit_to(loaded, self._limits).config, trainer.nnodes * trainer.n_gpus_per_node, chosen),
+            self.predict,
+            lambda text: self._changed((("trainer.allocation", text), *RAY)) is not None,
+        )
+
+    @property
+    def chosen(self) -> list[str]:
+        """The overrides that the search adds; empty without one."""
+        return _written((("trainer.allocation", self.search.best[0].text), *RAY)) if self.search else []
 
     @cached_property
     def run(self) -> PredictedRun:
@@ -47,11 +68,15 @@ class RunPlanner:
     @cached_property
     def loaded(self) -> Loaded:
         """The config, fitted to the model and the number of rows."""
-        return fit_to(self._loaded, self._limits)
+        return fit_to(self._load(self.chosen) if self._searches else self._loaded, self._limits)
+
+    @cached_property
+    def _searches(self) -> bool:
+        return load_config(self.preset, self.overrides, complete=False).config.trainer.allocation == AUTO
 
     @cached_property
     def _loaded(self) -> Loaded:
-        return self._load([])
+        return self._load(["trainer.allocation=null"] if self._searches else [])
 
     @cached_property
     def pipeline(self) -> BoundPipeline:
@@ -79,7 +104,7 @@ class RunPlanner:
     def _changed(self, change: Change) -> Config | None:
         try:
             return fit_to(self._load(_written(change)), self._limits).config
-        except ConfigError:
+        except UserError:
             return None
 
     def _load(self, more: Sequence[str]) -> Loaded:
@@ -87,7 +112,7 @@ class RunPlanner:
         overrides = [*_on_devices(number), *self.overrides, *more]
         loaded = follow_allocation(load_config(self.preset, overrides, complete=False))
         trainer = loaded.config.trainer
-        if number and not more and trainer.nnodes * trainer.n_gpus_per_node != number:
+        if number and trainer.nnodes * trainer.n_gpus_per_node != number:
             raise UserError(
                 f"--devices {number} contradicts trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node="
                 f"{trainer.n_gpus_per_node}: remove one of them"
@@ -99,7 +124,9 @@ class RunPlanner:
 
 
 def _written(change: Change) -> list[str]:
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in change]
+    """As overrides; texts in quotes, since an allocation has signs that the grammar reserves."""
+    shown = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in change)
+    return [f"{key}='{value}'" if key == "trainer.allocation" else f"{key}={value}" for key, value in shown]
 
 
 def _on_devices(number: int | None) -> list[str]:

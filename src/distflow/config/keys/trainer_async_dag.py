@@ -155,7 +155,8 @@ class TrainerConfig:
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
     n_gpus_per_node: int = key(1, "devices per machine: GPUs, or CPU workers", minimum=1)
     allocation: str | None = key(
-        None, "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; null: by the scheduler"
+        None,
+        "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; auto: searched; null: by the scheduler",
     )
     devices: tuple[tuple[int, ...], ...] = key(
         (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
