@@ -315,8 +315,6 @@ class _Placeholder(metaclass=_Kind):
 
 
 class _PlaceholderModule(ModuleType):
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         return getattr(_Placeholder, name)
 
@@ -329,26 +327,28 @@ class _PlaceholderFinder(MetaPathFinder, Loader):
         is_absent = fullname.partition(".")[0] in self.packages
         return ModuleSpec(fullname, self, is_package=True) if is_absent else None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _PlaceholderModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
+    def exec_module(self, module: ModuleType) -> None:
+        module.__class__ = _PlaceholderModule
 
 
 @contextmanager
 def placeholders(*packages: str) -> Iterator[None]:
-    """Modules imported inside get placeholders for these packages, unless they are loaded already: for functions whose
-    signatures and options are wanted, but which are not called. Importing torch takes seconds.
+    """Modules imported inside get placeholders for these packages: for functions whose signatures and options are
+    wanted, but which are not called. Importing torch takes seconds. If one of the packages is loaded already, all are
+    real.
 
     Afterwards our modules that were imported inside are forgotten, so that a later import has the real packages.
     """
-    before, finder = set(sys.modules), _PlaceholderFinder([name for name in packages if name not in sys.modules])
+    if any(name in sys.modules for name in packages):
+        yield
+        return
+    before, finder = set(sys.modules), _PlaceholderFinder(packages)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in (sys.modules.keys() - before) if finder.packages else ():
+        for name in sys.modules.keys() - before:
             module = sys.modules[name]
             refers = any(isinstance(value, _Kind | _PlaceholderModule) for value in vars(module).values())
             if name.startswith("distflow.") or refers or isinstance(module, _PlaceholderModule):

@@ -22,6 +22,12 @@ from distflow.commands.train import _load_runs
 for words in json.loads(sys.argv[1]):
     assert main(["plan", *words, "--json"]) == 0
 print([name for name in ("torch", "ray", "transformers") if name in sys.modules])
+from distflow.config import load_config  # what follows has the real packages again
+from distflow.launch.make_spec import make_spec
+words = json.loads(sys.argv[1])[0]
+spec = make_spec(load_config(words[0], [*words[1:-2], "trainer.device=cpu", sys.argv[2]]), lambda line: None)
+import torch
+assert spec.pipeline().node("calculate_advantages").contract.reads and torch.ones(1).item() == 1
 """
 RUNS = [
     ["quickstart_grpo", TINY],
@@ -40,7 +46,8 @@ RUNS = [
 @pytest.mark.slow
 def test_it_loads_neither_torch_nor_ray_and_gives_the_plan_of_the_run(tmp_path: Path) -> None:
     words = [[*run, "--device", "cpu"] for run in RUNS]
-    code = [sys.executable, "-c", PLANNED, json.dumps(words)]
+    folder = f"trainer.default_local_dir={tmp_path / 'inside'}"
+    code = [sys.executable, "-W", "error::UserWarning:distflow", "-c", PLANNED, json.dumps(words), folder]
     out = subprocess.run(code, capture_output=True, text=True, check=True).stdout
     decoder, found, at = json.JSONDecoder(), [], 0
     for _ in RUNS:

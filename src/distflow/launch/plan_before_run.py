@@ -76,7 +76,12 @@ class RunPlanner:
 
     @cached_property
     def _loaded(self) -> Loaded:
-        return self._load(["trainer.allocation=null"] if self._searches else [])
+        loaded, number = self._load(["trainer.allocation=null"] if self._searches else []), self.num_devices
+        nodes, size = loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node
+        if number and nodes * size != number:
+            contradicts = f"contradicts trainer.nnodes={nodes} × trainer.n_gpus_per_node={size}"
+            raise UserError(f"--devices {number} {contradicts}: remove one of them")
+        return loaded
 
     @cached_property
     def pipeline(self) -> BoundPipeline:
@@ -108,15 +113,8 @@ class RunPlanner:
             return None
 
     def _load(self, more: Sequence[str]) -> Loaded:
-        number = self.num_devices
-        overrides = [*_on_devices(number), *self.overrides, *more]
+        overrides = [*_on_devices(self.num_devices), *self.overrides, *more]
         loaded = follow_allocation(load_config(self.preset, overrides, complete=False))
-        trainer = loaded.config.trainer
-        if number and trainer.nnodes * trainer.n_gpus_per_node != number:
-            raise UserError(
-                f"--devices {number} contradicts trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node="
-                f"{trainer.n_gpus_per_node}: remove one of them"
-            )
         if loaded.config.actor_rollout_ref.model.dtype == "auto":
             dtype = "float32" if self.device.is_cpu else "bfloat16"
             loaded = with_changes(loaded, [("actor_rollout_ref.model.dtype", dtype, f"on a {self.device.name}")])

@@ -124,10 +124,6 @@ def _table() -> dict[str, ModelShape]:
     return {each: ModelShape.of(e["config"]) for name, e in entries for each in (name, *e.get("also", ()))}
 
 
-def known_models() -> tuple[str, ...]:
-    return tuple(_table())
-
-
 def find_shape(path: str, folder: Path | None) -> ModelShape:
     """The shape of the model that `path` names. folder: its local folder, if it is one; else a config of that name in
     the hub's cache, or the table of known models. Raises UserError for a model without a config."""

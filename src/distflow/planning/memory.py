@@ -297,13 +297,3 @@ def activation_bytes(shape: ModelShape, itemsize: int, tensor: int, trains: bool
     if not trains:
         return 4 * hidden * 3 + products
     return 4 * hidden * shape.layers + layer if checkpointed else layer * shape.layers
-
-
-def total_by_role(workers: Sequence[WorkerMemory]) -> dict[str, float]:
-    """Bytes of each role on the fullest worker at its peak."""
-    worst = max(workers, key=lambda worker: worker.peak)
-    found: dict[str, float] = defaultdict(float)
-    for item in worst.items:
-        if worst.peak_phase in item.phases and not item.on_host:
-            found[item.role] += item.num_bytes
-    return dict(found)

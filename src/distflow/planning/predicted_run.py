@@ -487,13 +487,14 @@ def _changes(run: PredictedRun) -> list[Change]:
 
 
 def _more_devices(run: PredictedRun, others: Mapping[str, object]) -> list[Change]:
-    """Sharded weights on more devices, with and without the other changes."""
+    """Sharded weights on as many devices and on more, with and without the other changes."""
     if run.config.trainer.allocation:
         return []
     found, trainer = list[Change](), run.config.trainer
     nodes, size = trainer.nnodes, trainer.n_gpus_per_node
-    for _ in range(10):
-        nodes, size = (nodes, 2 * size) if size < 8 else (2 * nodes, size)
+    for step in range(10):
+        if step or nodes * size == 1:
+            nodes, size = (nodes, 2 * size) if size < 8 else (2 * nodes, size)
         keys: dict[str, object] = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": size}
         keys |= {"trainer.nnodes": nodes, "trainer.launcher": "ray"} if nodes > 1 else {}
         keys |= {"trainer.launcher": "ray"} if trainer.launcher == "local" else {}
