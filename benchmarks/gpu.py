@@ -6,7 +6,7 @@
 `--device cpu --shape tiny` runs all of it but `step` on a CPU, as a test of the code; its figures say nothing.
 `--record` writes what is printed into RESULTS.md.
 
-Shares are of what the device was measured to do, and of its data sheet (`devices.toml`).
+Shares are of what the device was measured to do, and of its data sheet (`distflow/planning/devices.toml`).
 
 - decode: tokens a second of the embedded engine and of `generate` (dynamic cache, sdpa) behind prompts of 128 tokens:
   the time for `--new-tokens` less the time for 1. Share: of the bandwidth of a copy on the device, by `decode_bytes`.
@@ -37,6 +37,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,7 +121,7 @@ class Rates:
 
 def data_sheet(name: str) -> Rates | None:
     """Of the device of that name; None where `devices.toml` does not have it."""
-    entries = tomllib.loads(Path(__file__).with_name("devices.toml").read_text("utf-8"))["device"]
+    entries = tomllib.loads(files("distflow.planning").joinpath("devices.toml").read_text("utf-8"))["device"]
     parts = name.replace("-", " ").split()
     for entry in entries:
         if all(word in parts for word in entry["words"]):

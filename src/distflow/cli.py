@@ -49,6 +49,7 @@ COMMANDS: dict[str, Command] = {
         "serve a model or a run's policy to clients made for OpenAI or Anthropic", "eval_chat_and_serve", runs_code=True
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_why"),
+    "plan": Command("show what a run needs and how long it takes, without its devices", "plan", runs_code=True),
     "config": Command("print the resolved config", "config_and_data"),
     "migrate": Command(
         "convert a script, command or config of TRL, OpenRLHF, verl, ROLL or AReaL", "migration.conversion"
@@ -72,7 +73,7 @@ COMMANDS: dict[str, Command] = {
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "serve", "export"),
-    "before a run": ("config", "data", "reward", "rollout", "sandbox"),
+    "before a run": ("plan", "config", "data", "reward", "rollout", "sandbox"),
     "look at a run": ("list", "report", "why", "trace", "replay"),
     "this machine": ("doctor", "selftest"),
 }

@@ -87,6 +87,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             stack.enter_context(claimed(loaded.config.trainer.run_dir))
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
+            from distflow.launch.configured_models import predicted_line
             from distflow.launch.make_spec import make_spec
             from distflow.launch.user_code_trust import try_users_code
             from distflow.runtime.spec import LaunchOptions
@@ -98,6 +99,9 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
                 say(f"policy {loaded.config.dag.policy}, in {loaded.config.trainer.run_dir}")
             specs.append(make_spec(loaded, say))
             for line in describe(specs[-1].config):
+                say(line)
+            spec = specs[-1]
+            for line in predicted_line(spec.config, spec.pipeline(), spec.plan, spec.data.num_rows):
                 say(line)
         for line in try_users_code(specs[0]):
             say(line)
@@ -121,6 +125,13 @@ def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], No
     overrides = [*arguments.overrides, *resume_override(arguments.resume)]
     load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
     loaded = load_own(overrides)
+    if loaded.config.trainer.allocation == "auto":
+        from distflow.launch.plan_before_run import RunPlanner
+
+        planner = RunPlanner(arguments.preset, overrides)
+        say(f"trainer.allocation=auto: {planner.search.why() if planner.search else ''}")
+        overrides += planner.chosen
+        loaded = load_own(overrides)
     for line in loaded.notes:
         say(line)
     policies = with_own_policies(loaded.config)

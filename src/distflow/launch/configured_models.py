@@ -11,18 +11,22 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.builtin_names import ROLLOUT_ENGINES
-from distflow.config import Config
+from distflow.config import Config, RunLimits
 from distflow.config.derived_settings import reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, hint
+from distflow.graph import BoundPipeline
 from distflow.graph.node_spec import ENGINES
 from distflow.hugging_face_hub import is_local_model
+from distflow.launch.device_and_threads import accelerator, choose_device
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model, load_tokenizer
 from distflow.models.lora import add_lora
 from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
-from distflow.planning.plan import Layout
+from distflow.planning.known_models_and_devices import ModelShape, find_device
+from distflow.planning.plan import Layout, Plan
+from distflow.planning.predicted_run import predict_plan
 
 
 class Source(SourceOptions):
@@ -79,7 +83,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
             raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
         sizes = {role: parse_size(size) for role, size in said.items()}
     for role in (role for role in models if role not in said):
-        key, source = _source_of(config, role)
+        key, source = source_of(config, role)
         with blaming(key):
             sizes[role] = _count_parameters(source)
     return sizes
@@ -98,7 +102,7 @@ def _count_parameters(source: Source) -> int:
     return int(model.num_parameters())
 
 
-def _source_of(config: Config, role: str) -> tuple[str, Source]:
+def source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", critic_source(config)
@@ -107,12 +111,27 @@ def _source_of(config: Config, role: str) -> tuple[str, Source]:
     return "actor_rollout_ref.model.path", policy_source(config)
 
 
+def predicted_line(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> Iterator[str]:
+    """What `distflow plan` predicts, in one line; none for a device or a model type that it does not know, or if this
+    process has no such device. rows: of the training data."""
+    device = choose_device(config).type
+    if device not in ("cpu", accelerator()):
+        return
+    try:
+        known = find_device("cpu" if device == "cpu" else torch.get_device_module().get_device_name())
+        sources = {role: ModelSource(**source_of(config, role)[1]) for role in pipeline.engines}
+        shapes = {role: ModelShape.of(source.config().to_dict()) for role, source in sources.items()}
+        yield predict_plan(config, pipeline, plan, shapes, known, (RunLimits(rows), None)).line()
+    except UserError:
+        return
+
+
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
     """Raises UserError, with the key, if a model's layers cannot be divided as in a layout."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
         if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # one that judges is whole on each rank
-            key, source = _source_of(config, layout.role)
+            key, source = source_of(config, layout.role)
             with blaming(key):
                 check_divisible(
                     ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role in ("actor", "ref")

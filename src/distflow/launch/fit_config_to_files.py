@@ -139,6 +139,7 @@ def read_config(loaded: Loaded) -> Reading:
     The rest of a spec is built here a first time, to see which keys it reads before any file is opened.
     """
     config, reads = watch(follow_allocation(loaded).config)
+    reads.add("cost.gpu_hour")  # for the plan of any run
     make_process_ready(config)
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services

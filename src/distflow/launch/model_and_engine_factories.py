@@ -27,6 +27,7 @@ from distflow.import_target import load
 from distflow.launch import build_engines, configured_models
 from distflow.launch.device_and_threads import choose_device, choose_dtype, threads_of
 from distflow.models.cpu_kernels import build as native
+from distflow.planning.memory import shares_storage
 from distflow.rewards.judge_text import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter
@@ -162,13 +163,8 @@ def _engine_casts(config: Config) -> bool:
 
 
 def shares_weights(config: Config) -> bool:
-    """Whether the rollout engine may compute on the trainer's storage: weights are whole, both use the stored dtype,
-    and nothing is generated while the trainer updates them."""
-    if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
-        return False
-    if compute_dtype(config) is not torch.float32 or is_sharded(config):
-        return False
-    return not is_rl(config) or config.async_.max_staleness == 0
+    """Whether the rollout engine computes on the trainer's storage."""
+    return shares_storage(config, choose_dtype(config))
 
 
 def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> build_engines.Trainer:

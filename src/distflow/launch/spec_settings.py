@@ -24,9 +24,8 @@ from distflow.launch.device_and_threads import check_cores, choose_device, refus
 from distflow.launch.model_and_engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
-from distflow.planning.independent_parts import pipeline_parts
-from distflow.planning.multi_device import plan_ray
-from distflow.planning.plan import Plan, RankPlan, plan_local
+from distflow.planning.multi_device import plan_devices
+from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
@@ -64,29 +63,11 @@ def make_plan(config: Config, pipeline: BoundPipeline) -> Plan:
     """Which worker runs which nodes. Raises UserError with the key."""
     device = choose_device(config)
     refuse_offload_here(config, device)
-    if is_one_process(config):
-        return plan_local(pipeline, str(device))
-    several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
-    is_shared_out = several and not config.trainer.allocation
-    sizes = model_sizes(config, pipeline.engines) if is_shared_out else {}
-    plan = plan_ray(pipeline, config, str(device), sizes)
+    plan = plan_devices(pipeline, config, str(device), partial(model_sizes, config, pipeline.engines))
     check_layouts(config, plan.layouts)
-    if config.trainer.launcher == "local":
-        _check_alike(plan)
+    if config.trainer.launcher == "local" and not is_one_process(config):
         check_cores(plan)
     return plan
-
-
-def _check_alike(plan: Plan) -> None:
-    """Raises UserError if processes of the local launcher would not all do the same."""
-    first = plan.ranks[0]
-    for rank in plan.ranks:
-        if (rank.rollout_nodes, rank.training_nodes) != (first.rollout_nodes, first.training_nodes):
-            raise UserError(
-                f"trainer.launcher=local: each of its processes generates and trains, but the plan gives rank "
-                f"{rank.rank} different nodes than rank 0: join all parts of trainer.allocation with '|', or set "
-                "trainer.launcher=ray"
-            )
 
 
 def sampling_params(config: Config, domain: str = "") -> SamplingParams:

@@ -2,12 +2,12 @@
 
 `place` then chooses the ranks of each part, on machines with equally many devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
-from distflow.config.derived_settings import offload_keys
+from distflow.config.derived_settings import is_one_process, offload_keys
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
@@ -20,6 +20,7 @@ from distflow.planning.plan import (
     Sizes,
     choose_backends,
     make_channels,
+    plan_local,
     process_groups,
     rank_plan,
 )
@@ -32,6 +33,33 @@ class DpGroup:
     num_devices: int
     nodes: frozenset[str]
     roles: Mapping[str, tuple[str, Sizes]]
+
+
+def plan_devices(
+    pipeline: BoundPipeline, config: Config, device: str, count_sizes: Callable[[], Mapping[str, str | float]]
+) -> Plan:
+    """The plan of a run, before it starts and for `distflow plan` alike. device: of each worker. count_sizes: counts
+    the parameters of each role's model, where the scheduler needs them. Raises UserError with the key."""
+    if is_one_process(config):
+        return plan_local(pipeline, device)
+    several = bool(config.trainer.devices) or len(pipeline_parts(pipeline, {})) > 1
+    sizes = count_sizes() if several and not config.trainer.allocation else {}
+    plan = plan_ray(pipeline, config, device, sizes)
+    if config.trainer.launcher == "local":
+        _check_alike(plan)
+    return plan
+
+
+def _check_alike(plan: Plan) -> None:
+    """Raises UserError if processes of the local launcher would not all do the same."""
+    first = plan.ranks[0]
+    for rank in plan.ranks:
+        if (rank.rollout_nodes, rank.training_nodes) != (first.rollout_nodes, first.training_nodes):
+            raise UserError(
+                f"trainer.launcher=local: each of its processes generates and trains, but the plan gives rank "
+                f"{rank.rank} different nodes than rank 0: join all parts of trainer.allocation with '|', or set "
+                "trainer.launcher=ray"
+            )
 
 
 def plan_ray(pipeline: BoundPipeline, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:

@@ -13,7 +13,14 @@ from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
 from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
-from distflow.config.keys.trainer_async_dag import AsyncConfig, DagConfig, ProfilerConfig, TrainerConfig, TrustConfig
+from distflow.config.keys.trainer_async_dag import (
+    AsyncConfig,
+    CostConfig,
+    DagConfig,
+    ProfilerConfig,
+    TrainerConfig,
+    TrustConfig,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,6 +44,7 @@ class Config:
     dag: DagConfig = group(DagConfig)
     async_: AsyncConfig = group(AsyncConfig)
     profiler: ProfilerConfig = group(ProfilerConfig)
+    cost: CostConfig = group(CostConfig)
     user_groups: dict[str, Any] = field(default_factory=lambda: {name: made() for name, made in _user_groups.items()})
 
     def __getattr__(self, name: str) -> Any:
@@ -118,6 +126,7 @@ _RESUMABLE = {
         *(f"slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),
     ),
     "data": ("train_files", "val_files"),
+    "cost": ("gpu_hour",),
     "actor_rollout_ref": ("model.path", "model.tokenizer_path", "actor.strategy", "actor.weight_update_mode"),
     "critic": ("model.path",),
     "custom_reward_function": ("path", "name"),

@@ -155,7 +155,8 @@ class TrainerConfig:
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
     n_gpus_per_node: int = key(1, "devices per machine: GPUs, or CPU workers", minimum=1)
     allocation: str | None = key(
-        None, "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; null: by the scheduler"
+        None,
+        "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; auto: searched; null: by the scheduler",
     )
     devices: tuple[tuple[int, ...], ...] = key(
         (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
@@ -306,3 +307,10 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     if node["id"] in seen:
         raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
     seen.add(node["id"])
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """What `distflow plan` multiplies by."""
+
+    gpu_hour: float | None = key(None, "price of a device for an hour, in any currency; null: no costs", minimum=0)

@@ -205,8 +205,21 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
 
 
 def page(data: Mapping[str, Any]) -> bytes:
-    """The template filled in with the result of `report_data`. Only the two scripts and the style with hashes in the
-    policy may run."""
+    """The template filled in with the result of `report_data`."""
+    words = {"title": data["title"], "status": data["status"]["word"]}
+    return fill("report.html", SCRIPTS, data, words, sentences="\n".join(_paragraphs(data)), plots=True)
+
+
+def fill(
+    template: str,
+    scripts: Sequence[str],
+    data: object,
+    words: Mapping[str, str],
+    sentences: str = "",
+    plots: bool = False,
+) -> bytes:
+    """A page of the templates. words: texts that it names. sentences: markup. plots: with the library of curves. Only
+    the scripts and the style with hashes in the policy may run."""
     static = files("distflow.observe.report") / "static"
 
     def read(name: str) -> str:
@@ -214,18 +227,17 @@ def page(data: Mapping[str, Any]) -> bytes:
         assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
         return text
 
-    plot = read("uplot/uPlot.iife.min.js")
-    script = "\n".join(read(f"{name}.js") for name in SCRIPTS)
-    style = read("uplot/uPlot.min.css") + "\n" + read("report.css")
+    plot = read("uplot/uPlot.iife.min.js") if plots else ""
+    script = "\n".join(read(f"{name}.js") for name in scripts)
+    style = (read("uplot/uPlot.min.css") + "\n" if plots else "") + read("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    filled = Template((static / "report.html").read_text(encoding="utf-8")).substitute(
+    filled = Template((static / template).read_text(encoding="utf-8")).substitute(
+        {name: _text(text) for name, text in words.items()},
         policy=html.escape(policy, quote=True).replace("&#x27;", "'"),
-        title=_text(data["title"]),
-        status=_text(data["status"]["word"]),
-        sentences="\n".join(_paragraphs(data)),
+        sentences=sentences,
         style=style,
         plot=plot,
         script=script,

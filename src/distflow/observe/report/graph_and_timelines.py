@@ -250,12 +250,16 @@ def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
 
 
 def pipeline_graph(run_dir: Path, steps: Steps) -> list[dict[str, Any]]:
-    """The nodes of plan.json; empty if it has none, or they do not form a graph.
+    """The nodes of plan.json; see `drawn_nodes`."""
+    return drawn_nodes(read_object(run_dir / "plan.json", run_dir).get("nodes"), steps)
+
+
+def drawn_nodes(listed: JSON, steps: Steps) -> list[dict[str, Any]]:
+    """The nodes of a plan; empty if it has none, or they do not form a graph.
 
     deps: nodes that it directly follows, without transitive ones. layer: the number of nodes on the longest path to it.
     seconds: the mean time of its phase per step; None if not timed.
     """
-    listed = read_object(run_dir / "plan.json", run_dir).get("nodes")
     found = [node for node in (listed if isinstance(listed, list) else []) if isinstance(node, dict)]
     nodes = [_node(node, steps) for node in found if isinstance(node.get("name"), str)]
     names = {node["name"] for node in nodes}

@@ -1,0 +1,176 @@
+"""`distflow plan`: what a run needs and how long it takes, before it starts and without its devices: no torch, no Ray,
+no weights."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.commands.arguments_and_run_folders import add_preset_arguments
+from distflow.errors import UserError, count_of
+
+if TYPE_CHECKING:
+    from distflow.launch.plan_before_run import RunPlanner
+
+_MOST_DEVICES = 8192
+_MOST_LISTED = 12
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset_arguments(parser)
+    parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ... (default: what this machine has)")
+    parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, 8 on each machine")
+    parser.add_argument("--prompt-tokens", type=float, metavar="MEAN", help="default: half of data.max_prompt_length")
+    parser.add_argument(
+        "--response-tokens", type=float, metavar="MEAN", help="default: half of data.max_response_length"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of devices from 1 to {_MOST_DEVICES:,}")
+    return int(text)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Print the plan. Raises UserError if it does not fit."""
+    from distflow.launch.plan_before_run import RunPlanner
+
+    planner = RunPlanner(
+        arguments.preset,
+        arguments.overrides,
+        arguments.device,
+        arguments.devices,
+        arguments.prompt_tokens,
+        arguments.response_tokens,
+    )
+    run = planner.run
+    if arguments.json:
+        print(json.dumps(as_json(planner), indent=1))
+    else:
+        for line in (*planner.loaded.notes, *lines(planner)):
+            print(line)
+    if arguments.html:
+        from distflow.observe.report.plan_page import write_plan_page
+
+        write_plan_page(arguments.html, as_json(planner))
+    if not run.fits:
+        change = planner.change_that_fits(run)
+        advice = "use a smaller model, shorter sequences, or devices with more memory: no setting here makes it fit"
+        advice = advice if change is None else f"it fits with {' '.join(change)}"
+        raise UserError(f"it does not fit: {run.excess()}; {advice}")
+    return 0
+
+
+def lines(planner: "RunPlanner") -> Iterator[str]:
+    """The plan as text."""
+    run = planner.run
+    yield f"{run.plan.pipeline} on {count_of(len(run.plan.ranks), 'device')} ({run.device.name})"
+    yield from (f"made to fit: {fitted}" for fitted in planner.loaded.fitted)
+    if planner.search:
+        yield f"\nallocation: {planner.search.why()}"
+        yield from (f"  {each.line()}" for each in planner.search.best)
+    yield "\ngraph"
+    yield from (f"  {line}" for line in _graph(planner))
+    if run.plan.groups:
+        yield "\nprocess groups"
+        shown = run.plan.groups[:_MOST_LISTED]
+        for group in shown:
+            uses = ", ".join(f"{role} {axis}" for role, axis in group.uses)
+            yield f"  {group.name}: ranks {_ranks(group.ranks)} ({uses})"
+        if len(shown) < len(run.plan.groups):
+            yield f"  and {len(run.plan.groups) - len(shown):,} more (--json lists them)"
+    yield "\nchannels, bytes of a step"
+    for channel, num_bytes in zip(run.plan.channels, run.channel_bytes, strict=True):
+        if num_bytes:
+            yield f"  {channel.source} → {channel.target}: {channel.kind}, {_bytes(num_bytes)}"
+    yield f"  weight sync: {_bytes(run.sync_bytes) if run.sync_bytes else 'none, the engine uses the trained weights'}"
+    yield from _memory(planner)
+    yield f"\ntime line of a step of {run.step_seconds:.3g} s"
+    for bar in run.bars:
+        what = f"waits for {bar.why}" if bar.why else bar.what
+        yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  ranks {_ranks(bar.ranks)}: {what}"
+    for ranks in dict.fromkeys(bar.ranks for bar in run.bars if bar.why):
+        yield f"  ranks {_ranks(ranks)} are idle for {run.idle(ranks):.0%} of it"
+    yield from _whole_run(planner)
+
+
+def _graph(planner: "RunPlanner") -> Iterator[str]:
+    for node in planner.pipeline.nodes:
+        ranks = tuple(r.rank for r in planner.run.plan.ranks if node.node_id in (*r.rollout_nodes, *r.training_nodes))
+        engines = f", {' and '.join(node.engines)}" if node.engines else ""
+        after = f" after {', '.join(node.deps)}" if node.deps else ""
+        yield f"{node.node_id} ({node.plane}{engines}) on ranks {_ranks(ranks)}{after}"
+
+
+def _memory(planner: "RunPlanner") -> Iterator[str]:
+    run = planner.run
+    for worker in run.workers:
+        share = worker.peak / run.device.memory
+        fullest = f"{_bytes(worker.peak)} in '{worker.peak_phase}', {share:.0%} of a {run.device.name}"
+        yield f"\nmemory of ranks {_ranks(worker.ranks)}: {fullest}"
+        for item in sorted(worker.items, key=lambda item: -item.num_bytes):
+            where = ", in host memory" if item.on_host else ""
+            yield f"  {_bytes(item.num_bytes):>9}  {item.role} {item.what} ({item.when}{where})"
+
+
+def _whole_run(planner: "RunPlanner") -> Iterator[str]:
+    run = planner.run
+    lengths = run.lengths
+    yield (
+        f"\nassumed: {lengths.prompt:g} tokens of a prompt and {lengths.response:g} of a response on average; no time "
+        "for rewards, validation and checkpoints"
+    )
+    if run.steps is None or run.hours is None:
+        yield "the run: unknown length, as the number of rows is unknown; set trainer.total_training_steps"
+        return
+    money = "" if run.cost is None else f", costs {run.cost:,.2f} (cost.gpu_hour={run.config.cost.gpu_hour:g})"
+    yield (
+        f"the run: {count_of(run.steps, 'step')}, {run.steps * run.step_tokens / 1e6:,.1f} million tokens, "
+        f"{run.hours:.3g} hours{money}"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks[:_MOST_LISTED])) + (", ..." if len(ranks) > _MOST_LISTED else "")
+
+
+def _bytes(number: float) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f} B"
+
+
+def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
+    """The plan as plain data; bytes and seconds."""
+    run = planner.run
+    plan = asdict(run.plan)
+    for channel, num_bytes in zip(plan["channels"], run.channel_bytes, strict=True):
+        channel["bytes"] = num_bytes
+    memory = [
+        {"ranks": w.ranks, "peak_bytes": w.peak, "peak_phase": w.peak_phase, "items": [asdict(i) for i in w.items]}
+        for w in run.workers
+    ]
+    found = planner.search.best if planner.search else ()
+    return {
+        "fits": run.fits,
+        "allocations": [{"allocation": each.text, "step_seconds": each.run.step_seconds} for each in found],
+        "device": asdict(run.device),
+        "plan": {**plan, "nodes": planner.pipeline.to_json()},
+        "memory": memory,
+        "step": {
+            "seconds": run.step_seconds,
+            "tokens": run.step_tokens,
+            "weight_sync_bytes": run.sync_bytes,
+            "bars": [asdict(bar) for bar in run.bars],
+        },
+        "assumed": asdict(run.lengths),
+        "run": {"steps": run.steps, "hours": run.hours, "cost": run.cost},
+    }

@@ -1,0 +1,299 @@
+"""The memory that each worker of a plan needs, by role, purpose and phase of a step: arithmetic over the shape of each
+model and the keys of the config, in the amounts in which the engines allocate.
+
+Trained weights are float32 with float32 gradients and moments, whatever the models compute in. Activations are those of
+the fullest micro-batch. KV cache is that of as many responses as run at once, all of the greatest length.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from distflow.builtin_names import ROLLOUT_ENGINES
+from distflow.config import Config
+from distflow.config.derived_settings import is_rl, is_sharded
+from distflow.config.keys.reward import scoring_models
+from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.plan import Plan, RankPlan, Sizes
+
+Phase = Literal["generate", "forward", "update", "optimizer", "sync"]
+PHASES: tuple[Phase, ...] = ("generate", "forward", "update", "optimizer", "sync")
+"""forward: log-probs and values. update: forward and backward passes of micro-batches. optimizer: its step."""
+
+PROCESS_BYTES = {"cpu": 600e6, "gpu": 700e6}
+"""A process with torch and transformers before it has a model, resident on a CPU; the context of a CUDA process."""
+USABLE = 0.94
+"""Share of a device's memory that fills up before an allocation fails: the rest is lost to fragments."""
+_BUCKET = 2**28  # as runtime/weight_sync/sender.py
+_CHUNK = {"cpu": 2**25, "gpu": 2**27}  # logits, as models/log_probs.py
+_MICRO = {"cpu": 4096, "gpu": 16384}  # tokens, as training/torch_engine.py
+_FREE: tuple[Phase, ...] = ("forward", "update", "optimizer", "sync")
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """Bytes on each device of one purpose. on_host: in the memory of the machine beside a GPU."""
+
+    role: str
+    what: str
+    num_bytes: float
+    phases: tuple[Phase, ...] = PHASES
+    on_host: bool = False
+
+    @property
+    def when(self) -> str:
+        return "always" if self.phases == PHASES else ", ".join(self.phases)
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """ranks: workers that all need the same."""
+
+    ranks: tuple[int, ...]
+    items: tuple[MemoryItem, ...]
+
+    def bytes_in(self, phase: Phase, on_host: bool = False) -> float:
+        return sum(item.num_bytes for item in self.items if phase in item.phases and item.on_host is on_host)
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(PHASES, key=self.bytes_in)
+
+    @property
+    def peak(self) -> float:
+        return self.bytes_in(self.peak_phase)
+
+    @property
+    def largest(self) -> MemoryItem:
+        """What takes most on the device when it is fullest."""
+        here = [item for item in self.items if self.peak_phase in item.phases and not item.on_host]
+        return max(here, key=lambda item: item.num_bytes)
+
+
+def worker_memory(
+    plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device
+) -> tuple[WorkerMemory, ...]:
+    """Of every rank, those with the same needs together. shapes: the model of each role (`rollout`: the actor's)."""
+    alike: dict[tuple[object, ...], list[RankPlan]] = defaultdict(list)
+    for rank in plan.ranks:
+        alike[rank.engines, rank.training_nodes, bool(rank.rollout_group)].append(rank)
+    found = []
+    for ranks in alike.values():
+        own = _Needs(plan, ranks[0], config, shapes, device)
+        items = [item for item in own.items() if item.num_bytes]
+        items += _freed_memory(items) if device.is_cpu else ()
+        found.append(WorkerMemory(tuple(rank.rank for rank in ranks), tuple(items)))
+    return tuple(found)
+
+
+def _freed_memory(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
+    """Freed memory that a process on a CPU keeps (`keep_freed_memory`): that of an update is still there when the next
+    step generates, and holds its cache only if that is small enough to find room among what is left."""
+    freed = sum(item.num_bytes for item in items if "update" in item.phases and "generate" not in item.phases)
+    cache = sum(item.num_bytes for item in items if item.what == "KV cache")
+    if 2 * cache > freed > 0:  # while it grows, old and new exist
+        yield MemoryItem("process", "freed memory that is kept", freed, ("generate",))
+
+
+def sizes_of(plan: Plan, role: str) -> Sizes:
+    """The sizes of a role's model; one rank without layouts has all of it."""
+    return next((layout.sizes for layout in plan.layouts if layout.role == role), Sizes())
+
+
+def shards_of(plan: Plan, config: Config, role: str) -> int:
+    """On how many ranks one copy of a role's weights lies."""
+    layout = next((layout for layout in plan.layouts if layout.role == role), None)
+    if layout is None:
+        return 1
+    if role == "rollout":
+        return layout.sizes.tensor
+    own = (layout.shard or layout.sizes.data) if is_sharded(config) else 1
+    return own * layout.sizes.tensor * layout.sizes.pipeline
+
+
+def shares_storage(config: Config, dtype: str) -> bool:
+    """Whether the rollout engine may compute on the trainer's storage: weights are whole, both use the stored dtype,
+    and nothing is generated while the trainer updates them. dtype: that the models compute in."""
+    in_server = ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server
+    if in_server or dtype != "float32" or is_sharded(config):
+        return False
+    return not is_rl(config) or config.async_.max_staleness == 0
+
+
+def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
+    """Tokens of a role's micro-batches if all samples have the greatest length."""
+    settings, data = config.actor_rollout_ref, config.data
+    limit = settings.actor.ppo_max_token_len_per_gpu
+    if role == "critic":
+        limit = config.critic.ppo_max_token_len_per_gpu or limit
+    elif role == "ref":
+        limit = settings.ref.log_prob_max_token_len_per_gpu or limit
+    longest = data.max_prompt_length + data.max_response_length
+    batch = settings.actor.ppo_mini_batch_size if role in ("actor", "critic") else data.train_batch_size
+    tokens = -(-batch * samples_per_prompt(config) // ranks) * longest
+    micro_batches = ceil(tokens / (limit or _MICRO["cpu" if is_cpu else "gpu"]))
+    return max(longest, ceil(tokens / micro_batches))  # packing evens them out
+
+
+def samples_per_prompt(config: Config) -> int:
+    return config.actor_rollout_ref.rollout.n if is_rl(config) else 1
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What one worker needs."""
+
+    plan: Plan
+    rank: RankPlan
+    config: Config
+    shapes: Mapping[str, ModelShape]
+    device: Device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number that the models compute with."""
+        return 4 if self.config.actor_rollout_ref.model.dtype == "float32" else 2
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.device.is_cpu else "gpu"
+
+    def items(self) -> Iterator[MemoryItem]:
+        yield MemoryItem("process", "libraries", PROCESS_BYTES[self.kind])
+        for role in self.rank.engines:
+            if role == "rollout":
+                yield from self._rollout()
+            elif role in ("actor", "critic"):
+                yield from self._trained(role)
+            else:
+                yield from self._frozen(role)
+        if self._sends_elsewhere():
+            yield MemoryItem("actor", "buckets in flight", 2 * _BUCKET, ("sync",), on_host=not self.device.is_cpu)
+
+    def _sends_elsewhere(self) -> bool:
+        alone = any("rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks)
+        return alone and ("actor" in self.rank.engines or "rollout" in self.rank.engines)
+
+    def _parameters(self, role: str) -> float:
+        """Of the whole model; a critic's head has one row."""
+        shape = self.shapes[role]
+        headless = role == "critic" and not shape.tied
+        return shape.parameters - shape.head_weights * headless
+
+    def _trained(self, role: str) -> Iterator[MemoryItem]:
+        settings = self.config.actor_rollout_ref
+        own = self.config.critic if role == "critic" else settings.actor
+        parts, weights = shards_of(self.plan, self.config, role), self._parameters(role)
+        trained = float(weights)
+        if settings.model.lora_rank and role == "actor":
+            trained = adapter_weights(self.shapes[role], settings.model.lora_rank)
+            weights += trained
+        fsdp, is_gpu = own.fsdp_config, not self.device.is_cpu
+        all_on_host = is_gpu and fsdp.offload_policy
+        weights_off = is_gpu and fsdp.param_offload and not all_on_host
+        moments_off = is_gpu and fsdp.optimizer_offload and not all_on_host
+        used: tuple[Phase, ...] = ("forward", "update", "optimizer", "sync") if weights_off else PHASES
+        yield MemoryItem(role, "weights", 4 * weights / parts, used, all_on_host)
+        if weights_off:
+            yield MemoryItem(role, "weights", 4 * weights / parts, ("generate",), on_host=True)
+        yield MemoryItem(role, "gradients", 4 * trained / parts, ("update", "optimizer"), all_on_host)
+        moments = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}.get(own.optim.optimizer, 8) * trained / parts
+        while_stepping: tuple[Phase, ...] = ("optimizer",) if moments_off else PHASES
+        yield MemoryItem(role, "optimizer", moments, while_stepping, all_on_host)
+        if moments_off:
+            others = tuple(phase for phase in PHASES if phase != "optimizer")
+            yield MemoryItem(role, "optimizer", moments, others, on_host=True)
+        if is_gpu and not all_on_host:  # AdamW updates all tensors of a kind at once
+            yield MemoryItem(role, "optimizer temporaries", 4 * trained / parts, ("optimizer",))
+        yield from self._computing(role, parts)
+        yield from self._passes(role, ("update",), trains=True)
+        yield from self._passes(role, ("forward",), trains=False)
+
+    def _frozen(self, role: str) -> Iterator[MemoryItem]:
+        """A reference, a reward model or a judge."""
+        parts = shards_of(self.plan, self.config, role)
+        if role == "ref":
+            if self.config.actor_rollout_ref.model.lora_rank:
+                return  # the policy with its adapter switched off
+            is_off = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        else:
+            is_off = scoring_models(self.config.reward_model)[role].param_offload
+        on_host = is_off and not self.device.is_cpu
+        yield MemoryItem(role, "weights", 4 * self._parameters(role) / parts, PHASES, on_host)
+        yield from self._computing(role, parts)
+        yield from self._passes(role, ("forward",), trains=False)
+
+    def _computing(self, role: str, parts: int) -> Iterator[MemoryItem]:
+        """Copies of weights that exist while they compute: gathered layers, or casts by autocast."""
+        shape, phases = self.shapes[role], _used_by(role)
+        if is_sharded(self.config) and parts > 1:
+            layer = shape.attention_weights + shape.expert_weights * max(shape.experts, 1)
+            gathered = 2 * layer + shape.head_weights * (2 - shape.tied)
+            yield MemoryItem(
+                role, "gathered layers", self.itemsize * gathered / sizes_of(self.plan, role).tensor, phases
+            )
+        elif self.itemsize == 2:
+            yield MemoryItem(role, "weights cast to bfloat16", 2 * self._parameters(role), phases)
+
+    def _passes(self, role: str, phases: tuple[Phase, ...], trains: bool) -> Iterator[MemoryItem]:
+        """Activations and logits of the fullest micro-batch."""
+        shape, sizes = self.shapes[role], sizes_of(self.plan, role)
+        tokens = micro_tokens(self.config, role, sizes.data, self.device.is_cpu)
+        checkpointed = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        per_token = activation_bytes(shape, self.itemsize, sizes.tensor, trains, checkpointed)
+        yield MemoryItem(role, "activations", per_token * tokens, phases)
+        if role in ("actor", "ref"):
+            rows = min(tokens, max(1, _CHUNK[self.kind] // shape.vocabulary))
+            heated = self.config.actor_rollout_ref.rollout.temperature != 1.0
+            copies = 4 + (2 if self.itemsize == 2 else 0) + 4 * heated
+            yield MemoryItem(role, "logits", copies * rows * shape.vocabulary, phases)
+
+    def _rollout(self) -> Iterator[MemoryItem]:
+        settings, shape = self.config.actor_rollout_ref.rollout, self.shapes["rollout"]
+        data, own = self.config.data, sizes_of(self.plan, "rollout")
+        weights = self.itemsize * shape.parameters / own.tensor
+        trains = bool(self.rank.training_nodes)
+        freed = trains and settings.free_cache_engine and self.config.async_.max_staleness == 0
+        kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
+        if not (trains and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype)):
+            yield MemoryItem("rollout", "weights", weights, kept)
+        running = running_responses(self.config, own.data)
+        longest = data.max_prompt_length + data.max_response_length
+        kv = running * longest * shape.kv_elements * self.itemsize / min(own.tensor, shape.kv_heads)
+        # The embedded engine's cache shrinks to nothing when a step's groups are complete, if nothing overlaps.
+        idle = trains and self.config.async_.max_staleness == 0 and settings.name == "embedded"
+        yield MemoryItem("rollout", "KV cache", kv, ("generate",) if idle else kept)
+        yield MemoryItem("rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",))
+
+
+def _used_by(role: str) -> tuple[Phase, ...]:
+    return ("forward", "update") if role in ("actor", "critic") else ("forward",)
+
+
+def running_responses(config: Config, engines: int) -> int:
+    """Responses that each engine generates at once."""
+    wanted = -(-config.data.train_batch_size * samples_per_prompt(config) // engines)
+    return min(config.actor_rollout_ref.rollout.max_num_seqs, wanted)
+
+
+def adapter_weights(shape: ModelShape, rank: int) -> float:
+    """Of LoRA on all matrices of the layers."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
+    return rank * shape.layers * ends
+
+
+def activation_bytes(shape: ModelShape, itemsize: int, tensor: int, trains: bool, checkpointed: bool) -> float:
+    """Of one token: what the backward pass needs of all layers; with checkpointing each layer's input, and all of one
+    layer; without a backward pass what one layer holds at a time. Norms and the residual stream are not divided by
+    tensor parallelism, and are float32."""
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    inner = shape.intermediate * shape.active_experts
+    streams = 4 * hidden * (4 if itemsize == 2 else 6)  # inputs of norms, normalised, and (here in one type) scaled
+    products = itemsize * (2 * queries + 2 * keys + 4 * inner + (2 * hidden if itemsize == 2 else 0)) / tensor
+    layer = streams + products
+    if not trains:
+        return 4 * hidden * 3 + products
+    return 4 * hidden * shape.layers + layer if checkpointed else layer * shape.layers

@@ -1,0 +1,502 @@
+"""What a run will need and how long it will take, from its plan: memory against the device's, a time line of one step,
+and the whole run.
+
+Times are those of a roofline: work over a share of what the device computes or moves per second. The shares are what
+such work reaches on GPUs: 40 % of the peak in training (Llama 3, arXiv:2407.21783, reports 38 to 43 %), 60 % of the
+memory's bandwidth in decoding, 70 % of a link. Rewards, validation and checkpoints take no time here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from distflow.config import Config
+from distflow.config.derived_settings import (
+    RunLimits,
+    is_one_process,
+    is_rl,
+    is_sharded,
+    optimizer_steps_a_step,
+    run_steps,
+)
+from distflow.config.keys.schema import with_values
+from distflow.errors import UserError, count_of
+from distflow.graph import BoundNode, BoundPipeline
+from distflow.graph.contract_from_signature import canonical
+from distflow.graph.fields import TOKEN_AXES, Axis, Field
+from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.memory import (
+    USABLE,
+    WorkerMemory,
+    adapter_weights,
+    micro_tokens,
+    running_responses,
+    samples_per_prompt,
+    shards_of,
+    shares_storage,
+    sizes_of,
+    worker_memory,
+)
+from distflow.planning.multi_device import plan_devices
+from distflow.planning.plan import Channel, Plan, dp_groups_of
+
+COMPUTING, DECODING, SENDING = 0.4, 0.6, 0.7
+"""Shares of the peak."""
+_HOST_LINK = 25e9  # bytes per second between a GPU and its host's memory
+_LAUNCH_S = {False: 8e-6, True: 60e-6}  # a layer's fixed time in a decode step, on a GPU and on a CPU
+_SLICES = 16
+_TEXT_BYTES = 4  # per token of a text
+_ITEMSIZE = {"int64": 8, "float32": 4, "bool": 1}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a prompt and of a response, and the most of a response. Responses spread evenly from 0 to twice
+    the mean; if that is above `longest`, the share that the mean implies is cut there."""
+
+    prompt: float
+    response: float
+    longest: int
+
+    @staticmethod
+    def of(config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
+        """Unless given, half of the limits. Raises UserError for lengths that no prompt or response can have."""
+        limits = config.data.max_prompt_length, config.data.max_response_length
+        for name, given, limit in zip(("prompt", "response"), (prompt, response), limits, strict=True):
+            if given is not None and not 0 < given <= limit:
+                raise UserError(
+                    f"--{name}-tokens={given:g}: the mean must be above 0 and at most data.max_{name}_length={limit}"
+                )
+        return Lengths(prompt or max(1.0, limits[0] / 2), response or max(1.0, limits[1] / 2), limits[1])
+
+    @property
+    def sequence(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def end(self) -> float:
+        """Of the longest response of a batch."""
+        return min(2 * self.response, self.longest)
+
+    def running(self, position: float) -> float:
+        """Share of the responses that have more tokens."""
+        cut = max(0.0, 2 * self.response / self.longest - 1)
+        return 0.0 if position >= self.end else cut + (1 - cut) * (1 - position / self.end)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Work or a wait of some ranks, in seconds since the step began. why: what a wait waits for."""
+
+    ranks: tuple[int, ...]
+    what: str
+    start: float
+    end: float
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+    """bars: of one step, in the steady state. channel_bytes: of a step, in the order of the plan's channels. steps:
+    None if the number of rows is unknown. workers: the memory of each rank. bytes and seconds throughout."""
+
+    config: Config
+    plan: Plan
+    device: Device
+    lengths: Lengths
+    workers: tuple[WorkerMemory, ...]
+    bars: tuple[Bar, ...]
+    channel_bytes: tuple[float, ...]
+    sync_bytes: float
+    steps: int | None
+
+    @property
+    def step_seconds(self) -> float:
+        return max(bar.end for bar in self.bars)
+
+    @property
+    def step_tokens(self) -> float:
+        """Prompt and response tokens that a step trains on."""
+        return self.config.data.train_batch_size * samples_per_prompt(self.config) * self.lengths.sequence
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.steps is None else self.steps * self.step_seconds / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Money by `cost.gpu_hour`."""
+        price = self.config.cost.gpu_hour
+        return None if self.hours is None or price is None else self.hours * len(self.plan.ranks) * price
+
+    @property
+    def fullest(self) -> WorkerMemory:
+        return max(self.workers, key=lambda worker: worker.peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.peak <= USABLE * self.device.memory
+
+    def idle(self, ranks: Sequence[int]) -> float:
+        """Share of a step in which these ranks wait."""
+        waits = sum(bar.seconds for bar in self.bars if bar.ranks == tuple(ranks) and bar.why)
+        return waits / self.step_seconds if self.step_seconds else 0.0
+
+    def excess(self) -> str:
+        """Why it does not fit, as a sentence."""
+        worst = self.fullest
+        item = worst.largest
+        return (
+            f"rank {worst.ranks[0]} needs {worst.peak / 1e9:.1f} GB in the phase '{worst.peak_phase}', and a "
+            f"{self.device.name} has {self.device.memory * USABLE / 1e9:.1f} GB to use: most of it is "
+            f"{item.what} of the {item.role} ({item.num_bytes / 1e9:.1f} GB)"
+        )
+
+    def line(self) -> str:
+        """The prediction in one line."""
+        worst, run = self.fullest, ""
+        if self.hours is not None and self.steps is not None:
+            run = f", {count_of(self.steps, 'step')} about {_duration(self.hours * 3600)}"
+        does = "" if self.fits else ": it may not fit, and `distflow plan` names a change that does"
+        return (
+            f"plan: at most {worst.peak / 1e9:.2f} of {self.device.memory / 1e9:.0f} GB on each {self.device.name} "
+            f"(in '{worst.peak_phase}', {worst.largest.what} of the {worst.largest.role} most)"
+            f"{run}{does}"
+        )
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def predict(
+    config: Config,
+    pipeline: BoundPipeline,
+    shapes: Mapping[str, ModelShape],
+    device: Device,
+    limits: RunLimits | None = None,
+    lengths: Lengths | None = None,
+) -> PredictedRun:
+    """The prediction of a run on devices of this kind, which need not exist here. shapes: the model of each role.
+
+    Raises UserError as planning does, and for a model whose layers cannot be divided as planned.
+    """
+    plan = plan_devices(
+        pipeline,
+        config,
+        "cpu" if device.is_cpu else "cuda",
+        lambda: {role: shape.parameters for role, shape in shapes.items() if role != "rollout"},
+    )
+    _check_divisible(plan, shapes)
+    return predict_plan(config, pipeline, plan, shapes, device, (limits, lengths))
+
+
+def predict_plan(
+    config: Config,
+    pipeline: BoundPipeline,
+    plan: Plan,
+    shapes: Mapping[str, ModelShape],
+    device: Device,
+    given: tuple[RunLimits | None, Lengths | None] = (None, None),
+) -> PredictedRun:
+    """The prediction for a plan that exists. given: what is known of the data; see `predict`."""
+    limits, lengths = given[0] or RunLimits(), given[1] or Lengths.of(config)
+    on_machine = 1 if is_one_process(config) else config.trainer.n_gpus_per_node
+    own = device.shared(min(on_machine, len(plan.ranks)))
+    times = _Times(config, plan, shapes, own, lengths)
+    return PredictedRun(
+        config,
+        plan,
+        own,
+        lengths,
+        worker_memory(plan, config, shapes, own),
+        tuple(_bars(times, pipeline)),
+        tuple(_channel_bytes(channel, pipeline, config, lengths) for channel in plan.channels),
+        times.sync_bytes,
+        run_steps(config, limits),
+    )
+
+
+def _check_divisible(plan: Plan, shapes: Mapping[str, ModelShape]) -> None:
+    for layout in plan.layouts:
+        shape, parts = shapes[layout.role], layout.sizes.tensor
+        for name in ("heads", "kv_heads", "intermediate"):
+            if (size := getattr(shape, name)) % parts and not (layout.role == "rollout" and name == "kv_heads"):
+                raise UserError(
+                    f"the {layout.role}'s model has {name} = {size}, which its tensor size {parts} does not divide"
+                )
+
+
+def _channel_bytes(channel: Channel, pipeline: BoundPipeline, config: Config, lengths: Lengths) -> float:
+    """Of a step: the columns that the source writes and the target reads."""
+    source, target = pipeline.node(channel.source).contract, pipeline.node(channel.target).contract
+    wanted = {canonical(name) for name in (*target.reads, *target.optional)}
+    columns = [pipeline.fields[name] for name in map(canonical, source.writes) if name in wanted]
+    samples = config.data.train_batch_size * samples_per_prompt(config)
+    return samples * sum(_column_bytes(column, lengths) for column in columns)
+
+
+def _column_bytes(column: Field, lengths: Lengths) -> float:
+    """Of one sample. Python values are texts of the response."""
+    tokens = {Axis.PROMPT: lengths.prompt, Axis.RESPONSE: lengths.response, Axis.SEQUENCE: lengths.sequence}
+    count = tokens[column.axis] if column.axis in TOKEN_AXES else 1.0
+    return count * _ITEMSIZE.get(column.dtype, 4) if column.dtype != "object" else lengths.response * _TEXT_BYTES
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of the parts of a step."""
+
+    config: Config
+    plan: Plan
+    shapes: Mapping[str, ModelShape]
+    device: Device
+    lengths: Lengths
+    samples: int = field(init=False)
+    itemsize: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.config.data.train_batch_size * samples_per_prompt(self.config))
+        is_whole = self.config.actor_rollout_ref.model.dtype == "float32"
+        object.__setattr__(self, "itemsize", 4 if is_whole else 2)
+
+    @property
+    def flops(self) -> float:
+        """Per second; float32 products of a GPU run on half of its bfloat16 units at most, without TF32 far fewer."""
+        return self.device.flops * COMPUTING * (0.07 if self.itemsize == 4 and not self.device.is_cpu else 1.0)
+
+    def generate(self) -> float:
+        """A batch of responses on all engines: prompts, then decoding at full concurrency, then ever fewer."""
+        shape, own = self.shapes["rollout"], sizes_of(self.plan, "rollout")
+        per_engine = ceil(self.samples / own.data)
+        running = min(running_responses(self.config, own.data), per_engine)
+        prompts = ceil(self.config.data.train_batch_size / own.data) * self.lengths.prompt
+        prefill = shape.forward_flops(prompts, self.lengths.prompt / 2, per_engine) / (self.flops * own.tensor)
+        full = max(0.0, (per_engine - running) * self.lengths.response / running)
+        seconds = prefill + full * self._decode_step(shape, running, self.lengths.sequence, own.tensor)
+        width = self.lengths.end / _SLICES
+        for place in range(_SLICES):
+            position = (place + 0.5) * width
+            active = max(1.0, running * self.lengths.running(position))
+            seconds += width * self._decode_step(shape, active, self.lengths.prompt + position, own.tensor)
+        return seconds
+
+    def _decode_step(self, shape: ModelShape, active: float, context: float, tensor: int) -> float:
+        """One token for each active response."""
+        touched = min(1.0, active * shape.active_experts / shape.experts) if shape.experts else 1.0
+        experts = shape.expert_weights * max(shape.experts, 1) * touched
+        weights = shape.layers * (shape.attention_weights + experts) + shape.head_weights
+        moved = self.itemsize * (weights + active * context * shape.kv_elements) / (self.device.bandwidth * DECODING)
+        computed = shape.forward_flops(active, context, active) / self.flops
+        reduced = 2 * shape.layers * active * shape.hidden * self.itemsize / self._link(tensor > 1, "rollout")
+        return max(moved, computed) / tensor + (tensor > 1) * reduced + shape.layers * _LAUNCH_S[self.device.is_cpu]
+
+    def node(self, node: BoundNode) -> float:
+        """A node of the training loop: of its engines; the rest takes no time here."""
+        updates = node.phase.startswith("train")
+        return sum(self._engine(role, updates) for role in node.engines)
+
+    def _engine(self, role: str, updates: bool) -> float:
+        shape, sizes = self.shapes[role], sizes_of(self.plan, role)
+        own = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
+        passes = own.ppo_epochs if updates and (is_rl(self.config) or role == "critic") else 1
+        checkpointed = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        tokens = self.samples * self.lengths.sequence * passes
+        times = (4 if checkpointed else 3) if updates else 1
+        logits = self.samples * self.lengths.response * passes if role in ("actor", "ref") else 0
+        flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)
+        computed = flops / (self.flops * sizes.num_devices)
+        micros = ceil(tokens / sizes.data / micro_tokens(self.config, role, sizes.data, self.device.is_cpu))
+        sent = self._sharding_bytes(role, updates) * micros / self._link(sizes.data > 1, role)
+        reduced = 4 * shape.layers * tokens / sizes.data * shape.hidden * self.itemsize * (1 + updates)
+        seconds = max(computed, sent) + (sizes.tensor > 1) * reduced / self._link(True, role, "tensor")
+        return seconds + (self._optimizer(role) if updates else 0.0)
+
+    def _sharding_bytes(self, role: str, updates: bool) -> float:
+        """Gathered weights and scattered gradients of a micro-batch, which overlap with computing."""
+        if not is_sharded(self.config) or shards_of(self.plan, self.config, role) == 1:
+            return 0.0
+        weights = self.shapes[role].parameters / sizes_of(self.plan, role).tensor
+        return weights * (self.itemsize * (1 + updates) + 4 * updates)
+
+    def _optimizer(self, role: str) -> float:
+        """All optimizer steps of a step: weights, gradients and moments are read, all but gradients written."""
+        shape, sizes = self.shapes[role], sizes_of(self.plan, role)
+        trained, parts = float(shape.parameters), shards_of(self.plan, self.config, role)
+        settings = self.config.actor_rollout_ref
+        if settings.model.lora_rank and role == "actor":
+            trained = adapter_weights(shape, settings.model.lora_rank)
+        own = self.config.critic if role == "critic" else settings.actor
+        seconds = 28 * trained / parts / (self.device.bandwidth * DECODING)
+        if own.fsdp_config.optimizer_offload and not self.device.is_cpu:
+            seconds += 16 * trained / parts / _HOST_LINK
+        if sizes.data > 1 and parts == sizes.tensor:  # whole weights on each: gradients are summed once
+            seconds += 8 * trained / self._link(True, role)
+        return seconds * optimizer_steps_a_step(self.config, "critic" if role == "critic" else "actor")
+
+    def _link(self, is_used: bool, role: str, axis: str = "data") -> float:
+        """Bytes per second between the ranks of a role along an axis; over the network if they span machines."""
+        layout = next((layout for layout in self.plan.layouts if layout.role == role), None)
+        ranks = layout.ranks if layout is not None and is_used else ()
+        if layout is not None and axis == "tensor":
+            ranks = layout.ranks[: layout.sizes.tensor]
+        machines = {self.plan.ranks[rank].node for rank in ranks}
+        return SENDING * (self.device.network if len(machines) > 1 else self.device.link)
+
+    @property
+    def sync_bytes(self) -> float:
+        """Of one weight sync, to all engines."""
+        if not self.plan.generates or "actor" not in self.shapes:
+            return 0.0
+        if not self._generates_elsewhere and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype):
+            return 0.0
+        engines = sizes_of(self.plan, "rollout").data
+        return self.shapes["rollout"].parameters * self.itemsize * engines
+
+    @property
+    def _generates_elsewhere(self) -> bool:
+        return any("rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks)
+
+    def sync(self) -> float:
+        """Engines receive at the same time."""
+        if not self.sync_bytes:
+            return 0.0
+        one = self.shapes["rollout"].parameters * self.itemsize
+        sharded = shards_of(self.plan, self.config, "actor") > 1
+        gathers = one / self._link(True, "actor") if sharded else 0.0
+        if not self._generates_elsewhere:
+            return gathers + one / (self.device.bandwidth * DECODING)
+        machines = len({rank.node for rank in self.plan.ranks})
+        return gathers + one / (SENDING * (self.device.network if machines > 1 else self.device.link))
+
+
+def _bars(times: _Times, pipeline: BoundPipeline) -> list[Bar]:
+    """A step in the steady state. Nodes begin when those before them are done and their ranks are free; ranks that only
+    generate work on the next step meanwhile, if samples may be stale."""
+    plan = times.plan
+    training = dp_groups_of(plan)
+    apart = tuple(rank.rank for rank in plan.ranks if "rollout" in rank.engines and not rank.training_nodes)
+    where = apart or next((g for g in training if plan.generates and "rollout" in plan.ranks[g[0]].engines), ())
+    generating = times.generate() if where else 0.0
+    overlaps = bool(apart) and times.config.async_.max_staleness > 0
+    start = 0.0 if overlaps else generating
+    bars = [] if not generating else [Bar(where, "generate", 0.0, generating)]
+    free = dict.fromkeys(training, start)
+    ends: dict[str, float] = {}
+    for node in (node for node in pipeline.training_nodes if node.engines):
+        ready = max((ends[dep] for dep in _before(node.node_id, pipeline) if dep in ends), default=start)
+        for group in (group for group in training if node.node_id in plan.ranks[group[0]].training_nodes):
+            begin = max(ready, free[group])
+            free[group] = begin + times.node(node)
+            bars.append(Bar(group, node.node_id, begin, free[group]))
+            ends[node.node_id] = max(ends.get(node.node_id, 0.0), free[group])
+    done, sync = max([start, *free.values()]), times.sync()
+    begin = max(done, generating) if overlaps else done
+    for ranks in dict.fromkeys((*training[:1], where)) if sync else ():
+        bars.append(Bar(ranks, "weight sync", begin, begin + sync))
+    return _with_waits(bars, [*training, *([apart] if apart else [])], overlaps)
+
+
+def _before(node_id: str, pipeline: BoundPipeline) -> set[str]:
+    """All nodes that it depends on."""
+    found: set[str] = set()
+    left = [node_id]
+    while left:
+        new = set(pipeline.node(left.pop()).deps) - found
+        found |= new
+        left += new
+    return found
+
+
+def _with_waits(bars: list[Bar], lanes: Sequence[tuple[int, ...]], overlaps: bool) -> list[Bar]:
+    """The bars, with those of what each lane waits for."""
+    end, waits = max((bar.end for bar in bars), default=0.0), list[Bar]()
+    for lane in lanes:
+        at = 0.0
+        for bar in [*sorted((b for b in bars if b.ranks == lane), key=lambda b: b.start), Bar(lane, "", end, end)]:
+            if bar.start > at + 1e-9:
+                others = [other for other in bars if other.ranks != lane and other.start < bar.start and other.end > at]
+                longest = max(others, key=lambda o: min(o.end, bar.start) - max(o.start, at), default=None)
+                cause = "the next step" if longest is None else f"{longest.what} on rank {longest.ranks[0]}"
+                if overlaps and longest is not None and longest.what == "generate":
+                    cause = "groups: generation is slower than training"
+                waits.append(Bar(lane, "wait", at, bar.start, cause))
+            at = max(at, bar.end)
+    return sorted([*bars, *waits], key=lambda bar: (bar.start, bar.ranks))
+
+
+Change = tuple[tuple[str, object], ...]
+"""Keys with new values."""
+
+
+def nearest_change(
+    run: PredictedRun, again: Callable[[Config], PredictedRun], with_change: Callable[[Change], Config | None]
+) -> Change | None:
+    """The first change of the config with which the run fits: one key where that suffices, cheapest in time first, then
+    several, then more devices; None if none does. with_change: the config with a change, checked; None if it is not
+    allowed."""
+
+    def predicted(config: Config | None) -> bool:
+        try:
+            return config is not None and again(config).fits
+        except UserError:
+            return False
+
+    def fits(change: Change) -> bool:  # checking a whole config takes longer than a prediction
+        return predicted(with_values(run.config, dict(change))) and predicted(with_change(change))
+
+    singles, joined = _changes(run), dict[str, object]()
+    changes = list(singles)
+    for change in singles:
+        joined |= change
+        changes.append(tuple(joined.items()))
+    found = next(filter(fits, [*changes, *_more_devices(run, joined)]), None)
+    for part in found or ():
+        rest = tuple(other for other in found or () if other != part)
+        found = rest if rest and fits(rest) else found
+    return found
+
+
+def _changes(run: PredictedRun) -> list[Change]:
+    """Changes of one key that need less memory and keep what is computed, cheapest in time first."""
+    settings, data = run.config.actor_rollout_ref, run.config.data
+    longest, found = data.max_prompt_length + data.max_response_length, list[Change]()
+    limit = settings.actor.ppo_max_token_len_per_gpu or (4096 if run.device.is_cpu else 16384)
+    while limit // 2 >= longest:
+        limit //= 2
+        found.append((("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", limit),))
+    if not settings.model.enable_gradient_checkpointing:
+        found.append((("actor_rollout_ref.model.enable_gradient_checkpointing", True),))
+    responses = settings.rollout.max_num_seqs
+    while responses > 16:
+        responses //= 2
+        found.append((("actor_rollout_ref.rollout.max_num_seqs", responses),))
+    if not run.device.is_cpu:
+        found.append((("actor_rollout_ref.rollout.free_cache_engine", True),))
+        for role in ("actor_rollout_ref.actor", "critic"):
+            if role != "critic" or "critic" in run.plan.ranks[-1].engines:
+                found += [((f"{role}.fsdp_config.{name}", True),) for name in ("optimizer_offload", "param_offload")]
+    return found
+
+
+def _more_devices(run: PredictedRun, others: Mapping[str, object]) -> list[Change]:
+    """Sharded weights on as many devices and on more, with and without the other changes."""
+    if run.config.trainer.allocation:
+        return []
+    found, trainer = list[Change](), run.config.trainer
+    nodes, size = trainer.nnodes, trainer.n_gpus_per_node
+    for step in range(10):
+        if step or nodes * size == 1:
+            nodes, size = (nodes, 2 * size) if size < 8 else (2 * nodes, size)
+        keys: dict[str, object] = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": size}
+        keys |= {"trainer.nnodes": nodes, "trainer.launcher": "ray"} if nodes > 1 else {}
+        keys |= {"trainer.launcher": "ray"} if trainer.launcher == "local" else {}
+        found += [tuple(keys.items()), tuple({**others, **keys}.items())]
+    return found

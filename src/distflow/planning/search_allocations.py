@@ -1,0 +1,134 @@
+"""Searches the allocation with the shortest steps among all that fit: which devices generate and train, by which
+engine, divided how."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
+from distflow.config import Config
+from distflow.config.keys.schema import with_values
+from distflow.errors import UserError, count_of
+from distflow.planning.predicted_run import PredictedRun
+
+AUTO = "auto"
+"""The value of `trainer.allocation` that asks for a search."""
+_TENSOR = (1, 2, 4, 8)
+_MOST_SPLITS = 64
+STRATEGY = "actor_rollout_ref.actor.strategy"
+RAY = (("trainer.launcher", "ray"),)
+"""What every allocation needs."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search varies. config: without an allocation. strategy: the train engine; None for all."""
+
+    config: Config
+    num_devices: int
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An allocation and what is predicted for it."""
+
+    text: str
+    run: PredictedRun
+
+    @property
+    def rank(self) -> tuple[float, bool, int, str]:
+        """The key by which candidates are ordered: shorter steps, then shared devices, then the shorter text."""
+        return round(self.run.step_seconds, 6), "+" in self.text, len(self.text), self.text
+
+    def line(self) -> str:
+        """The allocation, the time of its step by kind of work, and what waits."""
+        run = self.run
+        parts: dict[str, float] = {}
+        for bar in run.bars:
+            if not bar.why:
+                parts[bar.what] = max(parts.get(bar.what, 0.0), bar.seconds)
+        work = ", ".join(
+            f"{what} {seconds:.3g}" for what, seconds in parts.items() if seconds >= 0.005 * run.step_seconds
+        )
+        lanes = dict.fromkeys(bar.ranks for bar in run.bars if bar.why)
+        idle = "; ".join(f"rank {ranks[0]}{' ...' * (len(ranks) > 1)} idle {run.idle(ranks):.0%}" for ranks in lanes)
+        peak = f"{run.fullest.peak / 1e9:.1f} GB"
+        return f"{run.step_seconds:.3g} s  {self.text}  ({work}; {peak}{'; ' + idle if idle else ''})"
+
+
+@dataclass(frozen=True)
+class Search:
+    """best: by rank, at most ten. num_tried, num_fitting: of all."""
+
+    best: tuple[Candidate, ...]
+    num_tried: int
+    num_fitting: int
+
+    def why(self) -> str:
+        """Why the first is the first, as a sentence."""
+        first, *others = self.best
+        fits = f"{self.num_fitting} of {count_of(self.num_tried, 'allocation')} fit"
+        if not others:
+            return f"{first.text}: {fits}"
+        gain = others[0].run.step_seconds / first.run.step_seconds - 1
+        ahead = f"its step is {gain:.1%} shorter than the second's" if gain > 5e-4 else "it is as fast as the second"
+        bars = [bar for bar in first.run.bars if not bar.why]
+        longest = max(bars, key=lambda bar: bar.seconds)
+        return f"{first.text}: {fits}, and {ahead}; most of the time is {longest.what} ({longest.seconds:.3g} s)"
+
+
+def search_allocations(
+    choices: Choices, predict: Callable[[Config], PredictedRun], is_allowed: Callable[[str], bool]
+) -> Search:
+    """All allocations of the devices, or of many devices those whose shares are multiples of a 64th; the same config
+    gives the same result. predict: of a config with one. is_allowed: whether the config's rules accept it.
+
+    Raises UserError if none fits, with the one that lacks least.
+    """
+    tried = list(_candidates(choices, predict))
+    if not tried:
+        raise UserError(f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} devices")
+    fitting = sorted((each for each in tried if each.run.fits), key=lambda each: each.rank)
+    best = tuple(islice((each for each in fitting if is_allowed(each.text)), 10))
+    if best:
+        return Search(best, len(tried), len(fitting))
+    nearest = min(tried, key=lambda each: (each.run.fullest.peak, each.rank))
+    raise UserError(
+        f"trainer.allocation={AUTO}: none of {count_of(len(tried), 'allocation')} of {choices.num_devices} devices "
+        f"fits; the nearest is {nearest.text}, but {nearest.run.excess()}; `distflow plan` with it names a change that "
+        "fits"
+    )
+
+
+def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> Iterator[Candidate]:
+    for trainer, text in allocations(choices):
+        keys: dict[str, object] = {"trainer.allocation": text, STRATEGY: trainer, **dict(RAY)}
+        size = re.search(r"\[rollout\]:d\d+t(\d+)", text)
+        keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = int(size[1]) if size else 1
+        try:
+            yield Candidate(text, predict(with_values(choices.config, keys)))
+        except UserError:  # the pipeline, or the layers of a model, cannot be divided so
+            continue
+
+
+def allocations(choices: Choices) -> Iterator[tuple[str, str]]:
+    """(train engine, expression): generation and training on the same devices, or on separate ones in every proportion.
+    The rollout engine is the config's; train engines are those that are implemented."""
+    total, rollout = choices.num_devices, choices.config.actor_rollout_ref.rollout.name
+    trainers = [n for n, entry in TRAIN_ENGINES.items() if entry.target and choices.strategy in (None, n)]
+    unit = max(1, total // _MOST_SPLITS)
+    shares = [(total, total, "|"), *((split, total - split, "+") for split in range(unit, total, unit))]
+    for generating, training, sign in shares:
+        for own in _sizes(generating, ROLLOUT_ENGINES[rollout].sizes):
+            for trainer in (name for name in trainers if name != "fsdp" or training > 1):
+                for theirs in _sizes(training, TRAIN_ENGINES[trainer].sizes):
+                    yield trainer, f"{rollout}[rollout]:{own}{sign}{trainer}[actor]:{theirs}"
+
+
+def _sizes(num_devices: int, letters: str) -> Iterator[str]:
+    """Data and tensor sizes with that product, tensor parts within a machine."""
+    for tensor in _TENSOR if "t" in letters else (1,):
+        if num_devices % tensor == 0:
+            yield f"d{num_devices // tensor}" + (f"t{tensor}" if tensor > 1 else "")

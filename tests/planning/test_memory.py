@@ -1,0 +1,130 @@
+"""Memory by role, purpose and phase: amounts by hand, and constants that are those of the engines."""
+
+from dataclasses import replace
+
+import pytest
+
+from distflow.config import load_config
+from distflow.launch.model_and_engine_factories import shares_weights
+from distflow.launch.select_pipeline import bind
+from distflow.models import log_probs
+from distflow.planning import memory
+from distflow.planning.allocation_expression import follow_allocation
+from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.memory import WorkerMemory, activation_bytes, adapter_weights, worker_memory
+from distflow.planning.multi_device import plan_devices
+from distflow.runtime.weight_sync import sender
+from distflow.training import torch_engine
+
+SHAPE = ModelShape(64, 128, 3, 4, 2, 16, 1000, tied=False)
+GPU = Device("gpu", 1e12, 1e9, 1e9, 1e9, 1e9)
+CPU = replace(GPU, is_cpu=True)
+SIZES = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
+SIZES += ["data.max_prompt_length=10", "data.max_response_length=30", "actor_rollout_ref.model.path=llama-2-7b"]
+
+
+def workers(preset: str, *overrides: str, device: Device = GPU) -> tuple[WorkerMemory, ...]:
+    dtype = "actor_rollout_ref.model.dtype=bfloat16"
+    config = follow_allocation(load_config(preset, [*SIZES, dtype, *overrides], complete=False)).config
+    pipeline = bind(config)
+    shapes = dict.fromkeys(pipeline.engines, SHAPE)
+    plan = plan_devices(pipeline, config, "cuda", lambda: dict.fromkeys(shapes, SHAPE.parameters))
+    return worker_memory(plan, config, shapes, device)
+
+
+def item(worker: WorkerMemory, role: str, what: str, phase: memory.Phase, on_host: bool = False) -> float:
+    found = [i for i in worker.items if (i.role, i.what, i.on_host) == (role, what, on_host) and phase in i.phases]
+    return sum(i.num_bytes for i in found)
+
+
+def test_weights_gradients_and_moments_are_float32_and_the_engine_has_its_own_copy() -> None:
+    (worker,) = workers("grpo")
+    weights = SHAPE.parameters
+    assert item(worker, "actor", "weights", "generate") == 4 * weights
+    assert item(worker, "actor", "gradients", "update") == 4 * weights and not item(
+        worker, "actor", "gradients", "sync"
+    )
+    assert item(worker, "actor", "optimizer", "generate") == 8 * weights
+    assert item(worker, "ref", "weights", "update") == 4 * weights
+    assert item(worker, "rollout", "weights", "update") == 2 * weights
+    running = 8 * 2
+    assert item(worker, "rollout", "KV cache", "generate") == running * 40 * (2 * 3 * 2 * 16) * 2
+    (shared,) = workers("grpo", "actor_rollout_ref.model.dtype=float32")
+    assert not item(shared, "rollout", "weights", "generate")
+
+
+def test_a_critic_has_weights_and_moments_of_its_own_without_the_head() -> None:
+    (worker,) = workers("ppo")
+    assert item(worker, "critic", "optimizer", "generate") == 8 * (SHAPE.parameters - 1000 * 64)
+
+
+def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:
+    allocation = "trainer.allocation=vllm[rollout]:d2t2+fsdp[actor]:d4"
+    generating, training = workers("async_grpo", allocation, "trainer.launcher=ray")
+    assert (generating.ranks, training.ranks) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert item(training, "actor", "weights", "sync") == SHAPE.parameters
+    assert item(training, "actor", "optimizer", "sync") == 2 * SHAPE.parameters
+    assert item(generating, "rollout", "weights", "generate") == 2 * SHAPE.parameters / 2
+    assert item(generating, "actor", "buckets in flight", "sync", on_host=True) == 2 * sender.BUCKET_BYTES
+    assert not item(generating, "actor", "weights", "generate")
+
+
+def test_checkpointing_and_small_micro_batches_need_fewer_activations() -> None:
+    whole = activation_bytes(SHAPE, 4, 1, trains=True, checkpointed=False)
+    assert whole == 3 * (4 * 64 * 6 + 4 * (2 * 64 + 2 * 32 + 4 * 128))
+    assert activation_bytes(SHAPE, 4, 1, trains=True, checkpointed=True) == whole / 3 + 4 * 64 * 3
+    assert activation_bytes(SHAPE, 4, 1, trains=False, checkpointed=False) < whole / 3
+    (full,) = workers("grpo")
+    (small,) = workers("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=80")
+    assert item(small, "actor", "activations", "update") == item(full, "actor", "activations", "update") * 80 / (
+        4 * 2 * 40
+    )
+
+
+def test_offloaded_parts_are_on_the_host_outside_their_phase() -> None:
+    keys = [f"actor_rollout_ref.actor.fsdp_config.{name}=true" for name in ("param_offload", "optimizer_offload")]
+    (worker,) = workers("grpo", *keys)
+    assert not item(worker, "actor", "optimizer", "update") and not item(worker, "actor", "weights", "generate")
+    assert item(worker, "actor", "optimizer", "update", on_host=True) == 8 * SHAPE.parameters
+    assert item(worker, "actor", "weights", "generate", on_host=True) == 4 * SHAPE.parameters
+    assert item(worker, "actor", "optimizer", "optimizer") == 8 * SHAPE.parameters
+
+
+def test_an_adapter_has_gradients_and_moments_alone_and_the_reference_no_weights() -> None:
+    (worker,) = workers("grpo", "actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=true")
+    adapter = adapter_weights(SHAPE, 2)
+    assert adapter == 2 * 3 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 128))
+    assert item(worker, "actor", "optimizer", "sync") == 8 * adapter
+    assert item(worker, "actor", "weights", "sync") == 4 * (SHAPE.parameters + adapter)
+    assert not item(worker, "ref", "weights", "forward")
+
+
+def test_a_cache_too_large_for_what_an_update_left_comes_on_top_on_a_cpu() -> None:
+    lengths = ["data.max_response_length=30", "actor_rollout_ref.model.dtype=float32"]
+    (small,) = workers("grpo", *lengths, device=CPU)
+    (large,) = workers("grpo", *lengths, "data.train_batch_size=512", device=CPU)
+    assert not item(small, "process", "freed memory that is kept", "generate")
+    kept = item(large, "process", "freed memory that is kept", "generate")
+    assert kept == large.bytes_in("update") - sum(
+        i.num_bytes for i in large.items if "generate" in i.phases and "update" in i.phases
+    )
+
+
+def test_amounts_are_those_of_the_engines() -> None:
+    assert memory._BUCKET == sender.BUCKET_BYTES
+    assert memory._CHUNK == {"cpu": log_probs.CHUNK_ELEMENTS, "gpu": log_probs.CHUNK_ON_DEVICE}
+    source = torch_engine.TorchScorer.__post_init__.__code__.co_consts
+    assert set(memory._MICRO.values()) <= set(source)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        (["actor_rollout_ref.model.dtype=float32"], True),
+        (["actor_rollout_ref.model.dtype=bfloat16"], False),
+        (["actor_rollout_ref.model.dtype=float32", "async.max_staleness=1"], False),
+    ],
+)
+def test_the_launcher_shares_storage_by_the_same_rule(overrides: list[str], shares: bool) -> None:
+    config = load_config("grpo", [*SIZES, *overrides], complete=False).config
+    assert shares_weights(config) is shares

@@ -1,0 +1,127 @@
+"""The time line of a step: what overlaps, who waits for whom, and times that follow the amount of work."""
+
+from dataclasses import replace
+
+import pytest
+
+from distflow.config import RunLimits, load_config
+from distflow.config.keys.schema import with_values
+from distflow.errors import UserError
+from distflow.launch.select_pipeline import bind
+from distflow.planning.allocation_expression import follow_allocation
+from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.predicted_run import Lengths, PredictedRun, nearest_change, predict
+
+SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
+GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)
+SIZES = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=4"]
+SIZES += ["data.max_prompt_length=512", "data.max_response_length=512", "actor_rollout_ref.model.path=llama-2-7b"]
+SIZES += ["actor_rollout_ref.model.dtype=bfloat16"]
+APART = ["trainer.allocation=embedded:d2+fsdp:d2", "trainer.launcher=ray"]
+
+
+def run(preset: str, *overrides: str, device: Device = GPU, rows: int | None = None) -> PredictedRun:
+    config = follow_allocation(load_config(preset, [*SIZES, *overrides], complete=False)).config
+    pipeline = bind(config)
+    return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), device, RunLimits(rows))
+
+
+def seconds(found: PredictedRun, what: str) -> float:
+    return sum(bar.seconds for bar in found.bars if bar.what == what)
+
+
+def test_at_staleness_0_training_follows_generation_and_each_side_waits_for_the_other() -> None:
+    found = run("grpo", *APART, "actor_rollout_ref.actor.use_kl_loss=false")
+    ends = {bar.what: bar.end for bar in found.bars}
+    starts = {bar.what: bar.start for bar in found.bars}
+    assert starts["actor_train"] >= ends["generate"] and found.step_seconds == pytest.approx(ends["weight sync"])
+    waits = {bar.ranks: bar.why for bar in found.bars if bar.why}
+    assert waits[2, 3] == "generate on rank 0" and waits[0, 1] == "actor_train on rank 2"
+    assert found.idle((2, 3)) == pytest.approx(seconds(found, "generate") / found.step_seconds)
+
+
+def test_stale_samples_let_both_sides_work_at_once() -> None:
+    apart, together = run("async_grpo", *APART), run("async_grpo", *APART, "async.max_staleness=0")
+    generating, training = seconds(apart, "generate"), seconds(apart, "actor_train")
+    assert apart.step_seconds < together.step_seconds
+    assert apart.step_seconds >= max(generating, training)
+    assert seconds(together, "generate") == generating
+
+
+def test_independent_models_run_at_once_and_the_update_waits_for_both() -> None:
+    parts = "trainer.allocation=embedded:d1|torch[actor]:d1+torch[critic]:d1+torch[ref]:d1"
+    found = run("ppo", parts, "trainer.launcher=ray")
+    bars = {bar.what: bar for bar in found.bars if not bar.why}
+    values, scores = bars["compute_value"], bars["actor_old_log_prob"]
+    assert values.start == scores.start and values.ranks != scores.ranks
+    assert bars["actor_train"].start >= max(values.end, scores.end, bars["reference_log_prob"].end)
+
+
+def test_time_follows_the_work() -> None:
+    one = run("grpo")
+    assert seconds(run("grpo", "data.train_batch_size=128"), "actor_train") == pytest.approx(
+        2 * seconds(one, "actor_train"), rel=0.1
+    )
+    assert seconds(run("grpo", "actor_rollout_ref.actor.ppo_epochs=3"), "actor_train") == pytest.approx(
+        3 * seconds(one, "actor_train"), rel=0.1
+    )
+    slow = run("grpo", device=replace(GPU, flops=50e12))
+    assert seconds(slow, "actor_old_log_prob") == pytest.approx(2 * seconds(one, "actor_old_log_prob"))
+    checkpointed = run("grpo", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    assert seconds(checkpointed, "actor_train") == pytest.approx(4 / 3 * seconds(one, "actor_train"), rel=0.1)
+
+
+def test_a_matrix_product_bound_pass_takes_its_flops_at_the_share_of_the_peak() -> None:
+    found = run("grpo")
+    tokens, responses = 64 * 4 * 512, 64 * 4 * 256
+    flops = SHAPE.forward_flops(tokens, 256, responses)
+    by_hand = 2 * tokens * 12 * (1024 * 64 * 48 + 3 * 1024 * 4096) + 4 * 12 * 16 * 64 * tokens * 256
+    assert flops == by_hand + 2 * responses * 32000 * 1024
+    assert seconds(found, "actor_old_log_prob") == pytest.approx(flops / 40e12)
+
+
+def test_the_length_of_a_run_is_known_from_its_steps_or_its_rows() -> None:
+    assert run("grpo").hours is None and run("grpo").cost is None
+    by_steps = run("grpo", "trainer.total_training_steps=7", "cost.gpu_hour=3")
+    assert by_steps.hours == pytest.approx(7 * by_steps.step_seconds / 3600)
+    assert by_steps.cost == pytest.approx(3 * (by_steps.hours or 0))
+    assert run("grpo", "trainer.total_epochs=2", rows=640).steps == 20
+
+
+@pytest.mark.parametrize(("mean", "end", "cut"), [(100, 200, 0.0), (256, 512, 0.0), (384, 512, 0.5)])
+def test_responses_spread_around_their_mean(mean: float, end: float, cut: float) -> None:
+    lengths = Lengths(10, mean, 512)
+    assert lengths.end == end and lengths.running(end - 1e-6) == pytest.approx(cut, abs=1e-6)
+    count = 20000
+    assert sum(lengths.running((i + 0.5) * end / count) for i in range(count)) * end / count == pytest.approx(
+        mean, rel=1e-3
+    )
+
+
+def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
+    found = run("grpo", device=replace(GPU, memory=13e9))
+    assert not found.fits and "activations of the actor" in found.excess()
+    pipeline = bind(found.config)
+    shapes = dict.fromkeys(pipeline.engines, SHAPE)
+
+    def again(config: object) -> PredictedRun:
+        return predict(config, pipeline, shapes, found.device)
+
+    change = nearest_change(found, again, lambda change: with_values(found.config, dict(change)))
+    assert change is not None and len(change) == 1
+    assert again(with_values(found.config, dict(change))).fits
+    assert nearest_change(found, again, lambda change: None) is None
+
+
+def test_layers_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="intermediate = 4096, which its tensor size 3|heads = 16, which its tensor size 3"
+    ):
+        run("grpo", "trainer.allocation=vllm[rollout]:d1+fsdp[actor]:t3", "trainer.launcher=ray")
+
+
+def test_a_thousand_devices_are_planned() -> None:
+    found = run(
+        "async_grpo", "trainer.allocation=embedded:d512+fsdp:d512", "trainer.launcher=ray", "trainer.nnodes=128"
+    )
+    assert len(found.plan.ranks) == 1024 and [len(worker.ranks) for worker in found.workers] == [512, 512]
