@@ -98,9 +98,9 @@ def test_each_domain_has_its_own_loss_and_all_tokens_one_mean(mode: str) -> None
     (wanted,) = torch.autograd.grad(loss, weights)
     assert wanted.abs().max() > 1e-3
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-    assert sums["loss"] == pytest.approx(float(loss), rel=1e-9)
+    assert sums["loss"] == pytest.approx(loss.item(), rel=1e-9)
     for domain in ("code", "chat"):
-        own = sum(float(share) for row, share in shares.items() if batch["domain"][row] == domain)
+        own = sum(share.item() for row, share in shares.items() if batch["domain"][row] == domain)
         assert sums[f"pg_loss/{domain}"] == pytest.approx(own, rel=1e-9)
     assert {"domain", "advantages"} <= {*objective.reads} and "old_log_probs" in objective.optional
 
