@@ -403,7 +403,7 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert any(event["kind"] == "error" and error.__name__ in event["message"] for event in events)
     assert rollouts.run.status == "failed"
-    with pytest.raises(UserError, match="enter the rollouts first"):
+    with pytest.raises(UserError, match="the rollouts have ended"):
         rollouts.prepare_batch()
 
 

@@ -72,7 +72,7 @@ def test_a_cpu_has_threads_and_no_graphs(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"engine_kwargs": {"dtype": "half"}}, "engine_kwargs.vllm.dtype is the run's to set"),
-        ({"free_cache_engine": True}, "vLLM frees no memory on a CPU"),
+        ({"free_cache_engine": True}, "vLLM cannot free memory on a CPU"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_loaded(
