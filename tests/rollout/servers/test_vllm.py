@@ -128,7 +128,6 @@ VLLM_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 32, "hidden_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 32},
     "olmoe": {"hidden_size": 128},
-    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
 
 
