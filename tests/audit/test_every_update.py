@@ -4,7 +4,8 @@ updates is found at the first that it strikes, and nothing is said where there i
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from distflow.algorithms import objectives
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.audit_schedule import AuditSchedule, Depth
-from distflow.audit.record_calls_and_updates import striped
+from distflow.audit.record_calls_and_updates import GradientWatch, UpdateRecord, striped
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter
@@ -381,3 +382,28 @@ def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypa
     plant_from(monkeypatch, BEGIN, cut)
     with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(responses\): sample \S+ is trained on with the"):
         playground.run("grpo", *TWO)
+
+
+def test_a_step_that_another_watches_behind_a_skipped_one_is_no_change_from_outside() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    engine: Any = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    watch, loss = GradientWatch(engine), SimpleNamespace(outputs=())
+
+    def update(turn: int, moves: bool) -> UpdateRecord:
+        record = UpdateRecord("actor", engine, cast(Any, loss), cast(Any, None))
+        watch.begin(record, turn)
+        if moves:
+            model(torch.ones(2)).sum().backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        record.metrics = {"skipped": float(not moves)}
+        watch.end(record)
+        return record
+
+    update(1, moves=False)
+    with torch.no_grad():
+        model.weight.add_(1.0)  # the first step that is taken, which another watch has seen
+    assert not update(2, moves=True).changed
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert update(3, moves=True).changed == ["weight"]

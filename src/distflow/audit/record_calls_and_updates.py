@@ -387,6 +387,8 @@ class GradientWatch:
         """Call after the step, on all ranks that share the mini-batch."""
         while self._handles:
             self._handles.pop().remove()
+        if record.metrics.get("skipped"):  # it has no number: a step that another watches may have the next one
+            self._last = None
         for name, stripe in record.stripes.items():
             if not self._spread:
                 sums = self._group.sum(stripe.own)
