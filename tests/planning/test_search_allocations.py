@@ -14,7 +14,7 @@ from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import Choices, Search, search_allocations
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
-GPU = Device("gpu", 100e12, 1e12, 14e9, 100e9, 10e9)
+GPU = Device("gpu", 100e12, 1e12, 17e9, 100e9, 10e9)
 KEYS = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=4"]
 KEYS += ["data.max_prompt_length=512", "data.max_response_length=512", "actor_rollout_ref.model.path=llama-2-7b"]
 KEYS += ["actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.rollout.name=vllm", "trainer.launcher=ray"]
