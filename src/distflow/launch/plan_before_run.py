@@ -72,7 +72,8 @@ class RunPlanner:
 
     @cached_property
     def _searches(self) -> bool:
-        return load_config(self.preset, self.overrides, complete=False).config.trainer.allocation == AUTO
+        overrides = [*_on_devices(self.num_devices), *self.overrides]
+        return load_config(self.preset, overrides, complete=False).config.trainer.allocation == AUTO
 
     @cached_property
     def _loaded(self) -> Loaded:
