@@ -26,6 +26,7 @@ LONG = ["data.max_response_length=100", "actor_rollout_ref.actor.ppo_max_token_l
 RUNS = [
     ("23.7M", SMALL),
     ("23.7M", [*SMALL, "actor_rollout_ref.actor.use_kl_loss=true"]),
+    ("23.7M", [*SMALL, "actor_rollout_ref.model.enable_gradient_checkpointing=true"]),
     ("22.9M, vocabulary 32,000", SMALL),
     ("5.1M", LONG),
 ]

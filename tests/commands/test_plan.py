@@ -149,7 +149,7 @@ def test_a_number_of_devices_out_of_range_is_refused(number: str, capsys: pytest
 
 def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
-    words += ["data.train_files=builtin:arithmetic-rl"]
+    words += ["data.train_files=builtin:arithmetic-rl", "actor_rollout_ref.model.init=random"]
     plan = planned(capsys, *words, "--device", "cpu")
     best = plan["allocations"][0]["allocation"]
     assert len(plan["allocations"]) == 10 and plan["step"]["seconds"] == plan["allocations"][0]["step_seconds"]

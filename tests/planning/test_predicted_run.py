@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from distflow.config import RunLimits, load_config
-from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.select_pipeline import bind
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.predicted_run import Lengths, PredictedRun, nearest_change, predict
+from distflow.planning.predicted_run import Lengths, PredictedRun, predict
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)
@@ -96,21 +95,6 @@ def test_responses_spread_around_their_mean(mean: float, end: float, cut: float)
     assert sum(lengths.running((i + 0.5) * end / count) for i in range(count)) * end / count == pytest.approx(
         mean, rel=1e-3
     )
-
-
-def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
-    found = run("grpo", device=replace(GPU, memory=13e9))
-    assert not found.fits and "activations of the actor" in found.excess()
-    pipeline = bind(found.config)
-    shapes = dict.fromkeys(pipeline.engines, SHAPE)
-
-    def again(config: object) -> PredictedRun:
-        return predict(config, pipeline, shapes, found.device)
-
-    change = nearest_change(found, again, lambda change: with_values(found.config, dict(change)))
-    assert change is not None and len(change) == 1
-    assert again(with_values(found.config, dict(change))).fits
-    assert nearest_change(found, again, lambda change: None) is None
 
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:

@@ -11,10 +11,10 @@ from distflow.graph import BoundPipeline
 from distflow.launch.select_pipeline import bind
 from distflow.planning.known_models_and_devices import Device, ModelShape
 from distflow.planning.predicted_run import PredictedRun, predict
-from distflow.planning.search_allocations import Choices, Search, search_allocations
+from distflow.planning.search_allocations import Choices, Search, nearest_change, search_allocations
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
-GPU = Device("gpu", 100e12, 1e12, 14e9, 100e9, 10e9)
+GPU = Device("gpu", 100e12, 1e12, 17e9, 100e9, 10e9)
 KEYS = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=4"]
 KEYS += ["data.max_prompt_length=512", "data.max_response_length=512", "actor_rollout_ref.model.path=llama-2-7b"]
 KEYS += ["actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.rollout.name=vllm", "trainer.launcher=ray"]
@@ -91,3 +91,18 @@ def test_many_devices_are_split_in_64ths() -> None:
     found = Cluster("async_grpo", 128).search()
     assert all(int(each.text.partition(":d")[2].split("+")[0].split("t")[0]) > 0 for each in found.best)
     assert found.num_tried < 64 * 4 * 5 + 20
+
+
+def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
+    config = load_config("grpo", [key for key in KEYS if "vllm" not in key], complete=False).config
+    pipeline, small = bind(config), Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
+
+    def again(config: object) -> PredictedRun:
+        return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), small)  # type: ignore[arg-type]
+
+    found = again(config)
+    assert not found.fits and "activations of the actor" in found.excess()
+    change = nearest_change(found, again, lambda change: with_values(config, dict(change)))
+    assert change is not None and len(change) == 1
+    assert again(with_values(config, dict(change))).fits
+    assert nearest_change(found, again, lambda change: None) is None

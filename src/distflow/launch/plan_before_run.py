@@ -18,8 +18,17 @@ from distflow.import_target import placeholders
 from distflow.models.paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape, device_here, find_device, find_shape
-from distflow.planning.predicted_run import Change, Lengths, PredictedRun, nearest_change, predict
-from distflow.planning.search_allocations import AUTO, RAY, STRATEGY, Choices, Search, search_allocations
+from distflow.planning.predicted_run import Lengths, PredictedRun, predict
+from distflow.planning.search_allocations import (
+    AUTO,
+    RAY,
+    STRATEGY,
+    Change,
+    Choices,
+    Search,
+    nearest_change,
+    search_allocations,
+)
 
 _ON_MACHINE = 8  # devices
 _MOST_ROWS_BYTES = 32 * 2**20
@@ -72,7 +81,8 @@ class RunPlanner:
 
     @cached_property
     def _searches(self) -> bool:
-        return load_config(self.preset, self.overrides, complete=False).config.trainer.allocation == AUTO
+        overrides = [*_on_devices(self.num_devices), *self.overrides]
+        return load_config(self.preset, overrides, complete=False).config.trainer.allocation == AUTO
 
     @cached_property
     def _loaded(self) -> Loaded:

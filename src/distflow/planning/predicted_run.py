@@ -6,7 +6,7 @@ such work reaches on GPUs: 40 % of the peak in training (Llama 3, arXiv:2407.217
 memory's bandwidth in decoding, 70 % of a link. Rewards, validation and checkpoints take no time here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -19,7 +19,6 @@ from distflow.config.derived_settings import (
     optimizer_steps_a_step,
     run_steps,
 )
-from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
@@ -430,73 +429,3 @@ def _with_waits(bars: list[Bar], lanes: Sequence[tuple[int, ...]], overlaps: boo
                 waits.append(Bar(lane, "wait", at, bar.start, cause))
             at = max(at, bar.end)
     return sorted([*bars, *waits], key=lambda bar: (bar.start, bar.ranks))
-
-
-Change = tuple[tuple[str, object], ...]
-"""Keys with new values."""
-
-
-def nearest_change(
-    run: PredictedRun, again: Callable[[Config], PredictedRun], with_change: Callable[[Change], Config | None]
-) -> Change | None:
-    """The first change of the config with which the run fits: one key where that suffices, cheapest in time first, then
-    several, then more devices; None if none does. with_change: the config with a change, checked; None if it is not
-    allowed."""
-
-    def predicted(config: Config | None) -> bool:
-        try:
-            return config is not None and again(config).fits
-        except UserError:
-            return False
-
-    def fits(change: Change) -> bool:  # checking a whole config takes longer than a prediction
-        return predicted(with_values(run.config, dict(change))) and predicted(with_change(change))
-
-    singles, joined = _changes(run), dict[str, object]()
-    changes = list(singles)
-    for change in singles:
-        joined |= change
-        changes.append(tuple(joined.items()))
-    found = next(filter(fits, [*changes, *_more_devices(run, joined)]), None)
-    for part in found or ():
-        rest = tuple(other for other in found or () if other != part)
-        found = rest if rest and fits(rest) else found
-    return found
-
-
-def _changes(run: PredictedRun) -> list[Change]:
-    """Changes of one key that need less memory and keep what is computed, cheapest in time first."""
-    settings, data = run.config.actor_rollout_ref, run.config.data
-    longest, found = data.max_prompt_length + data.max_response_length, list[Change]()
-    limit = settings.actor.ppo_max_token_len_per_gpu or (4096 if run.device.is_cpu else 16384)
-    while limit // 2 >= longest:
-        limit //= 2
-        found.append((("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", limit),))
-    if not settings.model.enable_gradient_checkpointing:
-        found.append((("actor_rollout_ref.model.enable_gradient_checkpointing", True),))
-    responses = settings.rollout.max_num_seqs
-    while responses > 16:
-        responses //= 2
-        found.append((("actor_rollout_ref.rollout.max_num_seqs", responses),))
-    if not run.device.is_cpu:
-        found.append((("actor_rollout_ref.rollout.free_cache_engine", True),))
-        for role in ("actor_rollout_ref.actor", "critic"):
-            if role != "critic" or "critic" in run.plan.ranks[-1].engines:
-                found += [((f"{role}.fsdp_config.{name}", True),) for name in ("optimizer_offload", "param_offload")]
-    return found
-
-
-def _more_devices(run: PredictedRun, others: Mapping[str, object]) -> list[Change]:
-    """Sharded weights on as many devices and on more, with and without the other changes."""
-    if run.config.trainer.allocation:
-        return []
-    found, trainer = list[Change](), run.config.trainer
-    nodes, size = trainer.nnodes, trainer.n_gpus_per_node
-    for step in range(10):
-        if step or nodes * size == 1:
-            nodes, size = (nodes, 2 * size) if size < 8 else (2 * nodes, size)
-        keys: dict[str, object] = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": size}
-        keys |= {"trainer.nnodes": nodes, "trainer.launcher": "ray"} if nodes > 1 else {}
-        keys |= {"trainer.launcher": "ray"} if trainer.launcher == "local" else {}
-        found += [tuple(keys.items()), tuple({**others, **keys}.items())]
-    return found

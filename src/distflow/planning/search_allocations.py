@@ -1,8 +1,8 @@
 """Searches the allocation with the shortest steps among all that fit: which devices generate and train, by which
-engine, divided how."""
+engine, divided how. Also finds the nearest change with which a run fits that does not."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -132,3 +132,73 @@ def _sizes(num_devices: int, letters: str) -> Iterator[str]:
     for tensor in _TENSOR if "t" in letters else (1,):
         if num_devices % tensor == 0:
             yield f"d{num_devices // tensor}" + (f"t{tensor}" if tensor > 1 else "")
+
+
+Change = tuple[tuple[str, object], ...]
+"""Keys with new values."""
+
+
+def nearest_change(
+    run: PredictedRun, again: Callable[[Config], PredictedRun], with_change: Callable[[Change], Config | None]
+) -> Change | None:
+    """The first change of the config with which the run fits: one key where that suffices, cheapest in time first, then
+    several, then more devices; None if none does. with_change: the config with a change, checked; None if it is not
+    allowed."""
+
+    def predicted(config: Config | None) -> bool:
+        try:
+            return config is not None and again(config).fits
+        except UserError:
+            return False
+
+    def fits(change: Change) -> bool:  # checking a whole config takes longer than a prediction
+        return predicted(with_values(run.config, dict(change))) and predicted(with_change(change))
+
+    singles, joined = _changes(run), dict[str, object]()
+    changes = list(singles)
+    for change in singles:
+        joined |= change
+        changes.append(tuple(joined.items()))
+    found = next(filter(fits, [*changes, *_more_devices(run, joined)]), None)
+    for part in found or ():
+        rest = tuple(other for other in found or () if other != part)
+        found = rest if rest and fits(rest) else found
+    return found
+
+
+def _changes(run: PredictedRun) -> list[Change]:
+    """Changes of one key that need less memory and keep what is computed, cheapest in time first."""
+    settings, data = run.config.actor_rollout_ref, run.config.data
+    longest, found = data.max_prompt_length + data.max_response_length, list[Change]()
+    limit = settings.actor.ppo_max_token_len_per_gpu or (4096 if run.device.is_cpu else 16384)
+    while limit // 2 >= longest:
+        limit //= 2
+        found.append((("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", limit),))
+    if not settings.model.enable_gradient_checkpointing:
+        found.append((("actor_rollout_ref.model.enable_gradient_checkpointing", True),))
+    responses = settings.rollout.max_num_seqs
+    while responses > 16:
+        responses //= 2
+        found.append((("actor_rollout_ref.rollout.max_num_seqs", responses),))
+    if not run.device.is_cpu:
+        found.append((("actor_rollout_ref.rollout.free_cache_engine", True),))
+        for role in ("actor_rollout_ref.actor", "critic"):
+            if role != "critic" or "critic" in run.plan.ranks[-1].engines:
+                found += [((f"{role}.fsdp_config.{name}", True),) for name in ("optimizer_offload", "param_offload")]
+    return found
+
+
+def _more_devices(run: PredictedRun, others: Mapping[str, object]) -> list[Change]:
+    """Sharded weights on as many devices and on more, with and without the other changes."""
+    if run.config.trainer.allocation:
+        return []
+    found, trainer = list[Change](), run.config.trainer
+    nodes, size = trainer.nnodes, trainer.n_gpus_per_node
+    for step in range(10):
+        if step or nodes * size == 1:
+            nodes, size = (nodes, 2 * size) if size < 8 else (2 * nodes, size)
+        keys: dict[str, object] = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": size}
+        keys |= {"trainer.nnodes": nodes, "trainer.launcher": "ray"} if nodes > 1 else {}
+        keys |= {"trainer.launcher": "ray"} if trainer.launcher == "local" else {}
+        found += [tuple(keys.items()), tuple({**others, **keys}.items())]
+    return found
