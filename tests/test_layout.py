@@ -48,7 +48,8 @@ TABLES_OF_OPTIONS = (
 operands of a kernel."""
 DEBTS = {"lines": 79_953, "broad excepts": 30, "functions of more than 7 parameters": 2}
 """What may only become less: 54,400 lines, 3,800 of the audit, 4,600 of what the three systems have besides, 3,350 of
-the first hour, 5,100 of engines in servers and devices, 6,950 of episodes, 1,750 of plans; a broad except in two thousand lines."""
+the first hour, 5,100 of engines in servers and devices, 6,950 of episodes, 1,750 of plans; a broad except in two
+thousand lines."""
 MOST_MODULES = 422
 WITHOUT_TORCH = ("graph", "config", "scheduling", "planning", "observe")
 

@@ -27,15 +27,16 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Scalars of any devices and types as numbers, in their order: one transfer per device and type."""
+    """Scalars of any devices and types as numbers, in their order: one transfer per device."""
     numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    alike: dict[torch.device, dict[torch.dtype, list[tuple[int, Tensor]]]] = {}
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append((place, value.detach()))
-    for found in alike.values():
-        stacked = torch.stack([value for _, value in found]).double()
-        for (place, _), number in zip(found, stacked.tolist(), strict=True):
+            alike.setdefault(value.device, {}).setdefault(value.dtype, []).append((place, value.detach()))
+    for by_type in alike.values():
+        stacked = [torch.stack([value for _, value in same]).double() for same in by_type.values()]
+        places = [place for same in by_type.values() for place, _ in same]
+        for place, number in zip(places, torch.cat(stacked).tolist(), strict=True):
             numbers[place] = number
     return numbers
 

@@ -58,6 +58,7 @@ ELSEWHERE = {
     "data.skip_epochs": "tests/scheduling/test_skips.py",
     "data.solution_key": "tests/e2e/test_solutions.py",
     "data.broken_tests": "tests/e2e/test_solutions.py",
+    "cost.gpu_hour": "tests/planning/test_predicted_run.py",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/launch/test_make_spec.py",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "tests/launch/test_make_spec.py",
     "actor_rollout_ref.actor.fsdp_config.offload_policy": "tests/launch/test_model_and_engine_factories.py",

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.config.keys.trainer_async_dag import MARKERS, NODE_KEYS
+from distflow.config.keys.trainer_async_dag import NODE_KEYS, WITHOUT_FUNC
 from distflow.errors import UserError
 from distflow.graph import PipelineError
 from distflow.graph.graph_node import NODE_SETTINGS
-from distflow.graph.node_spec import MARKER_TYPES
+from distflow.graph.node_spec import CONFIGURING_TYPES, MARKER_TYPES
 from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
@@ -170,7 +170,7 @@ def test_a_marker_in_yaml_needs_no_function() -> None:
     )
     chosen = config("sft", f"dag.pipeline={nodes}")
     assert bind(chosen).node("fence").plane == "training"
-    assert set(MARKERS) == {kind.name for kind in MARKER_TYPES}
+    assert set(WITHOUT_FUNC) == {kind.name for kind in (*MARKER_TYPES, *CONFIGURING_TYPES)}
 
 
 def test_a_node_in_yaml_takes_what_add_node_does() -> None:

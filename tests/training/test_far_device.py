@@ -130,7 +130,7 @@ def test_all_weights_are_looked_at_in_one_read(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
     with FarDevice() as device:
         found = magnitudes(model.to(FAR).named_parameters())
-    assert device.reads == [(len(dict(model.named_parameters())),)]
+    assert device.reads == [(2 * len(dict(model.named_parameters())),)]  # the least and the largest of each
     assert found.keys() == dict(model.named_parameters()).keys()
 
 

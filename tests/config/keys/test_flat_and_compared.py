@@ -260,6 +260,9 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.workflow_kwargs": {"max_turns": 2},
     "actor_rollout_ref.rollout.agents": {"solver": {"max_tokens": 4}, "judge": {"trainable": False}},
     "algorithm.agent_rewards": "own",
+    "reward.limit_penalty.max_turns": 0.1,
+    "reward.limit_penalty.length": 0.2,
+    "reward.limit_penalty.context": 0.3,
     "actor_rollout_ref.rollout.engine_kwargs": {"vllm": {"max_model_len": 512}},
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",
@@ -337,7 +340,7 @@ def test_keys_that_exclude_others_can_be_set_too(name):
     if name.endswith("lora_merge"):
         keys["rollout"] = {"name": "vllm"}
     others = {}
-    if key == "agent_rewards":
+    if key == "agent_rewards" or "limit_penalty" in name:
         others["actor_rollout_ref"] = {"rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}}
     config = good(**{group: keys}, **others)
     assert name in {key for key, _, _ in diff(config, good())}
