@@ -123,7 +123,7 @@ class Setting:
         return f"micro-batches of {self.micro_batch}{added}"
 
 
-def ours(folder: Path, name: str, work: Work, steps: int, options: Sequence[str]) -> Run:
+def ours(folder: Path, name: str, work: Work, steps: int, options: Sequence[str] = ()) -> Run:
     found = train(folder, name, work, steps, *options)[1:]
     return _measured([step.seconds for step in found], [step.tokens for step in found])
 
@@ -144,7 +144,7 @@ def trl(folder: Path, work: Work, steps: int, setting: Setting) -> Run:
     return _measured([step["seconds"] for step in found], [step["tokens"] for step in found])
 
 
-def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool) -> list[Setting]:
+def settings_of_trl(name: str, folder: Path, work: Work, vllm: bool = False) -> list[Setting]:
     """Those that are worth their time, best first."""
 
     def cost(setting: Setting) -> float:

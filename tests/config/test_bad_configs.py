@@ -254,7 +254,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.kv_on_update",
         ("keep, recompute, abort",),
     ),
-    "sglang": ("grpo", [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ("remove", "top_k can")),
+    "sglang": ("grpo", [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ("remove", "top_k is")),
     "a server of an engine without one": (
         "grpo",
         [f"{ROLLOUT}.url=http://localhost:8000"],

@@ -461,11 +461,15 @@ FAULTS = {
     "the reference follows the policy": Fault(
         lambda patch: patch.setattr(build_engines, "build_reference", follow), "reference", (*KL, *FAST)
     ),
-    "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "reward_results"),
+    "rewards to the next sample": Fault(
+        attribute(router.RewardRouter, "__call__", next_sample), "reward_results|advantages"
+    ),
     "rewards in order of arrival": Fault(
         attribute(RewardPool, "call", in_order_of_arrival), "reward_results", ("grpo", "trust.check_rewards=false")
     ),
-    "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "reward_results"),
+    "a neighbour's text": Fault(
+        attribute(router.RewardRouter, "__call__", neighbours_text), "reward_results|advantages"
+    ),
     "a neighbour's accuracy": Fault(
         attribute(router.RewardRouter, "__call__", neighbours_accuracy), "has the accuracy", ("dapo",)
     ),

@@ -50,7 +50,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's warning in a notebook without widgets
         from distflow.launch.make_spec import make_spec
-        from distflow.launch.user_code_trust import try_users_code
+        from distflow.launch.trial_of_algorithms import try_users_code
     _write(inputs, loaded.config)
     try:
         spec = make_spec(loaded, say)

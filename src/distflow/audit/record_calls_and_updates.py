@@ -28,7 +28,7 @@ STRIPE = 256
 NUM_STRIPES, NUM_MOVED = 4, 64
 """Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
 MAX_STRIPED = 2**24
-VALUE_COLUMNS = ("response_mask", "loss_mask", "values", "returns")
+VALUE_COLUMNS = ("response_mask", "valid", "loss_mask", "values", "returns")
 NUM_DROPPED = 8
 
 

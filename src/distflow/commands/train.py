@@ -89,7 +89,7 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
         with importing():
             from distflow.launch.configured_models import predicted_line
             from distflow.launch.make_spec import make_spec
-            from distflow.launch.user_code_trust import try_users_code
+            from distflow.launch.trial_of_algorithms import try_users_code
             from distflow.runtime.spec import LaunchOptions
 
             launch = cast("Launch", load(launch_target(runs[0].config)))

@@ -20,10 +20,14 @@ from distflow.errors import UserError
 from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.fields import STANDARD_FIELDS, Axis, find_field
 from distflow.import_target import innermost, is_ours
+from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.advantages import NotFinite
+from distflow.pipelines.nodes.workflow_trial import try_workflow
 from distflow.runtime.compiled_node import NodeContext, compile_steps
+from distflow.runtime.rollout_services import try_rewards
 from distflow.runtime.run_errors_and_limits import NodeError, output_error, users_place
+from distflow.runtime.spec import Spec
 from distflow.training.engine import OneRank
 
 MISTAKES = (NameError, AttributeError, ImportError)
@@ -43,6 +47,12 @@ def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
         found = [note for each in parts for key, own in each.items() if (note := _try_loss(own, key))]
         _try_nodes(config, pipeline)
     return found + _unread(pipeline.nodes)
+
+
+def try_users_code(spec: Spec) -> list[str]:
+    """Notes on the user's reward functions and workflow, called on the first rows before anything is loaded. Raises
+    UserError for what a run could not use."""
+    return [*try_rewards(spec), *try_workflow(spec, tokenizer_loader(spec.config))]
 
 
 def _keys_of(domains: Mapping[str, PolicyObjective]) -> dict[str, PolicyObjective]:

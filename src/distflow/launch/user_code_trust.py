@@ -24,10 +24,7 @@ from distflow.config.derived_settings import (
 from distflow.data.sources import is_function
 from distflow.errors import UserError
 from distflow.import_target import innermost, is_pickled, load
-from distflow.launch.configured_models import tokenizer_loader
 from distflow.models.paths import code_of
-from distflow.pipelines.nodes.workflow_trial import try_workflow
-from distflow.runtime.rollout_services import try_rewards
 from distflow.runtime.spec import Spec
 
 TRUST_CODE = "--trust-code"
@@ -167,9 +164,3 @@ def _can_be_imported(module: str) -> bool:
     except (ImportError, ValueError):  # a module without a spec was created at run time
         return False
     return found is not None and found.origin is not None
-
-
-def try_users_code(spec: Spec) -> list[str]:
-    """Notes on the user's reward functions and workflow, called on the first rows before anything is loaded. Raises
-    UserError for what a run could not use."""
-    return [*try_rewards(spec), *try_workflow(spec, tokenizer_loader(spec.config))]
