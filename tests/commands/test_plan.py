@@ -94,6 +94,7 @@ def test_text_json_and_page_say_the_same(tmp_path: Path, capsys: pytest.CaptureF
     assert "async_grpo" not in html or "fits" in html
     embedded = json.loads(html.split('id="data">')[1].split("</script>")[0])
     assert [worker["title"] for worker in embedded["memory"]] == ["4 ranks from 0", "4 ranks from 4"]
+    assert {"rollout_actor"} < {dep for node in embedded["pipeline"] for dep in node["deps"]}  # which are its arrows
     assert embedded["timelines"][0]["seconds"] == plan["step"]["seconds"]
     assert "src=" not in html and "$" not in html.split("</style>")[1].split("<script")[0]
 

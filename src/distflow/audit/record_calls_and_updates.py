@@ -101,12 +101,8 @@ class GroupRecords:
         that were complete before the step's last one, should come before it, and still wait."""
         kept = {number: record.prompt_group for number, record in dict(self._kept).items()}  # in order of completion
         places = {number: place for place, number in enumerate(kept)}
-        taken, last = (
-            {number: self._kept.pop(number) for number in group_ids if number in kept},
-            dict[str, PromptGroup](),
-        )
-        for group in sorted((kept[number] for number in taken), key=_urgency):
-            last[group.stream] = group
+        taken = {number: self._kept.pop(number) for number in group_ids if number in kept}
+        last = {group.stream: group for group in sorted((kept[number] for number in taken), key=_urgency)}
         left = [
             (group, last[group.stream])
             for number, group in kept.items()

@@ -81,7 +81,7 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
         shown = run.plan.groups[:_MOST_LISTED]
         for group in shown:
             uses = ", ".join(f"{role} {axis}" for role, axis in group.uses)
-            yield f"  {group.name}: ranks {_ranks(group.ranks)} ({uses})"
+            yield f"  {group.name}: {_ranks(group.ranks)} ({uses})"
         if len(shown) < len(run.plan.groups):
             yield f"  and {len(run.plan.groups) - len(shown):,} more (--json lists them)"
     yield "\nchannels, bytes of a step"
@@ -93,9 +93,9 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
     yield f"\ntime line of a step of {run.step_seconds:.3g} s"
     for bar in run.bars:
         what = f"waits for {bar.why}" if bar.why else bar.what
-        yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  ranks {_ranks(bar.ranks)}: {what}"
+        yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  {_ranks(bar.ranks)}: {what}"
     for ranks in dict.fromkeys(bar.ranks for bar in run.bars if bar.why):
-        yield f"  ranks {_ranks(ranks)} are idle for {run.idle(ranks):.0%} of it"
+        yield f"  {_ranks(ranks)}: idle for {run.idle(ranks):.0%} of it"
     yield from _whole_run(planner)
 
 
@@ -104,7 +104,7 @@ def _graph(planner: "RunPlanner") -> Iterator[str]:
         ranks = tuple(r.rank for r in planner.run.plan.ranks if node.node_id in (*r.rollout_nodes, *r.training_nodes))
         engines = f", {' and '.join(node.engines)}" if node.engines else ""
         after = f" after {', '.join(node.deps)}" if node.deps else ""
-        yield f"{node.node_id} ({node.plane}{engines}) on ranks {_ranks(ranks)}{after}"
+        yield f"{node.node_id} ({node.plane}{engines}) on {_ranks(ranks)}{after}"
 
 
 def _memory(planner: "RunPlanner") -> Iterator[str]:
@@ -112,7 +112,7 @@ def _memory(planner: "RunPlanner") -> Iterator[str]:
     for worker in run.workers:
         share = worker.peak / run.device.memory
         fullest = f"{_bytes(worker.peak)} in '{worker.peak_phase}', {share:.0%} of a {run.device.name}"
-        yield f"\nmemory of ranks {_ranks(worker.ranks)}: {fullest}"
+        yield f"\nmemory of {_ranks(worker.ranks)}: {fullest}"
         for item in sorted(worker.items, key=lambda item: -item.num_bytes):
             where = ", in host memory" if item.on_host else ""
             yield f"  {_bytes(item.num_bytes):>9}  {item.role} {item.what} ({item.when}{where})"
@@ -136,9 +136,11 @@ def _whole_run(planner: "RunPlanner") -> Iterator[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ", ".join(map(str, ranks[:_MOST_LISTED])) + (", ..." if len(ranks) > _MOST_LISTED else "")
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks[:_MOST_LISTED])) + (", ..." if len(ranks) > _MOST_LISTED else "")
 
 
 def _bytes(number: float) -> str:

@@ -284,7 +284,7 @@ def drawn_nodes(listed: JSON, steps: Steps) -> list[dict[str, Any]]:
 
 def _node(node: Mapping[str, JSON], steps: Steps) -> dict[str, Any]:
     texts = {key: str(node.get(key, "")) for key in ("name", "role", "plane", "phase")}
-    lists = {key: value if isinstance(value := node.get(key), list) else [] for key in _NODE_LISTS}
+    lists = {key: value if isinstance(value := node.get(key), list | tuple) else [] for key in _NODE_LISTS}
     names = {key: [item for item in found if isinstance(item, str)] for key, found in lists.items()}
     timing = f"timing_s/{texts['phase']}"
     times = [values[timing] for values in steps.values() if timing in values and texts["plane"] == "training"]
