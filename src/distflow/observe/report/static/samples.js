@@ -4,7 +4,6 @@ const PAGE_ROWS = 20;
 const MAX_DOTS = 32;
 
 const rewards = (group) => group.responses.map((response) => response.score).filter((score) => typeof score === "number");
-const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 const isTruncated = (response) => ["length", "context"].includes(response.finish_reason);
 
 const prompts = (group) => String(group.prompt ?? "");

@@ -84,3 +84,4 @@ function swatch(color, label, extra) {
   node.style.setProperty("--c", color);
   return node;
 }
+const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
