@@ -329,9 +329,9 @@ def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatc
         return complete[-wanted:] if len(complete) >= 2 * wanted else None
 
     monkeypatch.setattr(DomainQueue, "first", the_last_of_eight)
-    with pytest.raises(
-        TrustError, match=r"step 1 found \(groups\): the step has group 7 \(issued at version 0\), though"
-    ):
+    # A busy machine has more groups complete by then: which is the last depends on its load.
+    says = r"step 1 found \(groups\): the step has group \d+ \(issued at version 0\), though"
+    with pytest.raises(TrustError, match=says):
         playground.run("async_grpo", *TWO, "async.max_staleness=2")
 
 
