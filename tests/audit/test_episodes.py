@@ -13,7 +13,7 @@ from distflow.environments import environment_workflow
 from distflow.environments.turn_encoding import TurnTokens
 from distflow.environments.user_process import UserProcess
 from distflow.errors import TrustError
-from distflow.pipelines.nodes import rollout_reward_filter
+from distflow.pipelines.nodes import rollout_reward_filter, workflow_rollout
 from distflow.rewards.router import RewardRouter
 from distflow.scheduling.curriculum_and_difficulty_filter import Skips
 from tests.e2e.runs import REWARD, Playground
@@ -178,3 +178,30 @@ def test_rows_that_are_skipped(tmp_path: Path, monkeypatch: Patch, is_wrong: boo
     with pytest.raises(TrustError, match=r"found \(skipped_rows\)") if is_wrong else nullcontext():
         run = ground.run("grpo", "data.skip_outside=[0.3,0.7]", "trainer.total_training_steps=6")
         assert run.metrics()[-1]["async/rejected"] > 0 and not run.notes("warning")
+
+
+@pytest.mark.slow
+def test_a_checker_that_is_paid_for_an_error(tmp_path: Path, monkeypatch: Patch) -> None:
+    playground, original = Playground(tmp_path), workflow_rollout._Episodes._by_agent
+    keys = ("data.max_response_length=40", "data.max_prompt_length=100", "trainer.total_training_steps=1")
+    assert playground.run("multi_agent", *keys, name="healthy").notes("error") == []
+
+    def planted(self: Any, chat: Any, returned: Any) -> Any:
+        return original(self, chat, {**returned, "checker": 1.0 - returned["checker"]})
+
+    monkeypatch.setattr(workflow_rollout._Episodes, "_by_agent", planted)
+    with pytest.raises(TrustError, match=r"\(episodes\): the checker of sample \S+ earned"):
+        playground.run("multi_agent", *keys, name="planted")
+
+
+@pytest.mark.slow
+def test_replies_with_more_tokens_than_were_asked_for(tmp_path: Path, monkeypatch: Patch) -> None:
+    playground, original = Playground(tmp_path), workflow_rollout._Requests.ask
+    (tmp_path / "flows.py").write_text(PAID)
+
+    async def planted(self: Any, index: int, fork: str, prompt: Any, most: int, *more: Any) -> Any:
+        return await original(self, index, fork, prompt, most + 1, *more)
+
+    monkeypatch.setattr(workflow_rollout._Requests, "ask", planted)
+    with pytest.raises(TrustError, match=r"\(episodes\): a reply of sample \S+ has 5 tokens, but the workflow asked"):
+        playground.run("grpo", f"{WORKFLOW}={tmp_path}/flows.py:scored", *SHORT)

@@ -2,6 +2,7 @@
 updates is found at the first that it strikes, and nothing is said where there is none."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards.router import RewardRouter
+from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded import sampler
 from distflow.runtime import worker
 from distflow.runtime.validation import ValidationRunner
@@ -52,6 +54,24 @@ def found(playground: Playground, patch: Patch, plant: Plant, preset: str, *more
 
 def never_cleared(patch: Patch) -> None:
     patch.setattr(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: None)
+
+
+@slow
+def test_gradients_that_are_kept_where_no_look_is_made(playground: Playground, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
+    found(playground, monkeypatch, never_cleared, "grpo", says=r"gradients\): .* began with gradients left over")
+
+
+@slow
+def test_accepted_groups_without_those_that_wait(playground: Playground, monkeypatch: Patch) -> None:
+    original = worker.group_metrics
+
+    def only_consumed(counts: Any, *more: Any) -> dict[str, float]:
+        return original(counts, *more) | {"async/accepted": float(counts.consumed)}
+
+    monkeypatch.setattr(worker, "group_metrics", only_consumed)
+    with pytest.raises(TrustError, match=r"\(metrics\): the metric async/enqueued is reported as"):
+        playground.run("async_grpo", *TWO)
 
 
 def never_clipped(patch: Patch) -> None:
@@ -289,6 +309,35 @@ def test_groups_that_a_filter_drops_though_their_scores_differ(playground: Playg
     plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(rollout_reward_filter, "drop_reason", drops_close_ones))
     with pytest.raises(TrustError, match=r"found \(dropped\): group \d+ was dropped for one score on all its samples"):
         playground.run("grpo", *TWO, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+
+
+@slow
+def test_groups_that_a_filter_keeps_though_their_scores_are_equal(playground: Playground, monkeypatch: Patch) -> None:
+    playground.write_reward("def compute_score(solution_str):\n    return float(len(set(solution_str)) % 2)\n")
+
+    def keeps_all(patch: Patch) -> None:
+        patch.setattr(rollout_reward_filter, "drop_reason", lambda *more: None)
+
+    plant_from(monkeypatch, BEGIN, keeps_all)
+    filters = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2")
+    with pytest.raises(
+        TrustError, match=rf"step {BEGIN + 2} found \(groups\): group \d+ was kept, but all its samples"
+    ):
+        playground.run("grpo", *TWO, *filters)
+
+
+@slow
+@pytest.mark.parametrize("ends", [True, False])
+def test_responses_that_continue_after_a_stop_string(playground: Playground, monkeypatch: Patch, ends: bool) -> None:
+    original = embedded.finish_reason
+
+    def misses_strings(ids: list[int], params: Any, tokenizer: Any) -> Any:
+        return original(ids, params if ends else replace(params, stop=()), tokenizer)
+
+    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(embedded, "finish_reason", misses_strings))
+    says = rf"step {BEGIN + 2} found \(responses\): sample \S+ continues after a string of rollout.stop"
+    with nullcontext() if ends else pytest.raises(TrustError, match=says):
+        playground.run("grpo", *TWO, "actor_rollout_ref.rollout.stop=[a, b, c, d, e, f, g, h, 'i', j, k]")
 
 
 @slow

@@ -10,6 +10,7 @@ from distflow.audit import optimizer_steps, rollout_engine
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_events
 from distflow.rollout.embedded import host_steps as embedded
+from distflow.rollout.embedded import sampler
 from distflow.rollout.embedded import scheduler as sequences
 from tests.e2e.runs import Playground
 
@@ -76,3 +77,34 @@ def test_another_distribution_is_an_alarm(rough: Playground, monkeypatch: pytest
     monkeypatch.setattr(embedded, "sample", sharper)
     with pytest.raises(TrustError, match=r"\(draws\): \d+ of \d+ tokens are not what"):
         rough.run("grpo", *BFLOAT16)
+
+
+def without_prompts(sequences_drawn: list[sequences.Sequence]) -> sequences.DrawInputs:
+    """The inputs of draws whose penalty does not reach the tokens of the prompt."""
+    inputs = sequences.draw_inputs(sequences_drawn)
+    return inputs._replace(contexts=[tuple(sequence.token_ids) for sequence in sequences_drawn])
+
+
+def of_the_policy(logits: Any, rows: Any) -> Any:
+    """Draws that report the policy's log-probs as those of the distribution that they were drawn from."""
+    drawn = sampler.sample(logits, rows)
+    return drawn._replace(sampling_log_probs=drawn.rollout_log_probs)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "says"),
+    [
+        ("draw_inputs", without_prompts, r"\(draws\): \d+ of \d+ tokens are not what"),
+        ("sample", of_the_policy, r"\(draws\): sampling_log_probs of token \d+ of sample \S+ is"),
+    ],
+)
+def test_penalties_and_the_log_probs_of_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, planted: Any, says: str
+) -> None:
+    playground, law = Playground(tmp_path), ("rollout.repetition_penalty=1.5", "rollout.top_k=20", "rollout.top_p=0.9")
+    keys = (*(f"actor_rollout_ref.{key}" for key in law), "trainer.total_training_steps=2")
+    (first, *_) = playground.run("grpo", *keys, name="healthy").audits()
+    assert "draws" in first["proven"]
+    monkeypatch.setattr(embedded, name, planted)
+    with pytest.raises(TrustError, match=says):
+        playground.run("grpo", *keys, name="planted")

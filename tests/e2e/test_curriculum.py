@@ -187,8 +187,18 @@ def test_shares_that_are_not_those_of_the_groups_are_found(
         ground.run("grpo", *learnable(ground), name=fault.__name__)
 
 
+@pytest.mark.slow
+def test_what_a_curriculum_is_told_of_several_steps_is_found(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts_one_domain(monkeypatch)
+    with pytest.raises(TrustError, match=r"the audit of step 2 found \(curriculum\): .*was told"):
+        ground.run("grpo", *learnable(ground, "data.curriculum.every=2"), name="of-several-steps")
+
+
 HEALTHY = {
     "plain": (),
+    "every-two": ("data.curriculum.every=2",),
     "ahead": ("async.max_staleness=2",),
     "filtered": ("data.curriculum.every=2", "algorithm.filter_groups.enable=true"),
 }

@@ -26,7 +26,15 @@ from distflow.audit.rollout_engine import (
     audit_weights,
     remember_marked,
 )
-from distflow.audit.samples import audit_groups, audit_masks, audit_responses, audit_rows, audit_turns, remember_domains
+from distflow.audit.samples import (
+    audit_groups,
+    audit_kept,
+    audit_masks,
+    audit_responses,
+    audit_rows,
+    audit_turns,
+    remember_domains,
+)
 from distflow.audit.validation import audit_validation
 
 REMEMBERED_BEFORE = (token_level_rewards.remember_rewards, remember_domains, remember_trained, remember_marked)
@@ -76,11 +84,16 @@ AFTER: tuple[Check, ...] = (
 )
 """Run at the step's end."""
 
-OF_EVERY_STEP: tuple[Check, ...] = (replace(audit_advantages, run=rescored_samples.audit_ranks),)
-"""Run at the end of every step that is not audited: on one group, what its scores made of its advantages."""
+OF_EVERY_STEP: tuple[Check, ...] = (
+    replace(audit_advantages, run=rescored_samples.audit_ranks),
+    replace(optimizer_steps.audit_gradients, run=optimizer_steps.audit_leftover),
+)
+"""Run at the end of every step that is not audited: what the scores of one group made of its advantages, and whether
+an update began with gradients of another."""
 
 OF_MOST_STEPS: tuple[Check, ...] = (
     replace(audit_responses, run=audit_rows),
+    replace(audit_groups, run=audit_kept),
     replace(optimizer_steps.audit_mini_batches, run=optimizer_steps.audit_each_sample_once),
     replace(optimizer_steps.audit_optimizer, run=optimizer_steps.audit_learning_rates),
     optimizer_steps.audit_gradients,
@@ -90,17 +103,15 @@ OF_MOST_STEPS: tuple[Check, ...] = (
     replace(rescored_samples.audit_dropped, run=rescored_samples.audit_dropped_values),
     replace(audit_metrics, run=audit_step_metrics),
 )
-"""Checks that are cheap enough for most steps: rows of groups, mini-batches, learning rates, sum and norm of each
-gradient, terms of each loss, sums of scores, mean and variance of whitened advantages, dropped groups, and metrics of
-samples and updates."""
+"""Checks that are cheap enough for most steps: rows and filter of groups, mini-batches, learning rates, sum and norm of
+each gradient, terms of each loss, sums of scores, mean and variance of whitened advantages, dropped groups, and metrics
+of samples and updates."""
 
 OF_LOOKS: tuple[Check, ...] = (*OF_MOST_STEPS[:-1], audit_metrics)
 """The same for steps with a look."""
 
 LOOK_AFTER = tuple(
-    check
-    for check in AFTER
-    if check.name not in ("groups", "dropped", "user_code", "mini-batches", "metrics", "samples")
+    check for check in AFTER if check.name not in ("groups", "dropped", "user_code", "mini-batches", "metrics")
 )
 """Run at the end of steps that are not audited, on a few groups and one update of each model."""
 

@@ -215,7 +215,9 @@ class Auditor:
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
             elif self._schedule.frequency > 0:
-                self._check(all_checks.OF_EVERY_STEP, replace(taken))
+                every = replace(taken)
+                every.updates = taken.updates
+                self._check(all_checks.OF_EVERY_STEP, every)
                 if self._looks:
                     self._look_after(taken, metrics)
         self._tell(taken.step)
@@ -272,9 +274,10 @@ class Auditor:
                 self._count(self._check(all_checks.LOOK_BEFORE, self._look))
         if self._look is None or number != drawn_update(taken, role):
             taken.updates.append(UpdateRecord(role, engine, loss, batch))
+            if role not in self._gradients:
+                self._gradients[role] = GradientWatch(engine)
+            taken.updates[-1].leftover = self._gradients[role].leftover()
             if self._looks:
-                if role not in self._gradients:
-                    self._gradients[role] = GradientWatch(engine)
                 loss = self._gradient = self._gradients[role]
                 self._gradient.begin(taken.updates[-1], self._updates.get(role, 0))
                 if changed := taken.updates[-1].changed:

@@ -346,7 +346,7 @@ def audit_curriculum(recorded: RecordedStep) -> str | None:
             past["means"][name] = smoothing * past["means"].get(name, now) + (1 - smoothing) * now
     if recorded.run.ranks.size == 1:
         _check_groups(recorded, past["due"])
-        _check_measured(recorded)
+        _check_measured(recorded, past)
     if (recorded.step + 1) % data.curriculum.every == 0:
         worth = {name: weight * max(past["means"].get(name, 0.25), 0.05) for name, weight in weights.items()}
         past["changes"].append([recorded.step + 1 + data.max_staleness, _normal(worth)])
@@ -369,19 +369,23 @@ def _check_groups(recorded: RecordedStep, due: Mapping[str, float]) -> None:
                 raise Wrong(f"domain '{name}' {had}, but by its shares in all steps {wanted:.1f}")
 
 
-def _check_measured(recorded: RecordedStep) -> None:
-    data = recorded.run.spec.data
-    config = recorded.run.spec.config
+def _check_measured(recorded: RecordedStep, past: dict[str, Any]) -> None:
+    """past: among others `told`, by domain the sum of p · (1 - p) over the groups since the last change of shares, and
+    their number."""
+    data, config = recorded.run.spec.data, recorded.config
     filters = filters_groups(config) or config.algorithm.filter_groups.should_accept
-    ahead = data.max_staleness or data.oversampling or filters
-    if ahead or data.curriculum is None or data.curriculum.every != 1:
+    if data.max_staleness or data.oversampling or filters or data.curriculum is None:
         return
-    rights = dict[str, list[float]]()
+    told = past.setdefault("told", {})
     for group in by_group_of(recorded.samples).values():
         if scored := [float(sample["acc"]) >= 1 - 1e-6 for sample in group if sample["valid"]]:
-            rights.setdefault(str(group[0]["domain"]), []).append(fmean(scored))
+            total, number = told.get(str(group[0]["domain"]), (0.0, 0))
+            told[str(group[0]["domain"])] = [total + (p := fmean(scored)) * (1 - p), number + 1]
+    if (recorded.step + 1) % data.curriculum.every:
+        return
+    past["told"] = {}
     for name in (domain.name for domain in data.domains):
-        wanted = fmean(p * (1 - p) for p in rights[name]) if name in rights else None
+        wanted = told[name][0] / told[name][1] if name in told else None
         found = recorded.metrics.get(f"domains/{name}/learnability")
         if (found is None) != (wanted is None) or abs((found or 0.0) - (wanted or 0.0)) > ROUNDING:
             raise Wrong(

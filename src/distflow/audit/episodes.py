@@ -45,8 +45,9 @@ class Said(NamedTuple):
 @check(
     "episodes",
     "the tokens before each turn equal the workflow's messages, rendered again by independent code; an environment was "
-    "reset with its row's seed and received each reply; observations and results of tools were passed on "
-    "unchanged; each turn has its own reward; the scored text is the reply that the workflow passed",
+    "reset with its row's seed and received each reply; observations and results of tools were passed on unchanged; "
+    "each turn has its own reward, and at most the tokens that were asked for; the checker of `solver_checker` earns "
+    "1 if it agrees with the accuracy; the scored text is the reply that the workflow passed",
     needs="a workflow other than AReaL's, and samples that this process generated; for tokens a fast tokenizer",
     limit=f"equal, {MOST} samples",
 )
@@ -66,9 +67,10 @@ def audit_episodes(recorded: RecordedStep) -> str | None:
                 wanted[turn.place.start : turn.place.end] = number
             check_tokens(sample, "turn_index", wanted, sample["turn_index"] != wanted, ", the number of its turn")
         _check_scored_text(recorded, sample)
+        _check_replies(recorded, sample)
         if sample["reward_errors"] is None and bool(sample["valid"]):
             _check_limits(recorded, sample, turns)
-            {"environment": _check_environment, "tools": _check_tools}.get(workflow, _nothing)(recorded, sample, turns)
+            OWN_CHECKS.get(workflow, _nothing)(recorded, sample, turns)
     return None if seen else "no episode's events are known"
 
 
@@ -103,7 +105,7 @@ def _of_trained(recorded: RecordedStep, events: Sequence[tuple[Any, ...]]) -> li
         agent = conversation.split(".")[0]
         return (agent if agent in agents else next(iter(agents))) in trained
 
-    return [e for e in events if not agents or e[0] not in ("turn", "paid", "forked") or is_trained(e[1])]
+    return [e for e in events if not agents or e[0] not in ("turn", "limit", "paid", "forked") or is_trained(e[1])]
 
 
 def _turns_of(recorded: RecordedStep, sample: Sample) -> list[Said] | None:
@@ -214,6 +216,13 @@ def _check_scored_text(recorded: RecordedStep, sample: Sample) -> None:
         raise Wrong(f"the text {text[:80]!r} of the group of sample {sample['uid']} was {what}")
 
 
+def _check_replies(recorded: RecordedStep, sample: Sample) -> None:
+    for most, number in (each[2:] for each in _events(recorded, sample) if each[0] == "limit"):
+        if most is not None and number > most:
+            who = f"a reply of sample {sample['uid']}"
+            raise Wrong(f"{who} has {number} tokens, but the workflow asked for at most {most} (max_tokens)")
+
+
 def _check_limits(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     rollout = recorded.config.actor_rollout_ref.rollout
     if rollout.workflow not in MAX_TURNS:
@@ -273,3 +282,23 @@ def _check_tools(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) 
 
 def _nothing(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     """No check: other workflows have no contract with the user's process that is known here."""
+
+
+def _check_checker(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
+    """The checker of `solver_checker` earns 1 if its reply agrees with the solver's accuracy, else 0."""
+    said = [turn.drawn for turn in turns if turn.name.partition(".")[0] == "checker"]
+    yes = str(recorded.config.actor_rollout_ref.rollout.workflow_kwargs.get("yes", "yes")).lower()
+    found = sample["reward_parts"].get("checker")
+    if not said or found is None:
+        return
+    text = recorded.run.resources.tokenizer.decode(list(said[-1]), skip_special_tokens=True)
+    wanted = float((yes in text.lower()) == (float(sample["acc"]) >= 1 - 1e-6))
+    if found != wanted:
+        raise Wrong(
+            f"the checker of sample {sample['uid']} earned {found:g}, but should have {wanted:g}: it says {text!r:.80} "
+            f"of a response with the accuracy {float(sample['acc']):g}"
+        )
+
+
+OWN_CHECKS = {"environment": _check_environment, "tools": _check_tools, "solver_checker": _check_checker}
+"""The further contract of built-in workflows."""

@@ -39,7 +39,7 @@ from distflow.config.derived_settings import config_of, is_rl, own_losses, reads
 from distflow.import_target import own_name
 
 LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
-CORRECTION_LIMIT = 1e-3
+CORRECTION_LIMIT = 1e-4
 EXACT, ROUNDED = 1e-3, 0.15
 """Largest mean difference between the loss's inputs and the outputs of the policy's own forward."""
 MOST_TOKENS = 2**18

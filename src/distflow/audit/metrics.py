@@ -231,8 +231,7 @@ def _of_groups(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     yield "async/submitted", metrics.get("async/enqueued", 0.0)
     if kept and not (data.max_staleness or data.oversampling or data.skips):
         yield "async/accepted", float(kept["groups"])
-        known = metrics.get("async/accepted", 0.0) + metrics.get("async/rejected", 0.0)
-        yield "async/enqueued", known + metrics.get("async/running", 0.0)
+    yield "async/enqueued", math.fsum(metrics.get(f"async/{name}", 0.0) for name in ("accepted", "rejected", "running"))
 
 
 def _of_nodes(recorded: RecordedStep) -> Iterator[tuple[str, float]]:

@@ -28,6 +28,8 @@ Run = Callable[..., Any]
 """Runs a model's forward: `Turns.run`."""
 Weights = Mapping[str, Tensor]
 """Trained weights by the names of the model's parameters."""
+RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
+"""The number of tokens, how they were drawn, and the tokens before them."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,15 @@ def vocabulary_of(model: nn.Module) -> int:
     return int(unwrapped(model).config.get_text_config().vocab_size)
 
 
-def plain_scores(
-    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[tuple[int, SamplingParams]]
-) -> PlainScores:
-    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of runs of tokens, each with its number of tokens."""
+def plain_scores(logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens]) -> PlainScores:
+    """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run."""
     rows, parts, start = max(1, MAX_DOUBLES // logits.shape[-1]), list[tuple[Tensor, ...]](), 0
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
-    for number, params in sampling:
-        own = slice(start, start + number)
-        parts += [_scores_of(*each, params) for each in zip(logits[own].split(rows), ids[own].split(rows), strict=True)]
+    for number, params, before in sampling:
+        own, seen = slice(start, start + number), torch.tensor(list(before), dtype=torch.int64)
+        for part, tokens in zip(logits[own].split(rows), ids[own].split(rows), strict=True):
+            parts.append(_scores_of(part, tokens, params, seen))
+            seen = torch.cat([seen, tokens])
         start += number
     return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -115,14 +117,27 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float | 
     return scores.gather(-1, torch.tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
 
 
-def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
-    policy = (logits.cpu().double() / params.temperature).log_softmax(-1)
-    entropy = -(policy.exp() * policy).nan_to_num().sum(-1)
-    drawn_from = _truncated(policy.exp(), params)
+def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> tuple[Tensor, ...]:
+    logits = logits.cpu().double()
+    policy = (logits / params.temperature).log_softmax(-1)
+    entropy, masses = -(policy.exp() * policy).nan_to_num().sum(-1), policy.exp()
+    if params.repetition_penalty != 1.0:
+        masses = (_penalised(logits, token_ids, params, before) / params.temperature).softmax(-1)
+    drawn_from = _truncated(masses, params)
     drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
     own = token_ids[:, None]
     before = torch.where(torch.arange(drawn_from.shape[-1]) < own, drawn_from, 0.0).sum(-1)
     return policy.gather(-1, own)[:, 0], entropy, before, drawn_from.gather(-1, own)[:, 0]
+
+
+def _penalised(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> Tensor:
+    """Logits of tokens in prompt or response divided by the penalty if they are positive, else multiplied by it."""
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    seen[:, before] = True
+    for row, token in enumerate(token_ids.tolist()):
+        seen[row + 1 :, token] = True
+    penalty = params.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:

@@ -234,13 +234,8 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
 def audit_gradients(recorded: RecordedStep) -> str | None:
     if not recorded.updates:
         return "no update was recorded"
+    audit_leftover(recorded)
     for update in recorded.updates:
-        if update.leftover:
-            raise Wrong(
-                f"a mini-batch of the {update.role} began with gradients left over from the one before "
-                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared, "
-                "or these weights are not the optimizer's"
-            )
         weights = [float(sum(micro.weights)) for micro in update.micros if micro.weights is not None]
         if odd := [weight for weight in weights if weight != 1.0]:
             raise Wrong(
@@ -257,6 +252,18 @@ def audit_gradients(recorded: RecordedStep) -> str | None:
     if stripes and all(stripe.contributions is None for stripe in stripes):
         return "gradients of sharded weights are summed over the ranks before they are seen"
     return None
+
+
+def audit_leftover(recorded: RecordedStep) -> str | None:
+    """Check that no mini-batch of the step began with gradients of another."""
+    for update in recorded.updates:
+        if update.leftover:
+            raise Wrong(
+                f"a mini-batch of the {update.role} began with gradients left over from the one before "
+                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared, "
+                "or these weights are not the optimizer's"
+            )
+    return None if recorded.updates else "no update was recorded"
 
 
 @check(

@@ -338,10 +338,14 @@ class GradientWatch:
         self._record: UpdateRecord
         self.outputs: tuple[str, ...] = ()
 
+    def leftover(self) -> list[str]:
+        """Weights that still have a gradient."""
+        return _leftover(self._trained)
+
     def begin(self, record: UpdateRecord, turn: int) -> None:
         """turn: the number of earlier optimizer steps. Two in a row watch the same weight, to detect whether anything
         else changed it or its moments in between."""
-        self._record, self.outputs, record.leftover = record, record.loss.outputs, _leftover(self._trained)
+        self._record, self.outputs = record, record.loss.outputs
         if not self._striped:
             return
         optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine

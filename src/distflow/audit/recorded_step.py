@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.audit.model_forward import KeptWeights, PlainScores, Turns
+from distflow.audit.model_forward import KeptWeights, PlainScores, RunOfTokens, Turns
 from distflow.audit.record_calls_and_updates import GroupRecord, UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -287,18 +287,18 @@ class RecordedStep:
         """The sampling parameters of its domain, without stop tokens."""
         return self.run.spec.sampling_of.get(str(sample["domain"]), self.run.spec.sampling)
 
-    def sampling_of_tokens(self, sample: Sample) -> list[tuple[int, SamplingParams]]:
-        """The sampling parameters of each conversation's agent, with the number of the conversation's response
-        tokens."""
-        found = list[tuple[int, SamplingParams]]()
+    def sampling_of_tokens(self, sample: Sample) -> list[RunOfTokens]:
+        """The response tokens of each conversation, with its agent's sampling parameters."""
+        found = list[RunOfTokens]()
         for talk in conversations_of(sample):
             own: Any = agent_sampling(self.config, talk.name)
-            found.append((len(talk.ids) + min(talk.first, 0), replace(self.sampling(sample), **own)))
+            start = max(-talk.first, 0)
+            found.append((len(talk.ids) - start, replace(self.sampling(sample), **own), talk.ids[:start]))
         return found
 
     def temperatures(self, sample: Sample) -> Tensor:
         """The temperature of each response token, float64 `(tokens, 1)`."""
-        found = [[params.temperature] * number for number, params in self.sampling_of_tokens(sample)]
+        found = [[params.temperature] * number for number, params, _ in self.sampling_of_tokens(sample)]
         return torch.tensor(sum(found, []), dtype=torch.float64)[:, None]
 
     def limit(self, exact: Limit, rounded: Limit) -> Limit:

@@ -5,6 +5,7 @@ that the engine reported; each token is the one that the sample's own random str
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -255,14 +256,16 @@ ROUNDINGS = 4.0
 WIDEST = 0.25
 """With a wider limit, draws of another stream would pass too often."""
 MASK = 2**64 - 1
+TINY = 1e-6
+"""A token with less mass may be at the edge of top_k, top_p or min_p."""
 TWIN_NATS = -30.0
 
 
 @check(
     "draws",
     "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
-    "policy of its version, by inverse CDF in vocabulary order",
-    needs="sampling without a repetition penalty",
+    "policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that distribution",
+    needs="an engine that draws by streams; tokens that are not greedy; in float32 for the log-prob",
     limit=f"{EXACT_DRAW:g} of probability, no token (bfloat16: {ROUNDED_DRAW:g}, or {ROUNDINGS:g} times the measured "
     "effect of rounding, a tenth of the tokens)",
 )
@@ -273,7 +276,7 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     engine = recorded.config.actor_rollout_ref.rollout.name
     if not ROLLOUT_ENGINES[engine].draws_by_stream:
         return f"the engine '{engine}' draws by random numbers of its own"
-    found: list[_Draw] = []
+    found, unlike = list[_Draw](), ""
     for sample in recorded.samples:
         prompt_group = recorded.prompt_group(sample)
         if sample["uid"] not in recorded.drawn or prompt_group is None:
@@ -286,8 +289,8 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
         whole = conversations_of(sample)[0]
         for request, start, end, talk in turns or [(by_the_config, 0, len(sample["response_ids"]), whole)]:
             own = stream.fork(talk.name)
-            if request.params.repetition_penalty != 1.0 or request.params.greedy:
-                return "draws with a repetition penalty, and greedy ones, are not repeated"
+            if request.params.greedy:
+                return "greedy draws are not repeated"
             if request.stream != own:
                 raise Wrong(f"sample {sample['uid']} drew from the stream of {request.stream}, but its own is {own}")
             _by_the_config(recorded, request.params, sample["domain"], talk.name)
@@ -301,6 +304,9 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
                 low, mass = float(scores.below[position]), float(scores.mass[position])
                 uniform = _uniform(key, request.num_drawn + position - start)
                 found.append(_Draw(sample["uid"], position, low, low + mass, uniform))
+                gap = float(sample["sampling_log_probs"][position]) - math.log(max(mass, TINY))
+                if mass > TINY and recorded.run.is_exact and not abs(gap) <= EXACT[1]:
+                    unlike = unlike or f"of token {position} of sample {sample['uid']} is {gap:+.3g} away from"
     if not found:
         return "no sample whose row is known was scored again"
     limit, allowed = (EXACT_DRAW, 0.0) if recorded.run.is_exact else (ROUNDED_DRAW, 2 + 0.1 * len(found))
@@ -318,6 +324,8 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             "are drawn from a distribution other than the trained one: by other weights, without their adapter, over "
             "keys and values of older weights, at another temperature, or cut by top_k, top_p and min_p otherwise"
         )
+    if unlike:
+        raise Wrong(f"sampling_log_probs {unlike} that of the distribution that the token was drawn from")
     return None
 
 

@@ -4,6 +4,7 @@ engine's response to the row's prompt; the loss mask is on exactly the policy's 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
+from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rollout.engine import Generation
@@ -286,6 +288,14 @@ def _check_filter(recorded: RecordedStep, groups: dict[int, list[Sample]]) -> No
             raise Wrong(f"group {number} was kept, but its mean {settings.metric} is {mean:g}, {outside}")
 
 
+def audit_kept(recorded: RecordedStep) -> str | None:
+    """Check that no group was kept that the filter drops."""
+    names = [name for name in recorded.batch.names if recorded.batch.field(name).axis not in TOKEN_AXES]
+    part = replace(recorded, batch=recorded.batch.only(names)) if filters_groups(recorded.config) else recorded
+    _check_filter(part, by_group_of(part.samples) if part is not recorded else {})
+    return None
+
+
 def _before_models(recorded: RecordedStep, group: list[Sample]) -> list[Sample] | None:
     """The group as it was filtered, before models of the run scored it; None if unknown. A score is NaN if a model's
     error replaced it."""
@@ -395,13 +405,13 @@ def audit_rows(recorded: RecordedStep) -> str | None:
 
 
 def _all_ended(recorded: RecordedStep) -> None:
-    """Check on all samples that a response ends with a stop token, if there are no other stops, or has the maximum
-    length."""
+    """Check on all samples that a response ends with a stop token or string, or has the maximum length."""
     batch, stop_ids = recorded.batch, recorded.run.resources.stop_token_ids
     lengths = batch.lengths("response")
     last = batch.flat("response_ids")[(lengths.cumsum(0) - 1).clamp(min=0)] if int(lengths.sum()) else lengths - 1
+    texts, tokens = batch["responses"], batch.flat("response_ids").split(lengths.tolist())
     columns = zip(batch["uid"], batch["domain"], batch["finish_reason"], last.tolist(), lengths.tolist(), strict=True)
-    for uid, domain, reason, token, length in columns:
+    for row, (uid, domain, reason, token, length) in enumerate(columns):
         sampling = recorded.sampling({"domain": domain})
         ended = bool(length) and token in stop_ids
         is_known = reason in ("stop", "length") and (bool(sampling.stop) or (reason == "stop") == ended)
@@ -411,6 +421,11 @@ def _all_ended(recorded: RecordedStep) -> None:
                 f"tokens, {'with' if ended else 'without'} a stop token at its end: it is a part of a response, which "
                 "a weight update or a lost request cut off, or its end is misread"
             )
+        stops, text = sampling.stop, texts[row]
+        has_stop, earlier = any(stop in text for stop in stops), any(stop in text[:-1] for stop in stops)
+        if stops and (earlier or (has_stop or ended) != (reason == "stop")):  # the text alone does not tell
+            own = {"uid": uid, "domain": domain, "response_ids": tokens[row], "finish_reason": reason}
+            _ended(recorded, own | {"truncated": batch["truncated"][row]})
 
 
 def _first_come(recorded: RecordedStep) -> None:

@@ -172,6 +172,7 @@ class Chat:
             self.segments.append(Segment("prompt" if begins else "tool" if is_tools else "environment", given))
         self.segments.append(replace(drawn, turn=turn))
         note_event("turn", self.name, self.templated, said, self.tools, drawn.token_ids)
+        note_event("limit", self.name, max_tokens, len(drawn.token_ids))
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
