@@ -32,11 +32,13 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PlainScores:
-    """For each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; under the
-    distribution of its draw, `below`, the mass of the tokens before it in the vocabulary, and its own `mass`."""
+    """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the variance of the policy's
+    log-probs at the temperature; under the distribution of its draw, `below`, the mass of the tokens before it in the
+    vocabulary, and its own `mass`."""
 
     log_probs: Tensor
     entropy: Tensor
+    variance: Tensor
     below: Tensor
     mass: Tensor
 
@@ -117,12 +119,15 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float | 
 
 def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
     policy = (logits.cpu().double() / params.temperature).log_softmax(-1)
-    entropy = -(policy.exp() * policy).nan_to_num().sum(-1)
-    drawn_from = _truncated(policy.exp(), params)
+    masses = policy.exp()
+    surprise = (masses * policy).nan_to_num()
+    entropy = -surprise.sum(-1)
+    variance = (surprise * policy).nan_to_num().sum(-1) - entropy.square()
+    drawn_from = _truncated(masses, params)
     drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
     own = token_ids[:, None]
     before = torch.where(torch.arange(drawn_from.shape[-1]) < own, drawn_from, 0.0).sum(-1)
-    return policy.gather(-1, own)[:, 0], entropy, before, drawn_from.gather(-1, own)[:, 0]
+    return policy.gather(-1, own)[:, 0], entropy, variance, before, drawn_from.gather(-1, own)[:, 0]
 
 
 def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:

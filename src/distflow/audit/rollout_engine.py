@@ -5,6 +5,7 @@ that the engine reported; each token is the one that the sample's own random str
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -256,12 +257,17 @@ WIDEST = 0.25
 """With a wider limit, draws of another stream would pass too often."""
 MASK = 2**64 - 1
 TWIN_NATS = -30.0
+UNLIKELY, LARGEST, MOVED, KEPT = 32.0, 15.0, 0.15, 0.999
+"""By Bernstein's inequality tokens of the policy have a mean log-prob so far from its entropy with a probability below
+e^(-UNLIKELY / 2), if no token differs by more than LARGEST; smaller differences than MOVED standard deviations of a
+token are ignored. KEPT: weight of earlier samples after each one, so that a fault that begins late shows."""
 
 
 @check(
     "draws",
     "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
-    "policy of its version, by inverse CDF in vocabulary order",
+    "policy of its version, by inverse CDF in vocabulary order; of an engine with random numbers of its own, tokens "
+    "are inside of top_k, top_p and min_p, and on average as likely as the policy's entropy implies (else a warning)",
     needs="sampling without a repetition penalty",
     limit=f"{EXACT_DRAW:g} of probability, no token (bfloat16: {ROUNDED_DRAW:g}, or {ROUNDINGS:g} times the measured "
     "effect of rounding, a tenth of the tokens)",
@@ -272,7 +278,8 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     _no_twins(recorded)
     engine = recorded.config.actor_rollout_ref.rollout.name
     if not ROLLOUT_ENGINES[engine].draws_by_stream:
-        return f"the engine '{engine}' draws by random numbers of its own"
+        _follows_the_policy(recorded)
+        return f"the engine '{engine}' draws by random numbers of its own: only cuts and the mean log-prob are compared"
     found: list[_Draw] = []
     for sample in recorded.samples:
         prompt_group = recorded.prompt_group(sample)
@@ -319,6 +326,33 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
             "keys and values of older weights, at another temperature, or cut by top_k, top_p and min_p otherwise"
         )
     return None
+
+
+def _follows_the_policy(recorded: RecordedStep) -> None:
+    """Without the random numbers: check that tokens are inside of top_k, top_p and min_p, and, without these, that all
+    audited tokens so far are on average as likely as the policy's entropy says. Warns of the latter, since filters of
+    groups move it a little."""
+    scored = [(each, *recorded.drawn[each["uid"]]) for each in recorded.samples if each["uid"] in recorded.drawn]
+    outside = sum(int((scores.mass[known] == 0).sum()) for _, scores, known in scored)
+    total = sum(int(known.sum()) for *_, known in scored)
+    if outside > (1 if recorded.run.is_exact else 2 + 0.1 * total):
+        raise Wrong(
+            f"{outside} of {total} tokens are outside of what the config's top_k, top_p and min_p leave: the engine "
+            "ignores them, or computes with other weights"
+        )
+    sums = recorded.run.state.setdefault("likelihood", [0.0, 0.0, 0.0])
+    for sample, scores, known in scored:
+        params = [each for _, each in recorded.sampling_of_tokens(sample)]
+        if all((p.top_k, p.top_p, p.min_p, p.repetition_penalty) == (-1, 1.0, 0.0, 1.0) for p in params):
+            now = known.sum(), (scores.log_probs + scores.entropy)[known].sum(), scores.variance[known].sum()
+            sums[:] = (KEPT * before + float(more) for before, more in zip(sums, now, strict=True))
+    number, moved, variance = sums[0], abs(sums[1]), sums[2]
+    if moved**2 > UNLIKELY * (variance + LARGEST * moved / 3) and moved > MOVED * math.sqrt(variance * number):
+        recorded.run.warn(
+            f"the log-probs of {number:.0f} audited tokens are on average {moved / number:.2g} "
+            f"{'above' if sums[1] > 0 else 'below'} what the policy's entropy implies: the engine draws at another "
+            "temperature, or from another distribution, than the config sets"
+        )
 
 
 def remember_marked(recorded: RecordedStep) -> None:
