@@ -349,9 +349,8 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
     number, moved, variance = sums[0], abs(sums[1]), sums[2]
     if moved**2 > UNLIKELY * (variance + LARGEST * moved / 3) and moved > MOVED * math.sqrt(variance * number):
         recorded.run.warn(
-            f"the log-probs of {number:.0f} audited tokens are on average {moved / number:.2g} "
-            f"{'above' if sums[1] > 0 else 'below'} what the policy's entropy implies: the engine draws at another "
-            "temperature, or from another distribution, than the config sets"
+            f"audited tokens are on average {'likelier' if sums[1] > 0 else 'less likely'} than the policy's entropy "
+            "implies: the engine draws at another temperature, or from another distribution, than the config sets"
         )
 
 
