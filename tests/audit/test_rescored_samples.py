@@ -63,3 +63,26 @@ def test_a_built_in_that_judges_wrongly_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(process, "_read_answer", planted)
     with pytest.raises(TrustError, match=r"found \(reward_results\): reward function 'exact_match' gave 1 to sample"):
         playground.run("grpo", *options)
+
+
+NEGATIVE = """
+from distflow import NodeRole, node
+from distflow.graph import Node
+from distflow.pipelines.grpo import grpo_pipeline
+
+@node(writes="token_level_rewards", role=NodeRole.REWARD)
+def negative(token_level_scores):
+    return -token_level_scores
+
+def pipeline():
+    graph = grpo_pipeline()
+    graph.add_node(Node("negative", negative))
+    return graph
+"""
+
+
+@pytest.mark.slow
+def test_rewards_of_a_users_node_may_order_samples_otherwise_than_their_scores(tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    (tmp_path / "negative.py").write_text(NEGATIVE)
+    ground.run("grpo", f"dag.pipeline={tmp_path}/negative.py:pipeline", "trainer.total_training_steps=4")

@@ -34,11 +34,13 @@ RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
 
 @dataclass(frozen=True)
 class PlainScores:
-    """For each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; under the
-    distribution of its draw, `below`, the mass of the tokens before it in the vocabulary, and its own `mass`."""
+    """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the variance of the policy's
+    log-probs at the temperature; under the distribution of its draw, `below`, the mass of the tokens before it in the
+    vocabulary, and its own `mass`."""
 
     log_probs: Tensor
     entropy: Tensor
+    variance: Tensor
     below: Tensor
     mass: Tensor
 
@@ -120,14 +122,17 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float | 
 def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> tuple[Tensor, ...]:
     logits = logits.cpu().double()
     policy = (logits / params.temperature).log_softmax(-1)
-    entropy, masses = -(policy.exp() * policy).nan_to_num().sum(-1), policy.exp()
+    masses = policy.exp()
+    surprise = (masses * policy).nan_to_num()
+    entropy = -surprise.sum(-1)
+    variance = (surprise * policy).nan_to_num().sum(-1) - entropy.square()
     if params.repetition_penalty != 1.0:
         masses = (_penalised(logits, token_ids, params, before) / params.temperature).softmax(-1)
     drawn_from = _truncated(masses, params)
     drawn_from = drawn_from / drawn_from.sum(-1, keepdim=True)
     own = token_ids[:, None]
     before = torch.where(torch.arange(drawn_from.shape[-1]) < own, drawn_from, 0.0).sum(-1)
-    return policy.gather(-1, own)[:, 0], entropy, before, drawn_from.gather(-1, own)[:, 0]
+    return policy.gather(-1, own)[:, 0], entropy, variance, before, drawn_from.gather(-1, own)[:, 0]
 
 
 def _penalised(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> Tensor:

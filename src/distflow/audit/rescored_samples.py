@@ -192,6 +192,8 @@ def _ranks(recorded: RecordedStep) -> bool:
     changed |= bool(settings.domains or config.reward.overlong.buffer_tokens or scoring_models(config.reward_model))
     changed |= config.actor_rollout_ref.rollout.workflow is not None or "advantages" not in recorded.batch
     names = ("advantages", "scores", "responses", "reward_parts")
+    rewards = filter(recorded.is_written, ("token_level_scores", "token_level_rewards"))
+    changed |= not all(map(recorded.is_ours, rewards))
     return settings.adv_estimator in RANKED and not changed and all(map(recorded.is_ours, names))
 
 

@@ -259,13 +259,19 @@ MASK = 2**64 - 1
 TINY = 1e-6
 """A token with less mass may be at the edge of top_k, top_p or min_p."""
 TWIN_NATS = -30.0
+UNLIKELY, LARGEST, MOVED, KEPT = 32.0, 15.0, 0.15, 0.999
+"""By Bernstein's inequality tokens of the policy have a mean log-prob so far from its entropy with a probability below
+e^(-UNLIKELY / 2), if no token differs by more than LARGEST; smaller differences than MOVED standard deviations of a
+token are ignored. KEPT: weight of earlier samples after each one, so that a fault that begins late shows."""
 
 
 @check(
     "draws",
     "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
-    "policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that distribution",
-    needs="an engine that draws by streams; tokens that are not greedy; in float32 for the log-prob",
+    "policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that distribution; of an engine "
+    "with random numbers of its own, tokens are inside of top_k, top_p and min_p, and on average as likely as the "
+    "policy's entropy implies (else a warning)",
+    needs="tokens that are not greedy; in float32 for the log-prob",
     limit=f"{EXACT_DRAW:g} of probability, no token (bfloat16: {ROUNDED_DRAW:g}, or {ROUNDINGS:g} times the measured "
     "effect of rounding, a tenth of the tokens)",
 )
@@ -275,7 +281,8 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     _no_twins(recorded)
     engine = recorded.config.actor_rollout_ref.rollout.name
     if not ROLLOUT_ENGINES[engine].draws_by_stream:
-        return f"the engine '{engine}' draws by random numbers of its own"
+        _follows_the_policy(recorded)
+        return f"the engine '{engine}' draws by random numbers of its own: only cuts and the mean log-prob are compared"
     found, unlike = list[_Draw](), ""
     for sample in recorded.samples:
         prompt_group = recorded.prompt_group(sample)
@@ -327,6 +334,32 @@ def audit_sampled_tokens(recorded: RecordedStep) -> str | None:
     if unlike:
         raise Wrong(f"sampling_log_probs {unlike} that of the distribution that the token was drawn from")
     return None
+
+
+def _follows_the_policy(recorded: RecordedStep) -> None:
+    """Without the random numbers: check that tokens are inside of top_k, top_p and min_p, and, without these, that all
+    audited tokens so far are on average as likely as the policy's entropy says. Warns of the latter, since filters of
+    groups move it a little."""
+    scored = [(each, *recorded.drawn[each["uid"]]) for each in recorded.samples if each["uid"] in recorded.drawn]
+    outside = sum(int((scores.mass[known] == 0).sum()) for _, scores, known in scored)
+    total = sum(int(known.sum()) for *_, known in scored)
+    if outside > (1 if recorded.run.is_exact else 2 + 0.1 * total):
+        raise Wrong(
+            f"{outside} of {total} tokens are outside of what the config's top_k, top_p and min_p leave: the engine "
+            "ignores them, or computes with other weights"
+        )
+    sums = recorded.run.state.setdefault("likelihood", [0.0, 0.0, 0.0])
+    for sample, scores, known in scored:
+        params = [each for _, each in recorded.sampling_of_tokens(sample)]
+        if all((p.top_k, p.top_p, p.min_p, p.repetition_penalty) == (-1, 1.0, 0.0, 1.0) for p in params):
+            now = known.sum(), (scores.log_probs + scores.entropy)[known].sum(), scores.variance[known].sum()
+            sums[:] = (KEPT * before + float(more) for before, more in zip(sums, now, strict=True))
+    number, moved, variance = sums[0], abs(sums[1]), sums[2]
+    if moved**2 > UNLIKELY * (variance + LARGEST * moved / 3) and moved > MOVED * math.sqrt(variance * number):
+        recorded.run.warn(
+            f"audited tokens are on average {'likelier' if sums[1] > 0 else 'less likely'} than the policy's entropy "
+            "implies: the engine draws at another temperature, or from another distribution, than the config sets"
+        )
 
 
 def remember_marked(recorded: RecordedStep) -> None:

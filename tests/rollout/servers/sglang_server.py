@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ LIES = {
     "forbids looks": "answers no request for tokens, and refuses to say how far it is",
     "updates later": "is well, and has no new weights as long as it lies",
     "other prompt": "answers another prompt than it was asked",
+    "ignores top_k": "draws from the whole vocabulary",
+    "draws colder": "draws at another temperature than that of its log-probs",
     "older interface": "lacks a route",
 }
 Json = dict[str, Any]
@@ -93,9 +96,9 @@ class SGLang:
         heat = wanted["temperature"]
         params = SamplingParams(
             max_tokens=wanted["max_new_tokens"],
-            temperature=heat or 1.0,
+            temperature=(heat or 1.0) * (0.6 if self.lie == "draws colder" else 1.0),
             greedy=heat == 0,
-            top_k=wanted.get("top_k", -1),
+            top_k=wanted.get("top_k", -1) if self.lie != "ignores top_k" else -1,
             top_p=wanted.get("top_p", 1.0),
             min_p=wanted.get("min_p", 0.0),
             stop=tuple(wanted["stop"]),
@@ -108,6 +111,8 @@ class SGLang:
         likeliest = None
         try:
             found = await asyncio.shield(self.open[name])
+            if self.lie == "draws colder":
+                found = replace(found, rollout_log_probs=self._log_probs(ids, found, heat or 1.0))
             if body["top_logprobs_num"]:  # on another thread: this one has to answer whoever asks whether all is well
                 likeliest = await asyncio.to_thread(self._likeliest, body, ids, params, found)
         except asyncio.CancelledError:
@@ -122,13 +127,20 @@ class SGLang:
     async def _run(self, request: GenerateRequest) -> Generation:
         return (await self.engine.generate(request)).generations[0]
 
-    @torch.no_grad()
     def _likeliest(self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation) -> Any:
-        whole = torch.tensor([[*ids, *found.token_ids]])
-        scores = self.model(whole).logits[0, len(ids) - 1 : -1].div(params.temperature).log_softmax(-1)
+        scores = self._scores(ids, found, params.temperature)
         top = scores.topk(body["top_logprobs_num"])
         rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         return [[[p, t, None] for p, t in zip(*row, strict=True)] for row in rows]
+
+    @torch.no_grad()
+    def _scores(self, ids: tuple[int, ...], found: Generation, heat: float) -> torch.Tensor:
+        whole = torch.tensor([[*ids, *found.token_ids]])
+        scores: torch.Tensor = self.model(whole).logits[0, len(ids) - 1 : -1]
+        return scores.div(heat).log_softmax(-1)
+
+    def _log_probs(self, ids: tuple[int, ...], found: Generation, heat: float) -> list[float]:
+        return self._scores(ids, found, heat).gather(-1, torch.tensor(found.token_ids)[:, None])[:, 0].tolist()
 
     def _answer(self, body: Json, found: Generation, likeliest: Any) -> Json:
         tokens, log_probs = list(found.token_ids), list[float | None](found.rollout_log_probs)

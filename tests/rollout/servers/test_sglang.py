@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +341,27 @@ def test_a_run_ends_at_the_start_with_what_its_server_answers(lie: str, text: st
     with server_of(tmp_path, lie) as server, pytest.raises(TrustError, match=text):
         ground.run("grpo", "actor_rollout_ref.rollout.name=sglang", server, "trainer.total_training_steps=2")
     assert not (tmp_path / "run/metrics.jsonl").exists() or not list(read_metrics(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", ["", "ignores top_k"])
+def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
+    ground, keys = Playground(tmp_path, num_rows=4), ("actor_rollout_ref.rollout.name=sglang", "trust.canary_freq=0")
+    with server_of(tmp_path, lie) as server, ExitStack() as fails:
+        if lie:
+            fails.enter_context(
+                pytest.raises(TrustError, match=r"step 1 found \(draws\): .* are outside of what the config's top_k")
+            )
+        ground.run("grpo", *keys, server, "actor_rollout_ref.rollout.top_k=4", "trainer.total_training_steps=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", ["", "draws colder"])
+def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(lie: str, tmp_path: Path) -> None:
+    ground, keys = Playground(tmp_path, num_rows=4), ("actor_rollout_ref.rollout.name=sglang", "trust.audit_freq=1")
+    with server_of(tmp_path, lie) as server:
+        run = ground.run("grpo", *keys, server, "trainer.total_training_steps=3", "data.max_response_length=40")
+    assert any("the engine draws at another temperature" in each for each in run.notes("warning")) == bool(lie)
 
 
 @pytest.mark.slow
