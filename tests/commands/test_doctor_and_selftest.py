@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distflow.cli import main
+from distflow.data import chat_template_and_turns
 from distflow.launch import doctor_device_checks
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
@@ -140,6 +141,35 @@ def test_what_a_chat_template_does_in_episodes(
     assert lines[1] == "turns: each turn follows the tokens of the one before"
     assert all(any(line.startswith(text) for line in lines) for text in said)
     assert any(line.startswith("with data.enable_thinking=true: ") for line in lines) == (name == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("template", "limit_s", "said"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            1.0,
+            "did not end within 1 s",
+        ),
+        ("{{ '{:>2000000000}'.format(1) }}", 60.0, "it ran out of memory"),
+        ("{{ range(10 ** 9) | list }}", 60.0, "rejects the messages: OverflowError"),
+    ],
+)
+def test_a_template_that_never_ends_or_fills_the_memory(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    limit_s: float,
+    said: str,
+) -> None:
+    monkeypatch.setattr(chat_template_and_turns, "RENDERS_WITHIN_S", limit_s)
+    FAMILIES["gemma"]().tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert main(["doctor", "--template", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "turns: cannot be used: the chat template" in out and said in out
 
 
 def test_a_template_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,22 @@ def test_a_built_in_pays_for_no_such_response(name: str) -> None:
     assert found_by(f"distflow.rewards.{name}", [row._replace(prompt="How many are there?") for row in ROWS]) == []
 
 
+def test_choices_and_what_is_no_number_are_tried(tmp_path: Path) -> None:
+    row = ROWS[0]._replace(ground_truth="C", prompt="Which is right?")
+    (line,) = found_in(
+        "def compute_score(solution_str, ground_truth):\n    return float(ground_truth in solution_str)\n",
+        tmp_path,
+        [row],
+    )
+    assert "all choices" in line
+    near = "return float(not abs(float(solution_str.split()[-1]) - float(ground_truth)) > 1e-6)"
+    body = f"    try:\n        {near}\n    except (ValueError, IndexError):\n        return 0.0\n"
+    code = f"def compute_score(solution_str, ground_truth):\n{body}"
+    lines = found_in(code, tmp_path)
+    assert any("value of any type" in line and "nan', got 1" in line for line in lines)
+    assert found_by("distflow.rewards.math.reward:compute_result", [row]) == []
+
+
 def test_a_score_like_that_of_the_answer_counts_whatever_it_is(tmp_path: Path) -> None:
     code = "def compute_score(solution_str, ground_truth):\n    return 0.5 * (ground_truth in solution_str)\n"
     lines = found_in(code, tmp_path)

@@ -30,7 +30,7 @@ from distflow.observe.crash_safe_files import JSON
 RENDERS_WITHIN_S = 10.0
 """Timeout for each prompt; it usually takes a millisecond."""
 MAX_CHARACTERS = 10_000_000
-MORE_MEMORY_BYTES = 2 * 2**30
+MORE_MEMORY_BYTES = 2**29
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 _REFUSES = "the chat template rejects the messages"

@@ -9,7 +9,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.chat_template_and_turns import Chat as Rows
-from distflow.data.chat_template_and_turns import ChatTemplate, template_of
+from distflow.data.chat_template_and_turns import ChatTemplate, render_all, template_of
 from distflow.data.messages import RowError
 from distflow.errors import UserError
 
@@ -118,7 +118,21 @@ class TurnTokens:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def describe(self) -> list[str]:
-        """What the template does between turns, in sentences. Raises TemplateError if it cannot be used."""
+        """What the template does between turns, in sentences; it runs as in `render_all`. Raises UserError if it cannot
+        be used."""
+
+        def said_or_error(_: None) -> Any:
+            try:
+                return self._describe()
+            except TemplateError as error:
+                return {"error": str(error)}
+
+        (said,) = render_all([None], said_or_error, self._tokenizer)
+        if not isinstance(said, list):
+            raise TemplateError(said if isinstance(said, str) else said["error"])
+        return said
+
+    def _describe(self) -> list[str]:
         asked, more = _user(_ASKED), _user(f"another {_ASKED}")
         ids, num_closing = self._rendered_between([more])
         said = ["each turn follows the tokens of the one before"]

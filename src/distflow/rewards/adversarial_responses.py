@@ -35,6 +35,8 @@ ASK_MODELS = ("judge", "model", "verifiers")
 _CHANCE = 0.1  # share of the rows
 
 _VALUES = ("0", "1", "True", "False", "None", "[]", "{}", "A")
+_NO_NUMBERS = ("nan", "inf", "-inf")
+_CHOICES = "A B C D E yes no true false"
 _NUMBERS = " ".join(map(str, range(-9, 1000)))
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SKELETONS = (r"\boxed{}", "####", "The answer is", "<think></think>\n<answer></answer>", "```python\n```")
@@ -62,8 +64,9 @@ def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, 
         return
     forms = [*FORMS.values(), *_tagged(texts)]
     said = [("all numbers of a range", form.format(_NUMBERS)) for form in forms]
+    said += [("all choices", form.format(_CHOICES)) for form in forms]
     said += [("echo of the prompt", form.format(row.prompt)) for form in forms]
-    said += [("value of any type", form.format(value)) for value in _VALUES for form in forms]
+    said += [("value of any type", form.format(value)) for value in (*_VALUES, *_NO_NUMBERS) for form in forms]
     said += [("form without content", text) for text in (*_SKELETONS, *(form.format("") for form in forms))]
     said += [("text of the reward's source", text) for text in (*texts, "\n".join(texts))]
     answer = reply_of(row.ground_truth)

@@ -20,11 +20,29 @@ _PHRASE = re.compile(
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
-_UNIT = r"\s?(?:\\?%|°|[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
-_EXPRESSION = re.compile(rf"(?<![^\s=*$(~`])\(?{_NUMBER}\)?(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII)
-_JOINED = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
-_OR = re.compile(r"\s*,?\s*or\s*")
-_CONJUNCTIONS = ("and", "or")
+_UNIT = r"\s?(?:\\?%|°|(?!but\b)[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
+_EXPRESSION = re.compile(
+    rf"(?<![^\s=*$€£¥₹(~`])(?:\d+ \d+/\d+|\(?{_NUMBER}\)?)(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII
+)
+_LISTED = re.compile(r"\s*(?:,\s*(?:(?:and|or)\s*)?|(?:and|or)\s*)")
+_JOINED = re.compile(r"\s*(?:[,;]\s*)?(?:and|or|to|through)\s*|\s*[,;]\s*|[^\S\n]+")
+_OR = re.compile(r"\s*(?:,\s*)?or\s*")
+_DENIAL = (
+    r"(?:\bnot|n['’]t|\bnever|\bneither|\bnor|\binstead of|\brather than|\b(?:anything|nothing) but|\bother than"
+    r"|\bnowhere near|!=|≠)(?:\s+(?:equal to|exactly|just|really|simply))?"
+)
+_COMPARISON = (
+    r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up to|over|under|above|below"
+    r"|between|from|twice|double|triple|half(?: of)?|(?:root|third|quarter) of)"
+)
+_DENIED, _NOT_STATED = (re.compile(rf"(?:{words})[\s$*]*$", re.I) for words in (_DENIAL, f"{_DENIAL}|{_COMPARISON}"))
+_COMPARED = re.compile(rf"{_DENIAL}|{_COMPARISON}|\b(?:and|or|to|through|from)\b", re.I)
+_LONGEST_DENIAL = 40
+_OPERATIONS = {"plus": "+", "over": "/", "minus": "-", "times": "*", "multiplied by": "*", "divided by": "/"}
+_OPERATION = re.compile(rf"(?<=\d)\s+({'|'.join(_OPERATIONS)})\s+(?=[\d.$])", re.I)
+_NEGATIVE = re.compile(r"\b(?:negative|minus)\s+\$?$", re.I)
+_REASON = re.compile(r"\b(?:because|since|which|where)\b")
+_CONJUNCTIONS = ("and", "or", "to", "through")
 
 
 def last_box(text: str) -> str | None:
@@ -41,7 +59,7 @@ def boxed_answer(text: str) -> str | None:
     boxes = _boxes(text)
     if not boxes:
         return None
-    first = _first_joined(text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES)
+    first = _first_joined(text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES, len(boxes))
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
 
@@ -101,27 +119,59 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
     """The last formula between delimiters, or the last number; and the word or sign after the number.
 
     Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that an "or" joins; if
-    the prose is the answer, also those that a comma or "and" joins.
+    the prose is the answer, also those that anything else joins. What the prose denies ("not 7") is passed over, and in
+    an answer also what it only compares with ("at least 7"); if there is nothing else, it is returned with these words.
     """
+    if is_answer and (reason := _REASON.search(prose)) and (stated := last_mathematics(prose[: reason.start()], True)):
+        return stated
+    prose = _OPERATION.sub(lambda word: f" {_OPERATIONS[word[1].lower()]} ", prose)
     formulas, numbers = list(_FORMULA.finditer(prose)), list(_EXPRESSION.finditer(prose))
-    if formulas and (not numbers or formulas[-1].end() > numbers[-1].end()):
-        first = _first_joined(prose, [match.span() for match in formulas], _JOINED)
-        return ", ".join(next(filter(None, match.groups())) for match in formulas[first:]), ""
-    if not numbers:
-        return None
-    first = _first_joined(prose, [(each.start(), _end(each)) for each in numbers], _JOINED if is_answer else _OR)
-    word = numbers[-1][1] or ""
-    return ", ".join(match.group().removesuffix(match[1] or "") for match in numbers[first:]), word
+    stated_formulas = _last_stated(prose, formulas, _LISTED, is_answer)
+    stated_numbers = _last_stated(prose, numbers, _JOINED if is_answer else _OR, is_answer)
+    if stated_formulas and (not stated_numbers or stated_formulas[-1].end() > stated_numbers[-1].end()):
+        return ", ".join(next(filter(None, match.groups())) for match in stated_formulas), ""
+    if not stated_numbers:
+        return next(((_before(prose, each) + each.group(), "") for each in reversed(formulas + numbers)), None)
+    bare = [
+        ("-" if _NEGATIVE.search(_before(prose, each)) else "") + each.group().removesuffix(each[1] or "")
+        for each in stated_numbers
+    ]
+    return ", ".join(bare), stated_numbers[-1][1] or ""
 
 
-def _end(number: re.Match[str]) -> int:
-    """End of the number with its unit; "or" is not a unit."""
-    return number.start(1) if (number[1] or "").strip() in _CONJUNCTIONS else number.end()
+def without_comparisons(text: str) -> str:
+    """The text without the words that deny a number, compare with it, or join it to the next."""
+    return _COMPARED.sub("", text)
 
 
-def _first_joined(text: str, spans: list[tuple[int, int]], joint: re.Pattern[str]) -> int:
-    """Index of the first of the spans that are joined to the last one."""
-    first = len(spans) - 1
+def _last_stated(
+    prose: str, found: list[re.Match[str]], joint: re.Pattern[str], is_answer: bool
+) -> list[re.Match[str]]:
+    """The last of the formulas or numbers, with those that are joined to it, that no words before it deny."""
+    spans = [(each.start(), _end(each)) for each in found]
+    denied = _NOT_STATED if is_answer else _DENIED
+    end = len(found)
+    while end:
+        first = _first_joined(prose, spans, joint, end)
+        if not denied.search(_before(prose, found[first])):
+            return found[first:end]
+        end = first
+    return []
+
+
+def _before(prose: str, match: re.Match[str]) -> str:
+    return prose[max(0, match.start() - _LONGEST_DENIAL) : match.start()]
+
+
+def _end(found: re.Match[str]) -> int:
+    """End of the formula, or of the number with its unit; "or" is not a unit."""
+    is_joint = found.re is _EXPRESSION and (found[1] or "").strip() in _CONJUNCTIONS
+    return found.start(1) if is_joint else found.end()
+
+
+def _first_joined(text: str, spans: list[tuple[int, int]], joint: re.Pattern[str], end: int) -> int:
+    """Index of the first of the spans that are joined to the one before the index `end`."""
+    first = end - 1
     while first and joint.fullmatch(text, spans[first - 1][1], spans[first][0]):
         first -= 1
     return first

@@ -256,3 +256,65 @@ def test_normalising():
 )
 def test_what_was_compared_is_told(response, truth, reward_result):
     assert compute_result("", response, truth) == reward_result
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The answer is not 18", None),
+        ("The answer isn't 18.", None),
+        ("The answer isn’t 18.", None),
+        ("It is neither 17 nor 18", None),
+        ("not 18", None),
+        ("The answer is 17, not 18", "17"),
+        ("The answer is not 17 but 18.", "18"),
+        ("She has 18 eggs, not 17.", "18"),
+        ("The answer is not $6$, but $5$.", "5"),
+        ("The answer is at least 18", None),
+        ("less than 18", None),
+        ("<answer>between 17 and 18</answer>", None),
+        ("The answer is half of 18", None),
+        ("She needs at least 18 eggs.", "18"),
+        ("The answer is 17; 18", None),
+        ("<answer>17 18</answer>", None),
+        ("17 to 18", None),
+        ("17\n18", "18"),
+        ("It grew from 17 to 18.", "18"),
+        ("The answer is 18 plus 2", None),
+        ("The answer is 36 minus 18", None),
+        ("The answer is 5 over 2", "5/2"),
+        ("The answer is 18 squared", None),
+        ("The answer is 18 thousand", "18000"),
+        ("The answer is negative 18", "-18"),
+        ("The answer is 18, which is 9 + 9.", "18"),
+        ("The answer is 17 because 18 is too many", "17"),
+        ("The answer is 2 1/2 hours.", "5/2"),
+        ("She makes €18.", "18"),
+    ],
+)
+def test_the_words_around_a_number_count(response: str, answer: str | None) -> None:
+    assert [gold for gold in ("17", "18", "-18", "18000", "5", "6", "5/2") if compute_score("", response, gold)] == (
+        [answer] if answer else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("gold", "box"),
+    [
+        ("18", r"\large 18"),
+        ("18", r"\color{blue}{18}"),
+        ("18", r"\textcolor{red}{18}"),
+        ("18", r"\underline{18}"),
+        ("18", r"18\; \text{(dollars)}"),
+        ("18", r"18 \ (\text{dollars})"),
+        (r"\frac{3}{4}", "{3}/{4}"),
+        ("[2,5)", r"x\in[2,5)"),
+    ],
+)
+def test_presentation_of_a_boxed_value_does_not_count(gold: str, box: str) -> None:
+    assert compute_score("", rf"\boxed{{{box}}}", gold) == 1.0
+
+
+def test_the_search_for_a_final_number_takes_linear_time() -> None:
+    assert compute_score("", "It is 1" + " " * 300_000 + "18", "18") == 1.0  # hours, if the search backtracked
+    assert compute_score("", "The answer is 18" + " " * 300_000 + "because", "18") == 1.0

@@ -9,7 +9,7 @@ import math
 import re
 
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer
+from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer, without_comparisons
 from distflow.rewards.math.bounds import OutOfTime, limited_time
 from distflow.rewards.math.equality import are_equal
 from distflow.rewards.math.text_and_units import is_unit, normalise, words
@@ -96,7 +96,7 @@ def _unmarked(text: str, is_text: bool) -> str | None:
         return bare if len(bare) <= _MAX_PHRASE else None
     for part in (phrase, text):
         if part:
-            is_answer = part is phrase or not _WORD.search(text)
+            is_answer = part is phrase or not _WORD.search(without_comparisons(text))
             found = last_mathematics(_CURRENCY_MARK.sub("", part).replace(r"\$", ""), is_answer)
             if found is not None:
                 answer, word = found

@@ -141,6 +141,7 @@ _NAMES = {
     for name in names.split()
 }
 _NO_UNITS, _PLURALS = (frozenset(_UNITS[name].split()) for name in ("no_units", "plurals"))
+_MULTIPLES = frozenset((*_SCALES, "squared", "cubed", "factorial"))
 _TAIL = re.compile(
     r"(?P<value>.*?[^\s\\])(?P<tail>(?:(?<![A-Za-z])|(?![A-Za-z]))(?!\^\s*\{?-?\d)(?:"
     + TEXT.pattern
@@ -199,9 +200,9 @@ def conversion(gold: Unit, unit: Unit) -> str | None:
 
 
 def is_unit(word: str) -> bool:
-    """Whether a word or sign after a number is a known unit."""
+    """Whether a word or sign after a number is a known unit, or changes the number's value as "thousand" does."""
     parts = _UNIT_PART.findall(_spelled(word))
-    return bool(parts) and all(_known(name) for _, name, _ in parts)
+    return word.strip().lower() in _MULTIPLES or (bool(parts) and all(_known(name) for _, name, _ in parts))
 
 
 def _spelled(tail: str) -> str:
