@@ -20,6 +20,10 @@ _MAX_LISTED = 12
 _from_python: ContextVar[bool] = ContextVar("from_python", default=False)
 
 
+class RayNotStarted(RuntimeError):
+    """Ray could not be started on this machine."""
+
+
 class UserError(ValueError):
     """A mistake in the user's input (config, data, model folder, reward); never a fault of ours."""
 

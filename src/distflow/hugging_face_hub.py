@@ -11,6 +11,7 @@ from urllib.request import getproxies
 from distflow.errors import missing_path
 
 HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 REACHED_WITHIN_S = 4.0
 """Time limit, since the hub's client itself retries for most of a minute."""
 

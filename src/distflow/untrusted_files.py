@@ -28,6 +28,8 @@ MAX_YAML_BYTES: Final = 200_000
 MAX_SOURCE_BYTES: Final = 4 * 2**20
 _MAX_YAML_VALUES: Final = 20_000
 
+_POINTER: Final = b"version https://git-lfs.github.com/"
+
 COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 """Compressions of JSON lines, with their names in pyarrow."""
 
@@ -46,6 +48,14 @@ def matching_files(source: str) -> list[Path]:
     if not re.search(r"[*?\[]", source) or path.exists():
         return []
     return sorted(found for found in map(Path, glob(str(path), recursive=True)) if found.is_file())
+
+
+def pointer_fault(path: Path) -> tuple[str, str] | None:
+    """The problem and the advice if git has not downloaded a large file: a few lines of text stand in its place."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            return f"{path.name} is a pointer of git-lfs, not the file itself", "download it with `git lfs pull`"
+    return None
 
 
 def is_compressed(path: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import distflow
 from distflow.cli import main
@@ -215,6 +216,10 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
         ({"reward": [lengths, lengths]}, "pass one function that returns the sum of their scores"),
         ({"preset_or_config": {"reward": lengths}}, "reward is a function: pass it as an argument"),
+        (
+            {"overrides": {"actor_rollout_ref.model.path": GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1))}},
+            "model.path is an object of GPT2LMHeadModel: save it to a folder",
+        ),
         ({"rewards": lengths}, "train has no argument 'rewards'; did you mean 'reward'"),
         ({"model": "x"}, "no argument 'model'; keys of the config are overrides"),
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the single preset"),

@@ -86,6 +86,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "an option": ("grpo", ["--seed=1"], "'--seed=1'", ("key=value",)),
     "a sweep": ("grpo", ["data.seed=1,2"], "'data.seed=1,2'", ("several runs",)),
+    "a decimal comma": ("grpo", [f"{ACTOR}.optim.lr=1,5e-5"], f"'{ACTOR}.optim.lr=1,5e-5'", (".lr=1.5e-5",)),
     "a range": ("grpo", ["data.seed=range(1,3)"], "'data.seed=range(1,3)'", ("several runs",)),
     "a group choice": ("grpo", ["algorithm/kl=x"], "'algorithm/kl=x'", ("names a file",)),
     "nothing to remove": ("grpo", ["~trainer.seed"], "~trainer.seed", ("nothing to remove",)),

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from distflow.config import Config, load_config
 from distflow.errors import UserError
-from distflow.launch.configured_models import model_sizes
+from distflow.launch.configured_models import model_sizes, policy_limits
 from tests.tiny_models import write_tiny_model
+
+MODEL = "actor_rollout_ref.model"
 
 
 def ppo(*overrides: str) -> Config:
@@ -31,3 +34,13 @@ def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
         UserError, match=r"critic.model.path: .* has no language model 't5': set its size, e\.g\. dag\."
     ):
         model_sizes(ppo(own), ["actor", "critic"])
+
+
+@pytest.mark.parametrize(("family", "said"), [("llama", None), ("gemma2", "family 'gemma2' is not one of llama")])
+def test_what_a_model_limits_is_known_without_its_weights(family: str, said: str | None, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(family, **sizes, max_position_embeddings=64)
+    config.save_pretrained(tmp_path)
+    limits = policy_limits(load_config("grpo", [f"{MODEL}.path={tmp_path}"], complete=False).config)
+    assert limits.context == 64
+    assert limits.not_embedded is None if said is None else str(limits.not_embedded).startswith(said)

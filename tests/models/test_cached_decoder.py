@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from distflow.errors import UserError
-from distflow.models.cached_decoder import DecoderView
+from distflow.models.cached_decoder import DecoderView, why_not_embedded
 from tests.tiny_models import tiny_config
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -121,7 +121,8 @@ def test_other_models_are_refused_with_the_engine_that_can(model: Any, reason: s
     made = model()
     with pytest.raises(UserError, match=reason) as refusal:
         DecoderView(made)
-    assert "rollout.name=hf" in str(refusal.value)
+    assert "actor_rollout_ref.rollout.name=hf" in str(refusal.value)
+    assert str(why_not_embedded(made.config)) in str(refusal.value)  # known before the model is loaded
 
 
 def test_a_lookalike_that_computes_something_else_is_refused() -> None:

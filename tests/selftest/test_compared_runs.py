@@ -189,6 +189,25 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
     assert "pip install 'distflow[ray]'" in lines[-1]
 
 
+def test_pairs_whose_ray_does_not_start_are_left_out_and_have_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a machine that is too busy: Ray waits 30 s for its own processes."""
+
+    def give_up(**arguments: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("ray.init", give_up)
+    monkeypatch.setattr(compared_runs, "of_paths", lambda *arguments: [])
+    monkeypatch.setattr(runs.Lab, "sync", lambda lab: None)
+    assert main(["selftest"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
+    assert "6 of 6 pairs were left out and are not verified. Ray could not be started on this machine: The" in lines[-1]
+    assert not any("Do not trust" in line for line in lines)
+
+
 @pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.alone

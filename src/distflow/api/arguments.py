@@ -81,6 +81,9 @@ def _text(value: Any, key: str) -> str:
         return "[" + ",".join(_text(item, key) for item in value) + "]"
     if callable(item := getattr(value, "item", None)):  # a scalar of numpy or torch
         return _text(item(), key)
+    if hasattr(value, "save_pretrained"):
+        what = f"{type(value).__name__}: save it to a folder with its save_pretrained, and name the folder"
+        raise UserError(f"{key} is an object of {what}")
     if callable(value):
         raise UserError(f"{key} is a function: pass it as an argument, e.g. distflow.train(..., reward=function)")
     raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config has numbers, strings, lists and dicts")

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as B
 
 from distflow.cluster.actor_calls import ENDS_WITHIN_S
 from distflow.cluster.reaper import descendants, kill_those
-from distflow.errors import UserError, count_of
+from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.device_and_threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
@@ -94,7 +94,7 @@ def start_ray(num_cpus: int) -> Iterator[None]:
             _node_ip_address="127.0.0.1",
         )
     except Exception as err:  # Ray has no specific error type
-        raise RuntimeError(f"Ray could not be started on this machine: {err}") from err
+        raise RayNotStarted(f"Ray could not be started on this machine: {err}") from err
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
     try:

@@ -76,6 +76,7 @@ def takes_values(algorithm: AlgorithmConfig) -> bool:
 
 CUSTOM = "custom"
 
+ENGINE = "actor_rollout_ref.rollout.name"
 WORKFLOW = "actor_rollout_ref.rollout.workflow"
 BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_parts", "acc"})
 """Columns that a workflow (`rollout.workflow`) fills."""
@@ -205,10 +206,17 @@ def clip_range(config: Config) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """The limits of a run, each None until known: the number of training rows, and the model's context in tokens."""
+    """The limits of a run, each None until known: the number of training rows, and the model's context in tokens.
+    not_embedded: why the embedded engine cannot run the model, if it cannot."""
 
     rows: int | None = None
     context: int | None = None
+    not_embedded: str | None = None
+
+
+def refuses_model(config: Config, room: RunLimits) -> bool:
+    """Whether the run generates with the embedded engine, which cannot run the model."""
+    return bool(room.not_embedded) and is_rl(config) and config.actor_rollout_ref.rollout.name == "embedded"
 
 
 def run_steps(config: Config, room: RunLimits) -> int | None:

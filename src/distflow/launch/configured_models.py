@@ -17,11 +17,12 @@ from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, hint
 from distflow.graph import BoundPipeline
 from distflow.graph.node_spec import ENGINES
-from distflow.hugging_face_hub import is_local_model
+from distflow.hugging_face_hub import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.device_and_threads import accelerator, choose_device
+from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model, load_tokenizer
 from distflow.models.lora import add_lora
-from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, WEIGHT_PATTERNS
+from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
 from distflow.planning.known_models_and_devices import ModelShape, find_device
@@ -64,12 +65,12 @@ def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
         yield f"{BUILTIN_PREFIX}{file.parent.name}", json.loads(file.read_text()), has_weights
 
 
-def policy_context(config: Config) -> int | None:
-    """The most tokens of a prompt with its response, if the model has a limit. Raises UserError as `load_policy`
-    does."""
+def policy_limits(config: Config) -> RunLimits:
+    """What the model's config limits; loads no weights. Raises UserError as `load_policy` does."""
     source = policy_source(config)
     with blaming("actor_rollout_ref.model.path"):
-        return context_length(**source)
+        model = ModelSource(**source).config().get_text_config()
+        return RunLimits(context=context_length(**source), not_embedded=why_not_embedded(model))
 
 
 def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:

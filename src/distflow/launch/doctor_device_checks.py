@@ -26,7 +26,7 @@ from distflow.launch.configured_models import (
     Source,
     critic_source,
     policy_adapter,
-    policy_context,
+    policy_limits,
     policy_source,
     scoring_source,
 )
@@ -320,7 +320,7 @@ def kept_bytes(config: Config, free: float) -> float:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "embedded" or rollout.free_cache_engine:
         return 0.0
-    longest = policy_context(config) or config.data.max_prompt_length + config.data.max_response_length
+    longest = policy_limits(config).context or config.data.max_prompt_length + config.data.max_response_length
     return min(MEMORY_SHARE * free, 2.0 * rollout.max_num_seqs * longest * kv_bytes_of_token(config))
 
 

@@ -1,7 +1,7 @@
 """Reads a config and its files, fits the config to them, and rejects keys that nothing reads."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +17,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.fields import MissingColumn
 from distflow.import_target import is_ours
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
-from distflow.launch.configured_models import policy_context, tokenizer_loader
+from distflow.launch.configured_models import policy_limits, tokenizer_loader
 from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
 from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes
@@ -192,8 +192,8 @@ def fit_to_files(loaded: Loaded) -> Loaded:
 
 
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
-    context = policy_context(loaded.config)
-    loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
+    limits = policy_limits(loaded.config)
+    loaded, reading = _fitted(loaded, reading, limits)
     run_dir = loaded.config.trainer.run_dir
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     wanted = [source.first() for source in reading.train] if reading.lazy else reading.train
@@ -204,7 +204,7 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
     train = LazyRows(reading.train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
     data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
-    loaded, reading = _fitted(loaded, reading, RunLimits(len(train), context))
+    loaded, reading = _fitted(loaded, reading, replace(limits, rows=len(train)))
     return loaded, reading, data
 
 

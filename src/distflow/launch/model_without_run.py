@@ -21,7 +21,7 @@ from distflow.data.prompts import PromptOptions
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
-from distflow.launch.configured_models import load_policy, policy_context, tokenizer_loader
+from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
 from distflow.launch.device_and_threads import choose_device, make_process_ready
 from distflow.launch.export_checkpoint import with_models_of_runs, write_config_of
 from distflow.launch.model_and_engine_factories import engine_dtype, make_factories
@@ -109,7 +109,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
     if (given := options.temperature) is not None and given < 0:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
     config, is_run = load_config_of(path, overrides, folder, note), is_of_a_run(path)
-    tokenizer, context, data = tokenizer_loader(config)(), policy_context(config), config.data
+    tokenizer, context, data = tokenizer_loader(config)(), policy_limits(config).context, config.data
     has_template = data.prompt_format == "chat" if is_run else bool(tokenizer.chat_template)
     max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)
     if context is not None and context <= max_tokens:
@@ -132,7 +132,7 @@ def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Pat
 async def serve(config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]) -> None:
     """Serve until cancelled. name: of the model, for clients. say: called with the URL. Raises UserError."""
     get = _resources(config)
-    stop_ids, context = tuple(get("stop_token_ids")), policy_context(config) or LONGEST
+    stop_ids, context = tuple(get("stop_token_ids")), policy_limits(config).context or LONGEST
     async with get("rollout") as engine:
         policy = ServedPolicy(engine, get("tokenizer"), stop_ids, config, sampling_params(config), context)
         with serve_policy(policy, name, key, listening) as url:
@@ -145,7 +145,7 @@ async def check_rollout(config: Config) -> AsyncIterator[Finding]:
     get = _resources(config, shares=False)
     dtype, room = engine_dtype(config), config.data.max_prompt_length + config.data.max_response_length
     limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
-    longest = min(room, policy_context(config) or room)
+    longest = min(room, policy_limits(config).context or room)
     async with get("rollout") as engine:
         bench = Bench(engine, get("policy").eval(), get("tokenizer"), longest, limit, dtype, NUM_PROMPTS)
         async for found in check_engine(bench):

@@ -59,9 +59,10 @@ class DecoderView:
         in bfloat16 with bfloat16 weights. None: everything in the weights' dtype. Raises UserError for a family that it
         cannot run, or whose logits differ from the module's."""
         causal = unwrapped(model)
-        if refusal := _refusal(causal):
-            raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
         config = causal.config
+        if refusal := why_not_embedded(config) or ("" if hasattr(causal, "lm_head") else "it has no lm_head"):
+            advice = "set actor_rollout_ref.rollout.name=hf"
+            raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; {advice}")
         self._body = causal.model
         self._module = causal
         self._attend = attend_in_blocks if in_blocks else attend
@@ -330,7 +331,7 @@ class DecoderView:
             raise UserError(
                 f"the embedded rollout engine computes different logits than this "
                 f"{self._module.config.model_type} model "
-                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set rollout.name=hf"
+                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set actor_rollout_ref.rollout.name=hf"
             )
 
 
@@ -360,14 +361,11 @@ def _has_plain_norms(body: Any) -> bool:
     return all(is_plain(norm, "RMSNorm") for norm in norms)
 
 
-def _refusal(causal: nn.Module) -> str | None:
-    """Why this model cannot run here, or None."""
-    config = getattr(causal, "config", None)
-    family = getattr(config, "model_type", type(causal).__name__)
-    if config is None or family not in FAMILIES:
+def why_not_embedded(config: Any) -> str | None:
+    """Why a model with this config of `transformers` cannot run here, or None."""
+    family = config.model_type
+    if family not in FAMILIES:
         return f"family {family!r} is not one of {', '.join(FAMILIES)}"
-    if not hasattr(causal, "lm_head"):
-        return "it has no language-model head"
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         return f"rotary type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}"

@@ -24,11 +24,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
+from distflow.hugging_face_hub import WEIGHT_PATTERNS
 from distflow.models.lora import base_of_adapter, merge_adapter
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
 from distflow.models.paths import (
     TOKENIZER_FILES,
-    WEIGHT_PATTERNS,
     first_lines,
     is_local,
     readable,
@@ -189,8 +189,15 @@ class ModelSource:
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # else its error names none of them
                 use_safetensors=True if only_safetensors else None,
                 **self._options,
+            )
+        if other := sorted(info["mismatched_keys"]):
+            name, stored, expected = other[0]
+            raise UserError(
+                f"{self}: {len(other)} weights do not have the sizes that its config.json implies, {name} is "
+                f"{list(stored)} and should be {list(expected)}: take config.json and weights of the same model"
             )
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:

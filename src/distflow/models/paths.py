@@ -17,7 +17,6 @@ from distflow.untrusted_files import check_file
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
 PACKAGE_PREFIX = "package:"
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "tekken.json"),

@@ -13,6 +13,7 @@ import torch
 
 from distflow.cluster.ray_launcher import NEEDED, is_installed, own_ray
 from distflow.config import Config
+from distflow.errors import RayNotStarted
 from distflow.launch import doctor_device_checks
 from distflow.launch.device_and_threads import accelerator
 from distflow.launch.doctor_device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
@@ -98,10 +99,12 @@ def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pai
 
 
 def compare(lab: Lab, pair: Pair) -> Row:
-    """Run both, and compare."""
+    """Run both, and compare. On a machine that is too busy to start Ray, nothing was compared."""
     row = functools.partial(Row, lab.preset, pair.name, len(lab.prompts), pair.limit)
     try:
         return row(differences(pair.one(), pair.other()))
+    except RayNotStarted as err:
+        return row(None, left_out=f"{err} Run the selftest again when the machine is less busy")
     except Exception as err:  # whatever ends a run is the result of the pair
         return row(None, f"{type(err).__name__}: {err}")
 

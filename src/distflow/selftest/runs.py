@@ -105,7 +105,7 @@ def graded(solution_str):
 """A meaningless score, which only has to differ between the responses of a group. It has its own file, since reward
 processes would import torch with this one."""
 
-_DEADLINE_S = 300.0
+_DEADLINE_S = 1800.0  # of a run that takes seconds on an idle machine
 _STEP_S = 0.05  # the approximate time of a step
 _KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
 PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]

@@ -26,6 +26,13 @@ def sft(settings: str) -> str:
 
 # name: (kind of file, text, what the config has, what is said)
 READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
+    "files of each split": (
+        "py",
+        START + "rows = load_dataset('json', data_files={'train': ['a.jsonl', 'b.jsonl'], 'test': 'c.jsonl'})\n"
+        "SFTTrainer(model='m', args=SFTConfig(), train_dataset=rows['train'], eval_dataset=rows['test']).train()\n",
+        {"data.train_files": ("a.jsonl", "b.jsonl"), "data.val_files": ("c.jsonl",)},
+        (),
+    ),
     "the length of a response": ("py", grpo(""), {"data.max_response_length": 512}, ()),
     "options that the command of the script leaves out": (
         "py",

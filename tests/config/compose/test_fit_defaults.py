@@ -16,6 +16,9 @@ GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
 BATCH, MINI, WARM_UP = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.optim.lr_warmup_steps"
 PROMPT, RESPONSE, ZONE = "data.max_prompt_length", "data.max_response_length", "reward.overlong.buffer_tokens"
 
+ENGINE = "actor_rollout_ref.rollout.name"
+CANNOT = "the embedded engine cannot run this model: family 'gemma2' is not supported"
+
 
 def load(preset: str, *overrides: str) -> Loaded:
     return load_config(preset, [*GOOD, *overrides])
@@ -54,7 +57,17 @@ def test_what_nobody_chose_becomes_what_fits(
     assert all(f"{key.rpartition('.')[2]}: {value}\n" in to_yaml(loaded.config) for key, value in becomes.items())
 
 
+@pytest.mark.parametrize(("preset", "engine"), [("grpo", "hf"), ("ppo", "hf"), ("sft", "embedded")])
+def test_a_model_that_the_default_engine_cannot_run_has_the_engine_for_any_model(preset: str, engine: str) -> None:
+    """Fine-tuning generates nothing."""
+    loaded = fit_to(load(preset), RunLimits(not_embedded="family 'gemma2' is not supported"))
+    assert loaded.config.actor_rollout_ref.rollout.name == engine
+    said = [str(change) for change in loaded.fitted if change.key == ENGINE]
+    assert said == ([f"{ENGINE}='hf' instead of 'embedded': {CANNOT}"] if engine == "hf" else [])
+
+
 CHOSEN = [
+    ([f"{ENGINE}=embedded"], RunLimits(not_embedded="family 'gemma2' is not supported"), "set it to hf"),
     (["data.train_batch_size=64"], RunLimits(rows=30), "data.train_batch_size=30 or less"),
     ([f"{MINI}=64"], RunLimits(rows=30), f"{MINI}=30 or less"),
     ([f"{PROMPT}=512", f"{RESPONSE}=512"], RunLimits(context=1000), f"{RESPONSE}=488 or less"),

@@ -289,6 +289,41 @@ def test_a_missing_file_names_the_nearest_beside_it(tmp_path):
     assert f"did you mean {tmp_path}/tiny.yaml?" in str(near) and "did you mean" not in str(far)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"
+INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "it has no weights"),
+        ({"model.safetensors": POINTER}, "model.safetensors is a pointer of git-lfs"),
+        (
+            {"model.safetensors.index.json": INDEX, "model-1.safetensors": ""},
+            "it lacks 1 file of weights, model-2.safetensors",
+        ),
+        ({"model.safetensors.index.json": "[]", "model.safetensors": ""}, ""),
+    ],
+)
+def test_a_model_folder_without_all_its_weights_is_told_before_anything_is_read(tmp_path, files, said):
+    for name, text in {"config.json": "{}", "rows.jsonl": "", **files}.items():
+        (tmp_path / name).write_text(text)
+    key, data = "actor_rollout_ref.model.path", f"data.train_files={tmp_path}/rows.jsonl"
+    lines = [data, f"{key}={tmp_path}"]
+    if not said:
+        assert load_config("grpo", lines, needed={key})
+        return
+    with pytest.raises(ConfigError, match=said):
+        load_config("grpo", lines, needed={key})
+    assert load_config("grpo", [*lines, "actor_rollout_ref.model.init=random"], needed={key})
+
+
+def test_data_that_git_has_not_downloaded(tmp_path):
+    (tmp_path / "rows.parquet").write_text(POINTER)
+    with pytest.raises(ConfigError, match="rows.parquet is a pointer of git-lfs.*\n.*git lfs pull"):
+        load_config("grpo", [f"data.train_files={tmp_path}/rows.parquet"], needed={"data.train_files"})
+
+
 def test_a_folder_in_place_of_a_file(tmp_path):
     (problem,) = problems_of(str(tmp_path))
     assert "is a folder" in str(problem) and "no such file" not in str(problem)

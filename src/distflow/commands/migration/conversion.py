@@ -34,6 +34,9 @@ _IN_SCRIPT = """\
 rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
 _BY_SOURCE = """\
 rewards: verl chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""
+_OF_OPENRLHF = """\
+reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels); write it with the parameters \
+solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""
 _JUDGE, _FILTER = "generating_args.", "algorithm.filter_groups."
 _OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
 """Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
@@ -60,7 +63,9 @@ def _share(total: object, steps: float | None) -> float | None:
 
 
 def _allocation(expression: str, devices: int) -> str | None:
-    """AReaL's expression, which `trainer.allocation` takes too; None if all engines share the devices."""
+    """AReaL's expression, which `trainer.allocation` takes too, if each part has its engine: AReaL trains with fsdp by
+    default. None if all engines share the devices."""
+    expression = "+".join(f"fsdp:{part}" if re.match(r"d\d", part) else part for part in expression.split("+"))
     apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
     wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
     if wanted != devices:
@@ -126,6 +131,8 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     grades = ("custom_reward_function.path", "reward.custom_reward_function.path", "reward_model.enable")
     if theirs.system == "verl" and theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, grades)):
         draft.missing.append(_BY_SOURCE)
+    if theirs.system == "OpenRLHF" and str(theirs.values.get("remote_rm_url")).endswith(".py"):
+        draft.missing.append(_OF_OPENRLHF)
     if theirs.values.get("ref.path") == theirs.values.get("actor.path"):
         used |= {"ref.path"}
     if theirs.system == "ROLL":

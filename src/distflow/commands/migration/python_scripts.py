@@ -212,7 +212,9 @@ def _rows(values: list[object], named: Mapping[str, object]) -> object:
     path, config = ([*values, None, None][place] or named.get(name) for place, name in enumerate(("path", "name")))
     split, files = named.get("split"), named.get("data_files")
     if files is not None and path in ("json", "csv", "parquet", "text"):
-        files = files.get("train") if isinstance(files, dict) else files
+        if isinstance(files, dict):  # a file, or a list of them, for each split
+            splits = {name: Rows(each) if isinstance(each, str) else each for name, each in files.items()}
+            return splits[str(split)] if split in splits else splits
         return Rows(files) if isinstance(files, str) else files
     if not isinstance(path, str) or isinstance(split, list):
         return [_rows([path, config], {"split": each}) for each in split] if isinstance(split, list) else path

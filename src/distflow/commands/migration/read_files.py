@@ -15,12 +15,13 @@ from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 _TRAINER = re.compile(
     r"openrlhf\.cli\.train_(?P<OpenRLHF>\w+)|(?:verl|siirl|recipe)[\w./]*[./](?P<verl>main_(?!gen|eval)\w+|\w*sft_trainer)(?:\.py)?"
-    r"|(?:.*/)?(?P<TRL>trl)|(?P<script>.*\.py)"
+    r"|(?:.*/)?(?P<TRL>trl)(?:\.scripts\.\w+)?|(?P<script>.*\.py)"
 )
 _METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
 _SHOWN = re.compile(r"(?m)^((?:[^\n]*\\\n)*[^\n]*?)\.py((?:[ \t]*\\\n|[ \t]+-)(?:[^\n]*\\\n)*[^\n]*)")
 """A command that a script shows: what starts the script, and its options."""
-_PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node)(?:[= ](\d+))")
+_PROCESSES = re.compile(r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node))[= ](?P<count>\d+)")
+_MACHINES = re.compile(r"--(?:num_machines|nnodes)[= ](\d+)")
 
 
 def read_foreign(path: Path, devices: int | None = None) -> ForeignSettings:
@@ -82,9 +83,14 @@ def _read_python(text: str, arguments: Mapping[str, object] | None, devices: int
 
 
 def _num_processes(launcher: str) -> int | None:
-    """Of `accelerate launch` or `torchrun`; None if it does not say."""
+    """Of `accelerate launch`, on all machines, or of `torchrun`, on each; None if it does not say."""
     found = _PROCESSES.search(launcher)
-    return int(found[1]) if found else None
+    return int(found["count"]) * (_num_machines(launcher) if found["node"] else 1) if found else None
+
+
+def _num_machines(launcher: str) -> int:
+    found = _MACHINES.search(launcher)
+    return int(found[1]) if found else 1
 
 
 def _read_shell(text: str, folder: Path, devices: int | None) -> ForeignSettings:
@@ -113,10 +119,11 @@ def _read_command(words: list[str], line: int, folder: Path, devices: int | None
     """What a command trains; None for one of another tool."""
     found = ((place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word)))
     place, trainer = next(found, (0, None))
-    if trainer is None or trainer["TRL"] and place and [*words, ""][place + 1] not in _METHODS:  # pip install trl
+    own = [] if trainer is None else [*trainer[0].split(".scripts.")[1:], *words[place + 1 :], ""]
+    if trainer is None or trainer["TRL"] and place and own[0] not in _METHODS:  # pip install trl
         return None
-    system, values, own = str(trainer.lastgroup), dict[str, object](), [*words[place + 1 :], ""]
-    processes = _num_processes(" ".join(words[:place]))
+    system, values, launcher = str(trainer.lastgroup), dict[str, object](), " ".join(words[:place])
+    processes, machines = _num_processes(launcher), _num_machines(launcher)
     newer = all_tables()[system].newer_names if system in all_tables() else {}
     read_options(own[:-1], lambda key, value: values.__setitem__(newer.get(key, key), value))
     named = {"TRL": own[0], "verl": "ppo_ray" if "main" in trainer[0] else "sft"}.get(system, trainer[system])
@@ -138,6 +145,8 @@ def _read_command(words: list[str], line: int, folder: Path, devices: int | None
         unknown = config is not None and not is_default
         settings.remarks += [f"the settings of {config}, which is not in the same folder"] if unknown else []
     settings.devices = processes
+    if settings.system == "TRL" and machines > 1:
+        settings.values["num_machines"] = machines
     return settings
 
 

@@ -343,6 +343,8 @@ def scalar(text: str) -> object:
 
 def identify(values: dict[str, object]) -> ForeignSettings:
     """The settings of a file that has only keys and values, told by the keys. Raises UserError for no system's."""
+    unread = {name: value for name, value in values.items() if isinstance(value, Unread)}
+    values = {name: value for name, value in values.items() if name not in unread}
     try:
         check_interpolations(values)
     except ValueError as error:
@@ -352,6 +354,7 @@ def identify(values: dict[str, object]) -> ForeignSettings:
     read = dict[str, object]()
     for key in (key for key in keys if not key.startswith(("defaults", "hydra"))):
         read |= _leaves(key, _value(tree, key))
+    read |= unread
     if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:  # AReaL's fine-tuning
         read = {re.sub(r"^model\.", "actor.", key): value for key, value in read.items()}
     tables = all_tables()

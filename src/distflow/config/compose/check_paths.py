@@ -1,6 +1,7 @@
 """Finds missing files and folders that a config names, before anything is loaded."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -10,10 +11,10 @@ from distflow.builtin_names import HUB_DATA, MODELS
 from distflow.config import derived_settings
 from distflow.config.keys.schema import Config
 from distflow.config.rules.check_config import where
-from distflow.errors import Problem, missing_path, nearest
-from distflow.hugging_face_hub import model_fault
+from distflow.errors import Problem, count_of, missing_path, nearest
+from distflow.hugging_face_hub import WEIGHT_PATTERNS, model_fault
 from distflow.import_target import SourceFile, split_name
-from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, read_file
+from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, pointer_fault, read_file
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
@@ -21,6 +22,7 @@ _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _MODEL = "actor_rollout_ref.model"
 _TRAIN = "data.train_files"
+_MAX_INDEX_BYTES = 64 * 2**20
 _DOMAINS = re.compile(r"data\.domains\.[\w.-]+(?=\.)")
 NEEDED_TO_EVALUATE = frozenset(
     {
@@ -63,7 +65,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     models += [("reward_model.models", model.path) for model in config.reward_model.models.values()]
     yield from ((key, path, model_fault) for key, path in models if path)
     if model.path and model.init != "random":
-        yield f"{_MODEL}.path", model.path, _builtin_fault
+        yield f"{_MODEL}.path", model.path, _weights_fault
     for key, files in (derived_settings.val_files(config) | derived_settings.train_files(config)).items():
         yield from ((key, file, data_fault) for file in files if file.strip())
     custom = config.custom_reward_function
@@ -86,7 +88,7 @@ def data_fault(source: str) -> tuple[str, str] | None:
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES or is_compressed(path)
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
-        return None if known else (f"its extension '{path.suffix}' is not a known format", advice)
+        return pointer_fault(path) if known else (f"its extension '{path.suffix}' is not a known format", advice)
     if found := matching_files(source):
         return next(filter(None, (data_fault(str(file)) for file in found)), None)
     if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
@@ -103,14 +105,29 @@ def is_local_data(source: str) -> bool:
     return source.startswith("builtin:") or Path(source).expanduser().is_file() or bool(matching_files(source))
 
 
-def _builtin_fault(text: str) -> tuple[str, str] | None:
+def _weights_fault(text: str) -> tuple[str, str] | None:
     """Checks a model whose weights are to be loaded."""
     prefix, _, name = text.rpartition(":")
     if prefix != "builtin":
-        return None
+        folder = Path(text).expanduser()
+        files = [file for pattern in WEIGHT_PATTERNS for file in sorted(folder.glob(pattern))]
+        if not files and (folder / "config.json").is_file() and not [*folder.glob("*.gguf")]:
+            return f"it has no weights ({', '.join(WEIGHT_PATTERNS)})", f"complete it, or set {_MODEL}.init=random"
+        if lacking := [name for name in _shards(folder) if not (folder / name).is_file()]:
+            return f"it lacks {count_of(len(lacking), 'file')} of weights, {lacking[0]}", "download or copy it again"
+        return next(filter(None, map(pointer_fault, files)), None)
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
     return "a built-in model has no weights", f"set {_MODEL}.init=random for new ones by trainer.seed"
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files of weights that the index of a model's folder names."""
+    try:
+        index = json.loads(read_file(folder / "model.safetensors.index.json", max_bytes=_MAX_INDEX_BYTES))
+        return sorted({str(name) for name in index["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading it reports what is wrong
+        return []
 
 
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:

@@ -221,6 +221,8 @@ def _advice_for_commas(line: str) -> str:
     takes_list = info is not None and any(get_origin(arm) is tuple for arm in info.arms)
     if takes_list and re.fullmatch(r"[^\[\]{}()'\"]+", value):
         return f"for a list write '{key}=[{value}]'"
+    if info is not None and float in info.arms and re.fullmatch(r"\d+,\d+([eE][-+]?\d+)?", value):
+        return f"write a decimal point, {key}={value.replace(',', '.')}, or start one run for each value"
     return "start one run for each value, or put a str with commas in quotes: 'key=\"a,b\"'"
 
 

@@ -149,4 +149,10 @@ def _warm_ups(config: Config, is_free: IsFree, room: derived_settings.RunLimits)
             yield key, updates // 10, f"the run has {count_of(updates, 'optimizer step')}"
 
 
-_STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
+def _engine(config: Config, is_free: IsFree, room: derived_settings.RunLimits) -> Iterator[Change]:
+    """Choose the engine that runs any model if the default cannot run this one."""
+    if derived_settings.refuses_model(config, room) and is_free(derived_settings.ENGINE):
+        yield derived_settings.ENGINE, "hf", f"the embedded engine cannot run this model: {room.not_embedded}"
+
+
+_STEPS = (_domains, _reward, _engine, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)

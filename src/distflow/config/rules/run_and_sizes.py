@@ -197,10 +197,18 @@ def warm_ups(config: Config, room: derived_settings.RunLimits) -> Iterator[Findi
             )
 
 
+def embedded_engine(config: Config, room: derived_settings.RunLimits) -> Iterator[Finding]:
+    """The embedded engine can run the model."""
+    if derived_settings.refuses_model(config, room):
+        keys, advice = (derived_settings.ENGINE, "actor_rollout_ref.model.path"), "set it to hf, or remove it"
+        yield Finding(keys, f"the embedded engine cannot run this model: {room.not_embedded}", advice)
+
+
 SIZE_RULES: tuple[Callable[[Config, derived_settings.RunLimits], Iterator[Finding]], ...] = (
     mini_batches,
     batch,
     lengths,
     overlong_zone,
     warm_ups,
+    embedded_engine,
 )
