@@ -142,7 +142,7 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
     helpful = write_tiny_reward_model(tmp_path / "helpful", "qwen3", seed=7)
     judge = write_tiny_judge(tmp_path / "judge")
     (tmp_path / "question.txt").write_text("{prompt}\n{response}")
-    judged_by = f"judge: true, template: {tmp_path}/question.txt, choices: [0, 1], answer_tokens: 4, domains: [math]"
+    judged_by = f"judge: true, template: {tmp_path}/question.txt, choices: [0, 1], domains: [math]"
     models = f"{{helpful: {{path: {helpful}, domains: [chat]}}, critique: {{path: {judge}, {judged_by}}}}}"
     keys = (
         f"reward_model.models={models}",

@@ -10,8 +10,9 @@ import torch
 
 from distflow.config import load_config
 from distflow.errors import UserError
+from distflow.graph import PipelineError
 from distflow.launch import fit_config_to_files
-from distflow.launch.fit_config_to_files import fit_to_files, read_config
+from distflow.launch.fit_config_to_files import fit_to_files, follow_pipeline, read_config
 from distflow.planning.allocation_expression import follow_allocation
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
@@ -147,6 +148,23 @@ def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
 
 def follow(preset: str, *overrides: str) -> None:
     read_config(follow_allocation(load_config(preset, [*NEEDED, *overrides])))
+
+
+NODES = (
+    "{id: rollout, func: distflow.pipelines.nodes:generate}",
+    "{id: reward, func: distflow.pipelines.nodes:compute_reward}",
+    "{id: advantages, func: distflow.pipelines.nodes:compute_advantage, plane: training}",
+    "{id: update, func: distflow.pipelines.nodes:train_actor}",
+)
+REFERENCE = "{id: reference, func: distflow.pipelines.nodes:compute_ref_log_prob, only_forward_compute: true}"
+
+
+def test_the_kl_loss_of_a_preset_is_off_in_a_pipeline_that_computes_no_reference() -> None:
+    compares, lacks = f"dag.pipeline=[{','.join((*NODES, REFERENCE))}]", f"dag.pipeline=[{','.join(NODES)}]"
+    assert follow_pipeline(load_config("grpo", [*NEEDED, compares])).config.actor_rollout_ref.actor.use_kl_loss
+    assert not follow_pipeline(load_config("grpo", [*NEEDED, lacks])).config.actor_rollout_ref.actor.use_kl_loss
+    with pytest.raises(PipelineError, match="compute_ref_log_prob writes it"):
+        follow_pipeline(load_config("grpo", [*NEEDED, lacks, f"{ACTOR}.use_kl_loss=true"]))
 
 
 def test_the_file_and_line_are_the_origin(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from distflow.models.cpu_kernels import build as native
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf import HFEngine
+from distflow.runtime.judge_engine import Judge
 from distflow.runtime.resources import Resources, build_resources
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
@@ -265,3 +266,14 @@ def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
     assert {str(parameter.dtype) for parameter in served.values()} == {"torch.bfloat16"}
     assert {str(parameter.dtype) for parameter in trained.values()} == {"torch.float32"}
     assert built.ref.without_adapter
+
+
+def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "judge")
+    models = f"reward_model.models={{critique: {{path: {folder}, judge: true, answer_tokens: 512}}}}"
+    with pytest.raises(UserError, match=r"critique.path: a reply of 512 tokens .* reads at most 512 tokens"):
+        build(config("grpo", models), "critique")
+    chosen = models.replace("answer_tokens: 512", "answer_tokens: 512, choices: [0, 0.5, 1]")
+    judge = build(config("grpo", chosen), "critique").scoring_models["critique"]
+    assert isinstance(judge, Judge)
+    assert judge.params.max_tokens < 20, "a judge with choices writes at most the longest of them"

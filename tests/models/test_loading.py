@@ -165,7 +165,7 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
         load_tokenizer(folder)
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UserError, match="no tokenizer; set tokenizer_path"):
+    with pytest.raises(UserError, match="no tokenizer; add one, or for the policy set tokenizer_path"):
         load_tokenizer(folder)
 
 

@@ -124,8 +124,12 @@ def hanging(
     return WorkerHangs(
         f"{' and '.join(places)}, and has not reached a collective call of all ranks within {limit_s:g} s "
         "(trainer.peers_timeout_s): a function or a lock does not end, or the rank has much more work than others. "
-        f"Its stacks are in {stacks}."
+        f"{_stacks_in('Its stacks are', stacks)}"
     )
+
+
+def _stacks_in(which: str, stacks: Path) -> str:
+    return f"{which} in {stacks}." if stacks.exists() else "No worker could write its stacks."
 
 
 def process_here() -> tuple[str, int]:
@@ -184,9 +188,10 @@ class Heartbeat:
         `stacks`."""
         workers = [actor for rank, actor in self._actors.items() if rank >= 0 and rank != silent]
         wait([future_of(worker.write_stacks.remote(stacks)) for worker in workers], ENDS_WITHIN_S)
+        why = "is stopped, hangs in native code" if silent in self._heard else "has not started, is stopped"
         return (
-            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process is stopped, hangs in "
-            f"native code, or its machine is gone. The stacks of the others are in {stacks}."
+            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process {why}, or its machine "
+            f"is gone or overloaded. {_stacks_in('The stacks of the others are', stacks)}"
         )
 
     def _limit_s(self, rank: int) -> float:

@@ -23,7 +23,7 @@ from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.rollout.policy_engines import PolicyEngines
 from distflow.rollout.servers.fleet import Fleet
 from distflow.rollout.servers.shared_server import ServerGroup, follower_of
-from distflow.runtime.judge_engine import Judge, ReplyStore
+from distflow.runtime.judge_engine import Judge, ReplyStore, choice_replies
 from distflow.runtime.spec import Get
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import TrainEngine
@@ -184,17 +184,22 @@ class JudgeParts(NamedTuple):
 def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
     """A judge, whole or in shards, with its own tokenizer."""
     with blaming(key):
+        tokenizer, longest = load_tokenizer(source["path"]), context_length(**source)
+        answer_tokens = max(map(len, choice_replies(parts.choices, tokenizer)), default=parts.answer_tokens)
+        if longest is not None and answer_tokens >= longest:
+            raise UserError(
+                f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a question: "
+                f"the model reads at most {longest:,} tokens; set a smaller answer_tokens"
+            )
         model = load_model(**source, sharding=_sharding(get, parts.spread), device=device)
-        tokenizer = load_tokenizer(source["path"])
         make = None
         if parts.spread is None:
             _cast(model, parts.dtype)
             make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
             make()  # rejects a family that the engine cannot run
         replies = parts.replies.of_model(source["path"], source.get("revision"))
-    params = SamplingParams(parts.answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
-    longest, group = context_length(**source), get("collective")
-    return Judge(model, tokenizer, make, parts.template, params, longest, replies, parts.choices, group)
+    params = SamplingParams(answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
+    return Judge(model, tokenizer, make, parts.template, params, longest, replies, parts.choices, get("collective"))
 
 
 def _make_engine(

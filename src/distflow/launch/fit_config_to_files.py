@@ -20,7 +20,7 @@ from distflow.launch.check_extensions import check_extensions, explain_missing_c
 from distflow.launch.configured_models import policy_limits, tokenizer_loader
 from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
 from distflow.launch.device_and_threads import follow_device, make_process_ready
-from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes
+from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes, without_reference
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
 from distflow.launch.user_code_trust import check_importable
 from distflow.planning.allocation_expression import follow_allocation
@@ -172,7 +172,8 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     by_row = "data.train_files" in keys and all(map(reads_by_row, loaded.config.data.train_files))
     if by_row and "data.lazy" not in keys and loaded.origin("data.lazy") == "default":
         loaded = with_changes(loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")])
-    if config.dag.generates is not None or generates(_bind(loaded.config)):
+    loaded = without_reference(loaded)
+    if loaded.config.dag.generates is not None or generates(_bind(loaded.config)):
         return loaded
     return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
 

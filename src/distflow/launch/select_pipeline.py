@@ -3,6 +3,7 @@ here and on a worker."""
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -10,8 +11,8 @@ from typing import cast
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
-from distflow.config import Config
-from distflow.config.compose.fit_defaults import NamedKey
+from distflow.config import Config, Loaded, with_changes
+from distflow.config.compose.fit_defaults import NamedKey, is_free
 from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
 from distflow.data.prompts import PROMPT_FIELDS
 from distflow.errors import UserError, hint
@@ -176,6 +177,19 @@ def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -
 def bind(config: Config) -> BoundPipeline:
     """The pipeline of a config, bound to it and to the columns of data sets. Raises PipelineError."""
     return bound(select_pipeline(config), config)
+
+
+def without_reference(loaded: Loaded) -> Loaded:
+    """Without the KL loss of a preset, if the pipeline fits only without it, because no node compares with a
+    reference."""
+    key = "actor_rollout_ref.actor.use_kl_loss"
+    if loaded.config.actor_rollout_ref.actor.use_kl_loss and is_free(loaded.origins, key):
+        without = with_changes(loaded, [(key, False, "no node of the pipeline computes ref_log_prob")])
+        for each in (loaded, without):
+            with suppress(PipelineError):
+                bind(each.config)
+                return each
+    return loaded
 
 
 def rebuild(config: Config) -> BoundPipeline:

@@ -345,7 +345,7 @@ def load_tokenizer(
     """
     source = resolve_path(path)
     if gguf_file is None:
-        require_files(source, TOKENIZER_FILES, "tokenizer; set tokenizer_path to a folder that has one")
+        require_files(source, TOKENIZER_FILES, "tokenizer; add one, or for the policy set tokenizer_path")
     options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file

@@ -5,7 +5,8 @@ devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
 sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e expert
 
-The last two are AReaL's older form, `sglang.d4p1m1+d2`: sizes alone are the trainer's, with FSDP if it has no stages.
+The last two are AReaL's older forms, `sglang.d4p1m1+d2` and `sglang:d4+d2`: sizes alone, after the rollout's engine,
+are the trainer's, with FSDP if it has no stages.
 Keys that are not set follow the allocation; a key that contradicts it is an error.
 """
 
@@ -86,7 +87,7 @@ class _Parser:
         self._written = written
         self._tokens = [(str(match.lastgroup), match[0], match.start()) for match in found]
         self._tokens.append(("end", "", len(written.text)))
-        self._is_old_form = False
+        self._has_rollout = False
 
     def allocation(self) -> Allocation:
         groups = [self._group()]
@@ -122,18 +123,18 @@ class _Parser:
         at, engine = self._word("an engine")
         if engine not in _ENGINES:
             if re.fullmatch(rf"(?:{_SIZE.pattern})+", engine):
-                if not self._is_old_form:
+                if not self._has_rollout:
                     self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
                 trainer = "megatron" if re.search(r"p([2-9]|\d\d)", engine) else "fsdp"
                 return AllocatedPart(trainer, "actor", self._sizes(trainer, at, engine), at)
             self._written.refuse(at, f"there is no engine '{engine}'{hint(engine, _ENGINES)}")
         role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
+        self._has_rollout |= role == "rollout"
         if self._takes("["):
             role = self._role(engine)
             if not self._takes("]"):
                 self._refuse("expected ']' here")
         elif self._takes("."):
-            self._is_old_form = True
             return AllocatedPart(engine, role, self._sizes(engine, *self._word("sizes")), at)
         if not self._takes(":"):
             self._refuse(f"expected ':' and the sizes of '{engine}' here, e.g. {engine}:d2")

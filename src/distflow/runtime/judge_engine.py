@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,12 @@ class ReplyStore(NamedTuple):
         except ValueError as error:
             raise UserError(str(error)) from error
         return self._replace(model=identity(path, revision)["fingerprint"])
+
+
+def choice_replies(choices: Sequence[float], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The tokens of each choice as a reply."""
+    texts = [f'{{"score": {choice:g}}}' for choice in choices]
+    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
 
 
 @dataclass(eq=False, repr=False)
@@ -110,8 +116,7 @@ class Judge(FrozenWeights):
 
     def _choose(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
         """For each question, the choice whose JSON object is the likeliest to follow; nothing is generated."""
-        texts = [f'{{"score": {choice:g}}}' for choice in self.choices]
-        replies: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        replies = choice_replies(self.choices, self.tokenizer)
         pairs = [(ids, reply) for ids in wanted.values() for reply in replies]
         lengths = [len(reply) for _, reply in pairs]
         batch = Batch(*(torch.tensor(each, dtype=torch.int64) for each in ([len(ids) for ids, _ in pairs], lengths)))

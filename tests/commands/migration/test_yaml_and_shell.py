@@ -303,6 +303,18 @@ READ: dict[str, tuple[str, str, dict[str, object], tuple[str, ...]]] = {
         {"data.train_files": ("a/b:x",), "data.prompt_key": "q", "trainer.project_name": "p"},
         ("wandb_entity=e: ", "code_language=cpp: an option of open-r1's reward functions", "devices: their number"),
     ),
+    "siiRL's drift where its loss does not read it": (
+        "sh",
+        f"{GRPO} {ACTOR}.policy_drift_coeff=0.001 {ACTOR}.use_cpgd_loss=False",
+        {f"{ACTOR}.policy_loss": "vanilla", f"{ACTOR}.policy_loss_kwargs": {}},
+        (),
+    ),
+    "siiRL's drift where its loss reads it": (
+        "sh",
+        f"{GRPO} {ACTOR}.policy_drift_coeff=0.001 {ACTOR}.use_cpgd_loss=True",
+        {f"{ACTOR}.policy_loss": "cpgd", f"{ACTOR}.policy_loss_kwargs": {"policy_drift_coeff": 0.001}},
+        (),
+    ),
     "devices of roles that share them": (
         "sh",
         OPENRLHF
