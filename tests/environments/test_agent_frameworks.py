@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.test_endpoint import ASKED, CALLS, TOOL
+from tests.environments.test_endpoint import ASKED, CALLS
 
 pytestmark = [pytest.mark.slow, pytest.mark.by_hand]
 WHY = "the frameworks of agents are tested where they are installed: make test-agents installs"
@@ -77,25 +77,6 @@ def test_smolagents(begin: Any) -> None:
     ]
     assert sorted(drawn) == sorted(token for reply in episode.engine.replies for token in reply)
     assert "smolagents" in sys.modules
-
-
-def test_litellm(begin: Any) -> None:
-    litellm = pytest.importorskip("litellm", reason=f"{WHY} litellm")
-    episode = begin(f"Let me see. {CALLS}", "It is 2.")
-    messages: list[Any] = [ASKED]
-
-    def ask() -> Any:
-        base, key = f"{episode.session.base_url}/v1", episode.session.key
-        made = litellm.completion("openai/gpt-4o", messages, api_base=base, api_key=key, tools=[TOOL])
-        messages.append(made.choices[0].message)
-        return messages[-1]
-
-    (call,) = ask().tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 1})
-    messages.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
-    assert ask().content == "It is 2."
-    episode.check_exact()
-    assert owners(episode) == ["prompt", "policy", "tool", "policy"]
 
 
 @pytest.mark.parametrize("api", ["chat_completions", "responses"])
