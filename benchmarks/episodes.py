@@ -11,6 +11,7 @@ rounds, by the clock and by the processor time of the process, which other proce
 """
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--tool-ms", type=int, default=200)
     parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
+    gc.freeze()  # as the command line does; else one collection of all imported objects may be a tenth of a run
     print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
     print("| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by CPU time | hits |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

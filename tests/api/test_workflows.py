@@ -1,15 +1,18 @@
 """Workflows that are passed from Python."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import distflow
+from distflow.data.batch import Batch
 from distflow.errors import UserError
 from tests.api.small import ROWS, TINY, small
-from tests.environments.areal_user import GenerationHyperparameters, RLVRWorkflow, reward
+from tests.environments.areal_user import GenerationHyperparameters, ModelRequest, RLVRWorkflow, reward
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +81,48 @@ def test_each_call_may_have_a_workflow_of_its_own_also_an_object_of_areals(tmp_p
             rollouts.prepare_batch(workflow=scores)
         with pytest.raises(UserError, match="is 7, which cannot be called"):
             rollouts.submit(ROWS[0], workflow=7)
+
+
+class Pairs:
+    """An episode of AReaL's form with two rows, of two turns each, both of which ask at once."""
+
+    gconfig = GenerationHyperparameters(max_new_tokens=2, n_samples=2)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        return list(await asyncio.gather(*(self.row(engine) for _ in range(2))))
+
+    async def row(self, engine: Any) -> dict[str, torch.Tensor]:
+        first = await engine.agenerate(ModelRequest("", [5, 6, 7], self.gconfig.new(n_samples=1)))
+        prompt = [*first.input_tokens, *first.output_tokens, 8]
+        last = await engine.agenerate(ModelRequest("", prompt, self.gconfig.new(n_samples=1)))
+        ids = prompt + last.output_tokens
+        mask = [0] * 3 + [1] * first.output_len + [0] + [1] * last.output_len
+        row = {"input_ids": ids, "loss_mask": mask, "rewards": sum(ids) % 7 / 6}
+        return {name: torch.tensor([values]) for name, values in row.items()}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_episode_of_areals_may_be_several_samples_of_the_group(tmp_path: Path, staleness: int) -> None:
+    """Every sample has its own tokens and reward, and the audit of each step holds."""
+    changed: dict[str, object] = {
+        "trust__audit_freq": 1,
+        "async__max_staleness": staleness,
+        "trainer__save_groups": "all",
+    }
+    changed |= {"data__max_response_length": 6, "actor_rollout_ref__rollout__n": 4}
+    run = distflow.train(TINY, unscored(tmp_path / "run", **changed), data=ROWS, workflow=Pairs())
+    assert run.status == "finished"
+    seen = set[tuple[int, ...]]()
+    for path in sorted((tmp_path / "run" / "tokens").iterdir()):
+        batch = Batch.load(path)
+        assert batch["episode_index"].tolist() == [0, 1, 2, 3] * 2
+        for (ids, length), score in zip(_responses(batch), batch["scores"].tolist(), strict=True):
+            assert score == pytest.approx((5 + 6 + 7 + sum(ids[:length])) % 7 / 6)
+            seen.add(tuple(ids[:length]))
+    assert len(seen) > 8, "each sample has draws of its own"
+    changed = {"actor_rollout_ref__rollout__n": 3}
+    with pytest.raises(UserError, match=r"rollout.n=3: each episode of 'Pairs' returns 2 samples"):
+        distflow.train(TINY, unscored(tmp_path / "odd", **changed), data=ROWS, workflow=Pairs())
 
 
 async def scores(chat: Any, row: Any, reward_fn: Any) -> Any:

@@ -1,11 +1,12 @@
-"""Agents of three frameworks, unchanged: each runs its own loop with a tool, and becomes one conversation."""
+"""Agents of several frameworks, unchanged: each runs its own loop with a tool, and becomes one conversation."""
 
+import json
 import sys
 from typing import Any
 
 import pytest
 
-from tests.environments.test_endpoint import CALLS
+from tests.environments.test_endpoint import ASKED, CALLS
 
 pytestmark = [pytest.mark.slow, pytest.mark.by_hand]
 WHY = "the frameworks of agents are tested where they are installed: make test-agents installs"
@@ -76,3 +77,45 @@ def test_smolagents(begin: Any) -> None:
     ]
     assert sorted(drawn) == sorted(token for reply in episode.engine.replies for token in reply)
     assert "smolagents" in sys.modules
+
+
+@pytest.mark.parametrize("api", ["chat_completions", "responses"])
+def test_langchain(begin: Any, api: str) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason=f"{WHY} langchain-openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    episode = begin(f"Let me see. {CALLS}", "It is 2.")
+    model = langchain.ChatOpenAI(
+        model="gpt-4o",
+        base_url=f"{episode.session.base_url}/v1",
+        api_key=episode.session.key,
+        use_responses_api=api == "responses",
+    ).bind_tools([tool(add)])
+    messages: list[Any] = [HumanMessage("What is 1 + 1?")]
+    messages.append(model.invoke(messages))
+    (call,) = messages[-1].tool_calls
+    messages.append(ToolMessage(str(add(**call["args"])), tool_call_id=call["id"]))
+    assert model.invoke(messages).text == "It is 2."
+    episode.check_exact()
+    assert owners(episode) == ["prompt", "policy", "tool", "policy"]
+
+
+def test_instructor_asks_again_until_the_answer_fits(begin: Any) -> None:
+    instructor = pytest.importorskip("instructor", reason=f"{WHY} instructor")
+    from pydantic import BaseModel
+
+    class Sum(BaseModel):
+        """The result."""
+
+        value: int
+
+    def call(value: object) -> str:
+        return f'<tool_call>\n{{"name": "Sum", "arguments": {json.dumps({"value": value})}}}\n</tool_call>'
+
+    episode = begin(call("two"), call(2))
+    client = instructor.from_openai(episode.openai)
+    made = client.chat.completions.create(model="gpt-4o", messages=[ASKED], response_model=Sum, max_retries=2)
+    assert made.value == 2
+    episode.check_exact()
+    assert owners(episode) == ["prompt", "policy", "tool", "policy"]

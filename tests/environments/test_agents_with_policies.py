@@ -127,6 +127,39 @@ def check_solver_and_checker(run: Run, staleness: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "in_reward"), [(0, "false"), (1, "true")])
+def test_each_policy_has_its_own_reference(playground: Playground, staleness: int, in_reward: str) -> None:
+    """In the first step, each policy is its reference; later they differ, and the audits compute both again."""
+    options = [
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"algorithm.use_kl_in_reward={in_reward}",
+        f"async.max_staleness={staleness}",
+        *(
+            "trainer.total_training_steps=3",
+            "trust.audit_freq=1",
+            "trainer.save_groups=all",
+            "algorithm.agent_rewards=shared",
+        ),
+    ]
+    flow = playground.folder / "shared.py"
+    flow.write_text(FLOW.replace('"judge": 9.0', '"judge": 0.0'))
+    own = overrides(playground, *options, f"actor_rollout_ref.rollout.workflow={flow}:talk")
+    run = playground.run("grpo", *own, name=f"reference{staleness}")
+    assert len(run.audits()) == 3 and not run.notes("warning")
+    for audit in run.audits():
+        assert {"log_probs", "reference", "loss", "backward"} <= {*audit["proven"]}
+    gaps = []
+    for path in sorted((run.folder / "tokens").iterdir()):
+        batch = Batch.load(path)
+        is_checker = torch.zeros_like(batch["loss_mask"], dtype=torch.bool)
+        for row, forks in enumerate(batch["forks"]):
+            is_checker[row, dict(map(tuple, forks)).get("checker", is_checker.shape[1]) :] = True
+        gap = (batch["ref_log_prob"] - batch["old_log_probs"]).abs() * batch["loss_mask"]
+        gaps.append([float((gap * own).max()) for own in (~is_checker, is_checker)])
+    assert max(gaps[0]) < 1e-5 < min(gaps[-1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_preset_of_a_solver_and_a_checker_trains_both(playground: Playground, staleness: int) -> None:
     options = solver_and_checker(playground, f"async.max_staleness={staleness}")
@@ -178,7 +211,6 @@ def test_a_resumed_run_would_report_another_frozen_model(playground: Playground)
         (["dag.policies={third: {actor: {optim: {lr: 1e-3}}}}"], "of the policy 'third', which no agent trains"),
         (["dag.policies={second: {rollout: {n: 2}}}"], "differ in their models and optimizers alone"),
         (["actor_rollout_ref.model.lora_rank=2"], "cannot train adapters yet"),
-        (["actor_rollout_ref.actor.use_kl_loss=true"], "cannot compare with a reference yet"),
         (["algorithm.adv_estimator=gae_marft", "dag.pipeline=ppo"], "cannot train a critic yet"),
     ],
 )

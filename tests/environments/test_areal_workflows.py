@@ -43,6 +43,16 @@ class Theirs:
         self.arun_episode = run
 
 
+def played_rows(theirs: Any, number: int) -> tuple[list[Chat], list[float | None]]:
+    """An episode of several samples, whose requests have one engine."""
+    drawn = Drawn()
+    chats = [Chat(TurnTokens(tiny_tokenizer(), (), {}), drawn, Limits(20, 30), False) for _ in range(number)]
+    workflow = make_workflow("rows", theirs, {})
+    assert workflow.num_rows == number
+    returned: Any = asyncio.run(workflow(workflow.chats(chats, {}), Row(Prompt("ab", PROMPT), "7"), None))  # type: ignore[arg-type]
+    return chats, workflow.results(returned)
+
+
 def played(theirs: Any, drawn: Drawn | None = None, response: int = 20) -> tuple[Chat, float | None]:
     chat = Chat(TurnTokens(tiny_tokenizer(), (), {}), drawn or Drawn(), Limits(response, response + 10), False)
     chat.sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "greedy": False}
@@ -130,6 +140,10 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
     return lambda row: row.update(values)
 
 
+def double(row: Trajectory) -> None:
+    row.update({name: torch.cat([values, values]) for name, values in row.items()})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -141,11 +155,12 @@ def set_all(**values: Any) -> Callable[[Trajectory], object]:
         (put("logprobs", 4, -1.0), "-1 in logprobs for token 4, drawn with -1.1"),
         (put("logprobs", 4, float("nan")), "nan in logprobs for token 4"),
         (put("versions", 8, 1), "1 in versions for token 8, drawn with 2"),
-        (set_all(rewards=torch.tensor([0.1, 0.2])), "2 rows of rewards.*n_samples=1"),
+        (set_all(rewards=torch.tensor([0.1, 0.2])), "different numbers of rows: 1 of input_ids.*2 of rew"),
         (set_all(loss_mask=torch.tensor([[1, 1]])), "rows of different lengths: 9 input_ids, 2 loss_mask"),
         (set_all(attention_mask=torch.ones(1, 4)), "rows of different lengths: 4 attention_mask, 9 input_ids"),
         (lambda row: row.pop("rewards"), "return None, or tensors by name"),
-        (set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}), "2 rows of input_ids"),
+        (set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}), "different numbers of rows"),
+        (double, "returned 2 rows, and its episodes are of 1: that many is n_samples"),
     ],
 )
 def test_a_trajectory_that_was_not_drawn_is_an_error(change: Callable[[Trajectory], object], said: str) -> None:
@@ -211,3 +226,54 @@ def test_areals_own_workflows_run_unchanged() -> None:
     assert totals == [21, 21, 41] and score == 0.5
     between = (tokenizer.eos_token_id, 8, 9)
     assert [segment.token_ids for segment in chat.segments[1:]] == [(10, 11), between, (20, 21)]
+
+
+def test_an_episode_of_several_rows_is_as_many_samples() -> None:
+    def reward(prompt: str, completion: str, prompt_ids: list[int], ids: list[int], **_: Any) -> float:
+        return float(sum(ids))
+
+    chats, scores = played_rows(RLVRWorkflow(reward, REQUEST.new(n_samples=3), tiny_tokenizer()), 3)
+    assert scores == [21.0, 41.0, 61.0]
+    assert [chat.segments[1].token_ids for chat in chats] == [(10, 11), (20, 21), (30, 31)]
+    assert [(chat.turns, chat.segments[1].versions[0]) for chat in chats] == [(1, 1), (1, 2), (1, 3)]
+
+
+class TwoConversations:
+    """Of two turns each, both first turns at once, and the second conversation is returned first."""
+
+    gconfig = REQUEST.new(n_samples=2)
+
+    def __init__(self, kept: slice = slice(None)) -> None:
+        self.kept = kept
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[Trajectory]:
+        ask = [engine.agenerate(ModelRequest("a", list(PROMPT), REQUEST)) for _ in range(2)]
+        rows = []
+        for first in reversed(await asyncio.gather(*ask)):
+            prompt = [*first.input_tokens, *first.output_tokens, 8]
+            rows.append(trajectory(first, await engine.agenerate(ModelRequest("a", prompt, REQUEST))))
+        return rows[self.kept]
+
+
+def test_a_request_belongs_to_the_row_that_it_continues() -> None:
+    chats, scores = played_rows(TwoConversations(), 2)
+    assert scores == [0.5, 0.5]
+    turns = [[segment.token_ids for segment in chat.segments[1:]] for chat in chats]
+    assert turns == [[(10, 11), (8,), (40, 41)], [(20, 21), (8,), (30, 31)]]
+
+
+def test_rows_that_are_not_returned_are_rejected() -> None:
+    chats, scores = played_rows(TwoConversations(slice(1)), 2)
+    assert scores == [None, 0.5] and [len(chat.segments) for chat in chats] == [0, 4]
+
+
+def test_a_row_of_two_conversations_is_an_error() -> None:
+    class Mixed(TwoConversations):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[Trajectory]:
+            one, two = await super().arun_episode(engine, data)
+            one["loss_mask"][0, 3:] = two["loss_mask"][0, 3:]
+            one["input_ids"][0, 5:] = two["input_ids"][0, 5:]
+            return [one, two]
+
+    with pytest.raises(ValueError, match=r"loss_mask that is on for token 6 \(40\), which the engine did not draw"):
+        played_rows(Mixed(), 2)

@@ -3,7 +3,7 @@ the trajectory as tensors, which is checked against what the engine drew."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress, groupby, takewhile
 from operator import eq
 from typing import Any, NamedTuple
@@ -46,21 +46,33 @@ class _Call(NamedTuple):
     finish_reason: str
 
 
-class Engine:
-    """The `engine` of an episode. Its requests run one after another: the random stream of each continues the last."""
+@dataclass(eq=False)
+class _Row:
+    """A sample of the episode. Its requests run one after another: the random stream of each continues the last."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat, self._turn, self.calls = chat, asyncio.Lock(), list[_Call]()
+    chat: Chat
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    calls: list[_Call] = field(default_factory=list)
+    num_asked: int = 0
+
+
+class Engine:
+    """The `engine` of an episode. rows: its samples. A request belongs to the row that it continues, else to the one
+    with the fewest requests."""
+
+    def __init__(self, chats: Sequence[Chat]) -> None:
+        self.rows = [_Row(chat) for chat in chats]
 
     def get_version(self) -> int:
         """The version of the newest weights that the episode has seen."""
-        return max([self._chat.version, *(version for call in self.calls for version in call.drawn.versions)])
+        calls = [call for row in self.rows for call in row.calls]
+        return max([self.rows[0].chat.version, *(version for call in calls for version in call.drawn.versions)])
 
     async def agenerate(self, req: Any) -> ModelResponse:
         """req: has `input_ids` and a `gconfig`, of which `max_new_tokens`, `stop` and `stop_token_ids` apply. Raises
         ChatError if the rest differs from the run's sampling."""
-        chat, prompt, gconfig = self._chat, [int(token) for token in req.input_ids], req.gconfig
-        for name, wanted in {**_FIXED, **chat.sampling}.items():
+        prompt, gconfig = [int(token) for token in req.input_ids], req.gconfig
+        for name, wanted in {**_FIXED, **self.rows[0].chat.sampling}.items():
             own = getattr(gconfig, name, wanted)
             if own != wanted and not (name == "top_k" and max(own, wanted) >= 10**6 and min(own, wanted) < 1):
                 raise ChatError(
@@ -69,68 +81,97 @@ class Engine:
                 )
         if not prompt:
             raise ChatError("agenerate: input_ids is empty")
-        chat.turns += 1
-        with chat.clock_stopped():
-            await self._turn.acquire()
+        row = min(self.rows, key=lambda row: (-_num_continued(prompt, row.calls), row.num_asked))
+        row.chat.turns += 1
+        row.num_asked += 1
+        with row.chat.clock_stopped():
+            await row.turn.acquire()
         try:
-            return await self._respond(prompt, gconfig)
+            return await _respond(row.chat, row.calls, prompt, gconfig)
         finally:
-            self._turn.release()
+            row.turn.release()
 
-    async def _respond(self, prompt: list[int], gconfig: Any) -> ModelResponse:
-        begins = min((len(c.prompt) for c in self.calls if prompt[: len(c.prompt)] == c.prompt), default=len(prompt))
-        room = min(self._chat.limits.response - len(prompt) + begins, self._chat.limits.context - len(prompt))
-        drawn, reason = Segment("policy", ()), "length"
-        if room > 0:
-            most = getattr(gconfig, "max_new_tokens", None) or room
-            stop = (*(getattr(gconfig, "stop", None) or ()), *map(int, getattr(gconfig, "stop_token_ids", None) or ()))
-            num_drawn = sum(len(call.drawn.token_ids) for call in self.calls)
-            drawn, reason = await self._chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
-            is_whole = reason == "length" and most < room  # cut by the workflow's own limit, not the episode's
-            self.calls.append(_Call(prompt, drawn, "stop" if is_whole else reason))
-        else:
-            await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
-        tokens, log_probs, versions = list(drawn.token_ids), list(drawn.log_probs), list(drawn.versions)
-        return ModelResponse(list(prompt), tokens, log_probs, versions, "stop" if reason == "stop" else "length")
+
+async def _respond(chat: Chat, calls: list[_Call], prompt: list[int], gconfig: Any) -> ModelResponse:
+    begins = min((len(c.prompt) for c in calls if prompt[: len(c.prompt)] == c.prompt), default=len(prompt))
+    room = min(chat.limits.response - len(prompt) + begins, chat.limits.context - len(prompt))
+    drawn, reason = Segment("policy", ()), "length"
+    if room > 0:
+        most = getattr(gconfig, "max_new_tokens", None) or room
+        stop = (*(getattr(gconfig, "stop", None) or ()), *map(int, getattr(gconfig, "stop_token_ids", None) or ()))
+        num_drawn = sum(len(call.drawn.token_ids) for call in calls)
+        drawn, reason = await chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
+        is_whole = reason == "length" and most < room  # cut by the workflow's own limit, not the episode's
+        calls.append(_Call(prompt, drawn, "stop" if is_whole else reason))
+    else:
+        await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
+    tokens, log_probs, versions = list(drawn.token_ids), list(drawn.log_probs), list(drawn.versions)
+    return ModelResponse(list(prompt), tokens, log_probs, versions, "stop" if reason == "stop" else "length")
 
 
 class ArealWorkflow:
-    """A workflow that runs the `arun_episode`, or `run_episode`, of a user's object."""
+    """A workflow that runs the `arun_episode`, or `run_episode`, of a user's object. num_rows: the samples that each
+    episode returns, from the `n_samples` of the object's `gconfig`."""
 
     def __init__(self, theirs: Any) -> None:
         self._run = next(getattr(theirs, name) for name in METHODS if hasattr(theirs, name))
+        self.num_rows = max(1, int(getattr(getattr(theirs, "gconfig", None), "n_samples", 1)))
 
-    async def __call__(self, chat: Chat, row: Any) -> float | None:
-        """row: a `Row`. Returns the reward, or None if it rejects the episode. Raises ValueError if the trajectory was
-        not drawn by the engine."""
-        engine, prompt = Engine(chat), row.prompt
+    async def __call__(self, chats: Chat | list[Chat], row: Any) -> float | list[float | None] | None:
+        """chats: a list if episodes have several samples, one chat for each. row: a `Row`. Returns the reward, or None
+        if it rejects the episode; of each chat in a list, None for those without a trajectory. Raises ValueError if a
+        trajectory was not drawn by the engine."""
+        engine, prompt = Engine(chats if isinstance(chats, list) else [chats]), row.prompt
         messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": str(prompt)}]
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}  # as a str for rewards
-        returned = await self._run(engine, {**columns, "messages": messages})
-        if returned is None:
-            return None
-        if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
-            raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
-        found = {name: _row(returned[name], name) for name in _COLUMNS if name in returned}
-        if len({*map(len, found.values())}) > 1:
-            lengths = ", ".join(f"{len(values)} {name}" for name, values in found.items())
+        found = _rows(await self._run(engine, {**columns, "messages": messages}))
+        if len(found) > len(engine.rows):
+            raise ValueError(
+                f"arun_episode returned {len(found)} rows, and its episodes are of {len(engine.rows)}: that many is "
+                "n_samples of the object's gconfig (1 without one)"
+            )
+        rewards = dict[_Row, float]()
+        for each in found:
+            ids = [int(token) for token in each["input_ids"]]
+            left = [own for own in engine.rows if own not in rewards]
+            own = max(left, key=lambda own: sum(_num_same(ids, call) for call in own.calls))
+            rewards[own] = float(each.pop("rewards"))
+            _set_segments(own.chat, own.calls, each)
+        scores = [rewards.get(own) for own in engine.rows]
+        return scores if isinstance(chats, list) else scores[0]
+
+
+def _rows(returned: Any) -> list[dict[str, Any]]:
+    """The trajectories that a workflow returned, without padding: tensors with a row of each, or a list of such. Raises
+    ValueError for anything else."""
+    if returned is None:
+        return []
+    if isinstance(returned, list | tuple):
+        return [row for each in returned for row in _rows(each)]
+    if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
+        raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
+    columns = {name: _values(returned[name]) for name in _COLUMNS if name in returned}
+    rewards = _values(returned["rewards"])[0]
+    counts = {name: len(values) for name, values in {**columns, "rewards": rewards}.items()}
+    if len({*counts.values()}) > 1:
+        numbers = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        raise ValueError(f"arun_episode returned different numbers of rows: {numbers}")
+    rows = []
+    for number, reward in enumerate(rewards):
+        own = {name: values[number] for name, values in columns.items()}
+        if len({*map(len, own.values())}) > 1:
+            lengths = ", ".join(f"{len(values)} {name}" for name, values in own.items())
             raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
-        shown = found.pop("attention_mask", [True] * len(found["input_ids"]))  # remove padding
-        _set_segments(chat, engine.calls, {name: [*compress(values, shown)] for name, values in found.items()})
-        (reward,) = _row(returned["rewards"], "rewards")
-        return float(reward)
+        shown = own.pop("attention_mask", [True] * len(own["input_ids"]))  # remove padding
+        rows.append({**{name: [*compress(values, shown)] for name, values in own.items()}, "rewards": reward})
+    return rows
 
 
-def _row(values: Any, name: str) -> list[Any]:
-    """The values of one trajectory. Raises ValueError for several: each episode is one sample."""
+def _values(values: Any) -> list[list[Any]]:
+    """The values of each row; a single row need not be in a list."""
     values = values.tolist() if hasattr(values, "tolist") else values
     rows = values if isinstance(values, list) else [values]
-    if len(rows) != 1 and (name == "rewards" or any(isinstance(row, list) for row in rows)):
-        raise ValueError(
-            f"arun_episode returned {len(rows)} rows of {name}, and an episode is one sample: make its gconfig with "
-            "n_samples=1; actor_rollout_ref.rollout.n is the number of episodes of a prompt"
-        )
-    return rows[0] if rows and isinstance(rows[0], list) else rows
+    return rows if rows and isinstance(rows[0], list) else [rows]
 
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
@@ -175,6 +216,12 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
             floats = drawn.log_probs[at], drawn.sampling_log_probs[at]
             chat.segments.append(Segment("policy", tokens, *floats, versions=drawn.versions[at]))
     chat.finish_reason = calls[last].finish_reason if (last := max(owners, default=-1)) >= 0 else "stop"
+
+
+def _num_continued(prompt: list[int], calls: Sequence[_Call]) -> int:
+    """How many tokens of a prompt are those of an earlier request and its whole response."""
+    wholes = [[*call.prompt, *call.drawn.token_ids] for call in calls]
+    return max((len(whole) for whole in wholes if prompt[: len(whole)] == whole), default=0)
 
 
 def _num_same(ids: list[int], call: _Call) -> int:

@@ -77,20 +77,28 @@ def workflow(function: F) -> F:
 @dataclass(frozen=True)
 class Workflow:
     """A workflow that is ready to run. scores: whether it calls the run's reward functions. has_agents: whether it
-    takes the chats of several agents. is_tried: whether an episode is tried before the run."""
+    takes the chats of several agents. is_tried: whether an episode is tried before the run. num_rows: samples that an
+    episode returns; with several, `run` takes a list of chats and returns a list of results."""
 
     name: str
     run: Run
     scores: bool
     has_agents: bool = False
     is_tried: bool = True
+    num_rows: int = 1
 
-    def __call__(self, chats: Chat | Agents, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
+    def __call__(self, chats: Chat | list[Chat] | Agents, row: Row, reward_fn: RewardFn | None) -> Awaitable[object]:
         return self.run(chats, row, **({REWARD: reward_fn} if self.scores else {}))
 
-    def chats(self, chat: Chat, agents: Mapping[str, Agent]) -> Chat | Agents:
-        """The workflow's first argument. chat: the first conversation of its episode."""
-        return begin_agents(chat, agents) if agents else chat
+    def chats(self, chats: list[Chat], agents: Mapping[str, Agent]) -> Chat | list[Chat] | Agents:
+        """The workflow's first argument. chats: the first conversation of each of the episode's samples."""
+        if self.num_rows > 1:
+            return chats
+        return begin_agents(chats[0], agents) if agents else chats[0]
+
+    def results(self, returned: Any) -> list[Any]:
+        """The result of each of the episode's samples."""
+        return list(returned) if self.num_rows > 1 else [returned]
 
     def check_agents(self, declared: Mapping[str, object]) -> "Workflow":
         """Raises UserError if the config declares agents but this takes one chat, or vice versa."""
@@ -132,7 +140,8 @@ def make_workflow(name: str, found: Any, options: Mapping[str, object]) -> Workf
         with users_code(f"{KEY}: '{name}' cannot be constructed:"):
             run = found(**options)
     if _is_areals(run):
-        return Workflow(name, ArealWorkflow(run), scores=False)
+        areals = ArealWorkflow(run)
+        return Workflow(name, areals, scores=False, num_rows=areals.num_rows)
     if is_class and (fault := _fault(run)):
         raise UserError(f"{KEY}: an instance of '{name}' {fault}")
     parameters = inspect.signature(run if is_class else found).parameters

@@ -28,7 +28,7 @@ from distflow.runtime.spec import Get
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import TrainEngine
 from distflow.training.optimizer import Schedule
-from distflow.training.policies import Policies, PolicyModels, PolicyTrainer, models_of
+from distflow.training.policies import Policies, PolicyModels, PolicyScorer, PolicyScorers, PolicyTrainer, models_of
 from distflow.training.torch_engine import RewardModelScorer, ScorerOptions, TorchScorer
 
 Options = dict[str, object]
@@ -147,6 +147,17 @@ def build_reference(
 ) -> TorchScorer:
     model = load_model(**source, sharding=_sharding(get, spread), device=device)
     return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
+
+
+def build_policy_references(
+    get: Get, device: torch.device, sources: Mapping[str, Source], policies: Mapping[str, str], options: ScorerOptions
+) -> PolicyScorers:
+    """The initial model of each trained policy. policies: of each agent."""
+    engines = dict[str, PolicyScorer]()
+    for name, source in sources.items():
+        frozen = _load_policy(get, device, name, source).requires_grad_(False)
+        engines[name] = PolicyScorer(frozen, policy=name, policies=policies, group=get("collective"), **options)
+    return PolicyScorers(engines)
 
 
 def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:

@@ -1,7 +1,7 @@
 """Makes factories of engines and services from the config. The config is read once, here; a factory holds plain values
 and module-level functions, so that it can be sent to the worker that builds the part."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, cast
@@ -78,7 +78,7 @@ def make_factories(
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if trained := trained_policies(config):
-        factories |= _policy_factories(config, trained, engines, steps)
+        factories |= _policy_factories(config, trained, engines, steps, factories)
     if "reward_fn" in services:
         router = partial(
             RewardRouter,
@@ -92,9 +92,9 @@ def make_factories(
 
 
 def _policy_factories(
-    config: Config, trained: Collection[str], engines: Collection[str], steps: int
+    config: Config, trained: Collection[str], engines: Collection[str], steps: int, single: Mapping[str, Factory]
 ) -> dict[str, Factory]:
-    """Factories of the agents' policies, in place of those of one policy."""
+    """Factories of the agents' policies, in place of those of one policy, `single`."""
     owner, every = policies_of_agents(config), [*dict.fromkeys((*trained, *policies_of_agents(config).values()))]
     sources = {name: configured_models.policy_source(config_of_policy(config, name)) for name in every}
     own = {name: sources.pop(name) for name in trained}
@@ -104,9 +104,13 @@ def _policy_factories(
         engine = "distflow.training.policies:PolicyTrainer"
         trainers = {name: trainer._replace(engine=engine) for name, trainer in trainers.items()}
         factories["actor"] = partial(build_engines.build_policy_trainers, trainers=trainers, policies=owner)
+    if "ref" in engines:
+        options = cast("partial[object]", single["ref"]).keywords["options"]
+        make = build_engines.build_policy_references
+        factories["ref"] = partial(make, sources=own, policies=owner, options=options)
     if "rollout" in engines:
-        single = cast("partial[object]", _rollout_factory(config)).keywords
-        taken = {name: single[name] for name in ("engine", "dtype", "shares", "options")}
+        of_one = cast("partial[object]", single["rollout"]).keywords
+        taken = {name: of_one[name] for name in ("engine", "dtype", "shares", "options")}
         factories["rollout"] = partial(build_engines.build_policy_rollouts, frozen=sources, **taken)
     return factories
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distflow.data.batch import Batch
 from distflow.training.engine import MODEL_PREFIX, LossFn, TrainState
-from distflow.training.torch_engine import TorchTrainEngine
+from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 
 
 class PolicyModels(nn.Module):
@@ -26,8 +26,8 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_children()) if isinstance(model, PolicyModels) else {"": model}
 
 
-class PolicyTrainer(TorchTrainEngine):
-    """The trainer of one of several policies. Outputs for other policies' conversations are 0, and not computed.
+class PolicyScorer(TorchScorer):
+    """The scorer of one of several policies. Outputs for other policies' conversations are 0, and not computed.
 
     policies: of each agent, in the order of the config; the first agent's conversation has no name.
     """
@@ -35,14 +35,6 @@ class PolicyTrainer(TorchTrainEngine):
     def __init__(self, model: nn.Module, *, policy: str, policies: Mapping[str, str], **options: Any) -> None:
         super().__init__(model, **options)
         self.policy, self._policies = policy, policies
-
-    def own(self, batch: Batch) -> Batch:
-        """The samples with a `loss_mask` of only the policy's own tokens."""
-        own = batch.only(batch.names)
-        is_own = torch.zeros(int(batch.lengths("response").sum()))
-        is_own[self._cut(batch)[1]] = 1.0
-        own["loss_mask"] = batch.flat("loss_mask") * is_own
-        return own
 
     def compute(self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None) -> dict[str, Tensor]:
         conversations, places = self._cut(micro)
@@ -74,6 +66,18 @@ class PolicyTrainer(TorchTrainEngine):
         return cut, place
 
 
+class PolicyTrainer(PolicyScorer, TorchTrainEngine):
+    """The trainer of one of several policies; see `PolicyScorer`."""
+
+    def own(self, batch: Batch) -> Batch:
+        """The samples with a `loss_mask` of only the policy's own tokens."""
+        own = batch.only(batch.names)
+        is_own = torch.zeros(int(batch.lengths("response").sum()))
+        is_own[self._cut(batch)[1]] = 1.0
+        own["loss_mask"] = batch.flat("loss_mask") * is_own
+        return own
+
+
 class _Optimizers:
     """The entries of several optimizers."""
 
@@ -81,13 +85,28 @@ class _Optimizers:
         self.state = {weight: entries for each in optimizers for weight, entries in each.state.items()}
 
 
-class Policies:
+class PolicyScorers:
+    """Scores by several policies. engines: by policy name."""
+
+    def __init__(self, engines: Mapping[str, PolicyScorer]) -> None:
+        self._scorers = engines
+        self.model = PolicyModels({name: engine.model for name, engine in engines.items()})
+        self.compute_dtype = next(iter(engines.values())).compute_dtype
+
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        """The outputs of each token from the policy of its conversation."""
+        scored, *others = [engine.forward(batch, outputs) for engine in self._scorers.values()]
+        for name in outputs:
+            scored[name] = torch.stack([each.flat(name) for each in (scored, *others)]).sum(dim=0)
+        return scored
+
+
+class Policies(PolicyScorers):
     """A `TrainEngine` for several policies. engines: by policy name. agents: one of each policy."""
 
     def __init__(self, engines: Mapping[str, PolicyTrainer], agents: Mapping[str, str]) -> None:
+        super().__init__(engines)
         self.engines, self.agents = engines, agents
-        self.model = PolicyModels({name: engine.model for name, engine in engines.items()})
-        self.compute_dtype = next(iter(engines.values())).compute_dtype
 
     @property
     def optimizer(self) -> _Optimizers:
@@ -96,13 +115,6 @@ class Policies:
     @property
     def num_steps(self) -> int:
         return sum(engine.num_steps for engine in self.engines.values())
-
-    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """The outputs of each token from the policy of its conversation."""
-        scored, *others = [engine.forward(batch, outputs) for engine in self.engines.values()]
-        for name in outputs:
-            scored[name] = torch.stack([each.flat(name) for each in (scored, *others)]).sum(dim=0)
-        return scored
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step for each policy, on its own tokens; metrics are named POLICY/..."""

@@ -163,14 +163,11 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
             if not is_optimizers or name not in trained_policies(config):
                 yield Finding(("dag.policies", key), what, f"remove it, or set actor_rollout_ref.{own} for all of them")
     settings, algorithm = config.actor_rollout_ref, config.algorithm
-    in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
     refused = (
         ("dag.policy", config.dag.policy is not None, "train one of them alone", "null"),
         (f"{ACTOR}.strategy", is_sharded(config), "shard weights", "torch"),
         (f"{MODEL}.lora_rank", settings.model.lora_rank > 0, "train adapters", "0"),
         (f"{ROLLOUT}.name", ROLLOUT_ENGINES[settings.rollout.name].in_server, "generate in a server", "embedded"),
-        (f"{ACTOR}.use_kl_loss", settings.actor.use_kl_loss, "compare with a reference", "false"),
-        ("algorithm.use_kl_in_reward", in_reward, "compare with a reference", "false"),
         (_ESTIMATOR, reads_values(config), "train a critic", "grpo"),
         (_OLD, algorithm.recompute_old_log_probs == "false", "take the rollout's log-probs as the old ones", "auto"),
         (f"{ACTOR}.prox", settings.actor.prox != "recompute", "interpolate proximal log-probs", "recompute"),

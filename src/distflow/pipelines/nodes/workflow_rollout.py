@@ -55,6 +55,9 @@ def run_workflow(config: Config) -> Callable[..., object]:
     """The node for `rollout.workflow`. Raises UserError for an unusable one."""
     settings = config.actor_rollout_ref.rollout
     workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(settings.agents)
+    if settings.n % workflow.num_rows:
+        rows = f"each episode of '{workflow.name}' returns {workflow.num_rows} samples (gconfig.n_samples)"
+        raise UserError(f"actor_rollout_ref.rollout.n={settings.n}: {rows}: set a multiple of that")
     plain(config.reward.limit_penalty)  # the episodes read it from the context's config, so it counts as read here
     node = run_scored_episodes if workflow.scores else run_episodes
     is_tried = config.trust.check_rewards and settings.workflow not in WORKFLOWS
@@ -124,18 +127,24 @@ class _Requests:
         may_continue: bool,
         policy_of: Callable[[str], str],
         params_of: Callable[[str], SamplingParams],
+        rows: int,
     ) -> None:
         self._group, self._rollout, self._in_rounds, self._take_turn = group, rollout, in_rounds, take_turn
         self._may_continue, self._policy_of, self._params_of = may_continue, policy_of, params_of
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        self._running, self._scoring = set(group.wanted), Counter[int]()
+        self._rows, self._scoring = rows, Counter[int]()
+        self._running = {self._episode_of(index) for index in group.wanted}
         self._asked: dict[_Asked, _Waiting] = {}
         self._sent: dict[asyncio.Task[None], _Waiting] = {}
         self._heard: dict[tuple[str, int], Callable[[int], None]] = {}
-        self._has_forked, self._num_asked = False, 0
+        self._has_forked, self._num_asked = rows > 1, 0
         self._settling: asyncio.Task[None] | None = None
         self._closed = False
         self.failure: Exception | None = None
+
+    def _episode_of(self, index: int) -> int:
+        """The number of its first sample."""
+        return index - index % self._rows
 
     def connect(self, index: int, chat: Chat) -> None:
         """Connect this episode's chat, or a fork, to these requests."""
@@ -152,7 +161,7 @@ class _Requests:
         num_drawn: int,
     ) -> tuple[Segment, str]:
         """See `distflow.environments.chat.Generate`. index: of the episode's sample. fork: name of the conversation."""
-        if index not in self._running:
+        if self._episode_of(index) not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
         own = self._params_of(fork)
         texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
@@ -192,11 +201,11 @@ class _Requests:
                 self._scoring[index] -= 1
                 self._look()
 
-    def ended(self, index: int) -> None:
+    def ended(self, episode: int) -> None:
         """End an episode's requests; pending ones are withdrawn."""
-        self._running.discard(index)
+        self._running.discard(episode)
         for waiting in (*self._asked.values(), *self._sent.values()):
-            if index in waiting:
+            for index in [index for index in waiting if self._episode_of(index) == episode]:
                 waiting.pop(index).cancel()
         self._withdraw()
         self._look()
@@ -223,12 +232,12 @@ class _Requests:
             self._settling = asyncio.ensure_future(self._settle())
 
     def _all_asked(self) -> bool:
-        asked = {index for waiting in self._asked.values() for index in waiting}
+        asked = {self._episode_of(index) for waiting in self._asked.values() for index in waiting}
         if not asked >= self._running or not asked:
             return False
         if not self._in_rounds:
             return True
-        sent = {index for waiting in self._sent.values() for index in waiting}
+        sent = {self._episode_of(index) for waiting in self._sent.values() for index in waiting}
         is_aborting = not all(self._sent.values())  # the engine may still decode
         return not is_aborting and not any(index in sent or self._scoring[index] for index in self._running)
 
@@ -297,6 +306,7 @@ class _Episodes:
     tokens: TurnTokens = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
     own_scores: bool = field(init=False)
+    note: Callable[..., None] | None = field(default_factory=on_event.get)
 
     def __post_init__(self) -> None:
         config, group = self.ctx.config, self.group
@@ -306,7 +316,14 @@ class _Episodes:
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
         may_continue = self.workflow.name != _SINGLE_TURN
         self.requests = _Requests(
-            group, self.rollout, in_rounds, take_turn, may_continue, self._policy_of, self._params_of
+            group,
+            self.rollout,
+            in_rounds,
+            take_turn,
+            may_continue,
+            self._policy_of,
+            self._params_of,
+            self.workflow.num_rows,
         )
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
@@ -331,10 +348,12 @@ class _Episodes:
         )
 
     async def run(self) -> NodeOutput:
-        """One sample for each episode, in order."""
-        episodes = [asyncio.ensure_future(self._episode(index)) for index in self.group.wanted]
+        """The samples of the episodes, in order."""
+        rows = self.workflow.num_rows
+        firsts = dict.fromkeys(index - index % rows for index in self.group.wanted)
+        episodes = [asyncio.ensure_future(self._episode(range(first, first + rows))) for first in firsts]
         try:
-            samples = await asyncio.gather(*episodes)
+            samples = [sample for own in await asyncio.gather(*episodes) for sample in own]
         finally:
             self.requests.close()
             if left := [episode for episode in episodes if not episode.done()]:
@@ -363,31 +382,38 @@ class _Episodes:
             metrics["episodes/prefix_cache_hit_rate"] = self.requests.num_cached_tokens / prompted
         return NodeOutput(list(samples), metrics)
 
-    async def _episode(self, index: int) -> Sample:
-        group, row = self.group, self.group.row
-        if (note := on_event.get()) is not None:
-            on_event.set(partial(note, index))
+    async def _episode(self, indices: Sequence[int]) -> list[Sample]:
+        """indices: of its samples, which in validation may not all be wanted."""
+        row, first = self.group.row, indices[0]
+        if self.note is not None:
+            on_event.set(partial(self.note, first))
         told = row_of(row, self.ctx.config.data.prompt_key, self.ctx.config.data.answer_key)
-        longest = group.params.max_tokens
+        chats = [self._chat(index, templated=bool(told.prompt.messages)) for index in indices]
+        work = partial(self.workflow, self.workflow.chats(chats, self.agents), told)
+        try:
+            outcomes = await self._outcomes(chats, work, first)
+        finally:
+            self.requests.ended(first)
+        samples = list[Sample]()
+        for index, chat, outcome in zip(indices, chats, outcomes, strict=True):
+            if self.agents:
+                called = {each.agent for each in chat.conversations if each.turns}
+                chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
+            if index in self.group.wanted:
+                chat.counts.update(f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why)
+                self.counts.update(chat.counts)
+                samples.append(self._sample(index, chat, self._penalised(chat, outcome)))
+        return samples
+
+    def _chat(self, index: int, templated: bool) -> Chat:
+        group, longest = self.group, self.group.params.max_tokens
         limits = Limits(longest, self.ctx.config.data.max_prompt_length + longest)
-        ask = partial(self.requests.ask, index, "")
-        chat = Chat(self.tokens, ask, limits, templated=bool(told.prompt.messages))
+        chat = Chat(self.tokens, partial(self.requests.ask, index, ""), limits, templated=templated)
         chat.clock_stopped, chat.version = deadline_paused, group.prompt_group.version
         if not self.ctx.validating:
             chat.sampling = {name: getattr(group.params, name) for name in ("temperature", "top_p", "top_k", "greedy")}
         self.requests.connect(index, chat)
-        try:
-            outcome = await self._outcome(
-                chat, partial(self.workflow, self.workflow.chats(chat, self.agents), told), index
-            )
-        finally:
-            self.requests.ended(index)
-        if self.agents:
-            called = {each.agent for each in chat.conversations if each.turns}
-            chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
-        chat.counts.update(f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why)
-        self.counts.update(chat.counts)
-        return self._sample(index, chat, self._penalised(chat, outcome))
+        return chat
 
     def _penalised(self, chat: Chat, outcome: Outcome) -> Outcome:
         """The outcome with the part `limit`, the penalty of the limit that ended the episode."""
@@ -399,31 +425,41 @@ class _Episodes:
         result = replace(outcome.reward_result, value=outcome.reward_result.value + added)
         return replace(outcome, reward_result=result, parts={**outcome.parts, "limit": Score(added)})
 
-    async def _outcome(self, chat: Chat, work: Callable[..., Awaitable[object]], index: int) -> Outcome:
-        """The workflow's outcome. Its own error, by name, gives no score. Raises what the engine raised. work: receives
-        the run's reward functions."""
-        reward = partial(self._reward, chat, index) if self.reward_fn is not None else None
+    async def _outcomes(
+        self, chats: Sequence[Chat], work: Callable[..., Awaitable[object]], first: int
+    ) -> list[Outcome]:
+        """The workflow's outcome for each sample. Its own error, by name, gives no score. Raises what the engine
+        raised. work: receives the run's reward functions."""
+        reward = partial(self._reward, chats[0], first) if self.reward_fn is not None else None
         try:
-            returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, index)
-            if self.own_scores:
-                returned = self._by_agent(chat, returned)
-            segments, _ = self._laid_out(chat)
-            note_event("returned", tuple(token for segment in segments for token in segment.token_ids), returned)
-            outcome = read_outcome(returned)
+            returned = self.workflow.results(await self.ctx.call_user(partial(work, reward), self.timeout_s, first))
+            return [
+                self._outcome(chat, result, first + number)
+                for number, (chat, result) in enumerate(zip(chats, returned, strict=True))
+            ]
         except DeadlinePassed as late:
-            return self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
+            error = self._error(f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}")
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             if self.requests.failure is not None:
                 raise self.requests.failure from None
-            return self._error("it has cancelled itself")
+            error = self._error("it has cancelled itself")
         except GivenUp:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the boundary to user code
-            place = f" (at {found})" if (found := users_place(error)) else ""
-            hint = ": is `await` missing?" if "coroutine" in str(error) else ""
-            return self._error(f"{type(error).__name__}: {error}{hint}{place}"[:1000])
+        except (Exception, SystemExit, KeyboardInterrupt) as err:  # the boundary to user code
+            place = f" (at {found})" if (found := users_place(err)) else ""
+            hint = ": is `await` missing?" if "coroutine" in str(err) else ""
+            error = self._error(f"{type(err).__name__}: {err}{hint}{place}"[:1000])
+        return [error for _ in chats]
+
+    def _outcome(self, chat: Chat, returned: object, index: int) -> Outcome:
+        if self.own_scores:
+            returned = self._by_agent(chat, returned)
+        segments, _ = self._laid_out(chat)
+        if self.note is not None:
+            self.note(index, "returned", tuple(token for each in segments for token in each.token_ids), returned)
+        outcome = read_outcome(returned)
         if outcome is not None and not self._trained(chat):
             who = " of an agent that is trained" if self.agents else ""
             return self._error(f"an episode ended without a token of the policy: it must await chat.ask{who}")

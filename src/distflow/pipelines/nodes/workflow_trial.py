@@ -77,18 +77,20 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
     told = row_of(row, config.data.prompt_key, config.data.answer_key)
     tokens = TurnTokens(tokenizer, spec.sampling.stop_token_ids, template_kwargs(config, row.domain))
     limits = Limits(longest, config.data.max_prompt_length + longest)
-    chat = Chat(tokens, generate, limits, templated=bool(told.prompt.messages))
+    templated = bool(told.prompt.messages)
+    chats = [Chat(tokens, generate, limits, templated) for _ in range(workflow.num_rows)]
 
     async def reward(reply: object = None) -> RewardOutcome:
         return RewardOutcome(Score(0.0), {}, 0.0)
 
-    returned = await workflow(workflow.chats(chat, config.actor_rollout_ref.rollout.agents), told, reward)
-    try:
-        outcome = read_outcome(returned)
-    except ValueError as error:
-        raise _Wrong(str(error)) from error
-    if outcome is not None and not any(each.num_drawn for each in chat.conversations):
-        raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
+    returned = await workflow(workflow.chats(chats, config.actor_rollout_ref.rollout.agents), told, reward)
+    for chat, result in zip(chats, workflow.results(returned), strict=True):
+        try:
+            outcome = read_outcome(result)
+        except ValueError as error:
+            raise _Wrong(str(error)) from error
+        if outcome is not None and not any(each.num_drawn for each in chat.conversations):
+            raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
 
 
 def _in_fork(work: Callable[[], str], within_s: float) -> str:
