@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from distflow.api.arguments import PythonInputs
+from distflow.api.train import read
 from distflow.cli import main, make_parser
 from distflow.commands.train import _load_runs
 from distflow.config import load_config
@@ -17,6 +19,8 @@ TINY = "actor_rollout_ref.model.path=builtin:tiny-arithmetic"
 SEVEN = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct"
 PLANNED = """
 import json, sys
+from distflow.api.arguments import PythonInputs
+from distflow.api.train import read
 from distflow.cli import main, make_parser
 from distflow.commands.train import _load_runs
 for words in json.loads(sys.argv[1]):
@@ -91,7 +95,7 @@ def test_text_json_and_page_say_the_same(tmp_path: Path, capsys: pytest.CaptureF
     assert {bar["what"] for bar in bars} >= {"generate", "actor_old_log_prob", "actor_train", "weight sync"}
     assert all(0 <= bar["start"] <= bar["end"] <= plan["step"]["seconds"] + 1e-9 for bar in bars)
     html = page.read_text()
-    assert "async_grpo" not in html or "fits" in html
+    assert '<h1>grpo_training_pipeline <span class="pill good">fits</span></h1>' in html
     embedded = json.loads(html.split('id="data">')[1].split("</script>")[0])
     assert [worker["title"] for worker in embedded["memory"]] == ["4 ranks from 0", "4 ranks from 4"]
     assert {"rollout_actor"} < {dep for node in embedded["pipeline"] for dep in node["deps"]}  # which are its arrows
@@ -130,6 +134,9 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.Cap
         (["grpo", TINY, "--prompt-tokens", "1e9"], "at most data.max_prompt_length"),
         (["grpo", TINY, "no.such.key=1"], "no.such.key"),
         (["no_such_preset", TINY], "no_such_preset"),
+        (["grpo", TINY, "--lengths", "10:-1,20:2"], "shares must not be negative"),
+        (["grpo", TINY, "--lengths", "10:0"], "sum must be above 0"),
+        (["quickstart_sft", TINY, "--simulate", "3"], "generates nothing"),
     ],
 )
 def test_wrong_input_is_one_clear_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +155,38 @@ def test_a_number_of_devices_out_of_range_is_refused(number: str, capsys: pytest
     assert "1 to 8,192" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [("--simulate", "0"), ("--reward-seconds", "-1"), ("--mtbf-hours", "nan")])
+def test_a_simulation_of_nothing_is_refused(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "grpo", TINY, *option])
+    assert stopped.value.code == 2
+    assert option[1] in capsys.readouterr().err
+
+
+def test_a_simulated_run_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["async_grpo", TINY, "--device", "h100", "trainer.launcher=ray", "async.max_staleness=2"]
+    words += ["trainer.allocation=embedded:d2+fsdp:d2", "data.train_batch_size=8", "--simulate", "6"]
+    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "--lengths", "lognormal:1", "--reward-seconds", "0.1"]
+    assert main(["plan", *words, "--mtbf-hours", "1000"]) == 0
+    text = capsys.readouterr().out
+    found = planned(capsys, *words, "--mtbf-hours", "1000")["simulated"]
+    assert f"6 steps of {found['step_seconds']:.3g} s" in text and "staleness of groups in steps: 0: " in text
+    assert sum(found["staleness"].values()) == 48 and max(map(int, found["staleness"])) <= 2
+    assert planned(capsys, *words[:-2])["simulated"]["step_seconds"] < found["step_seconds"]
+
+
 def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
     words += ["data.train_files=builtin:arithmetic-rl", "actor_rollout_ref.model.init=random"]
     plan = planned(capsys, *words, "--device", "cpu")
     best = plan["allocations"][0]["allocation"]
-    assert len(plan["allocations"]) == 10 and plan["step"]["seconds"] == plan["allocations"][0]["step_seconds"]
-    assert sorted(each["step_seconds"] for each in plan["allocations"]) == [
-        each["step_seconds"] for each in plan["allocations"]
-    ]
+    assert len(plan["allocations"]) == 10
+    shown = [float(f"{each['step_seconds']:.3g}") for each in plan["allocations"]]
+    assert sorted(shown) == shown
     arguments = make_parser().parse_args(["train", *words])
     (loaded,) = _load_runs(arguments, "grpo", print)
     assert loaded.config.trainer.allocation == best
-    assert f"trainer.allocation=auto: {best}: " in capsys.readouterr().out
+    assert loaded.config.async_.max_staleness == plan["allocations"][0]["max_staleness"]
+    assert f"trainer.allocation=auto: {best} " in capsys.readouterr().out
+    from_python = read(words[0], words[1:], PythonInputs(), None)
+    assert from_python.config.trainer.allocation == best

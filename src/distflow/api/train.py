@@ -34,8 +34,13 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
     """The checked config, with the files for rows and reward. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
+    lines = [*lines, *inputs.lines(lines), *resume_override(resume)]
     try:
-        loaded = load_config(preset, [*lines, *inputs.lines(lines), *resume_override(resume)], needed=NEEDED_TO_TRAIN)
+        loaded = load_config(preset, lines, needed=NEEDED_TO_TRAIN)
+        if loaded.config.trainer.allocation == "auto":
+            from distflow.launch.plan_before_run import searched_allocation
+
+            loaded = load_config(preset, [*lines, *searched_allocation(preset, lines, say)], needed=NEEDED_TO_TRAIN)
     except ConfigError as error:
         raise ConfigError([inputs.in_python(problem) for problem in error.problems]) from None
     loaded = inputs.with_files(loaded)

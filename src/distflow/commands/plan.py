@@ -5,6 +5,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ from distflow.commands.arguments_and_run_folders import add_preset_arguments
 from distflow.errors import UserError, count_of
 
 if TYPE_CHECKING:
-    from distflow.launch.plan_before_run import RunPlanner
+    from distflow.launch.plan_before_run import RunPlanner, SimulatedRun
 
 _MOST_DEVICES = 8192
 _MOST_LISTED = 12
+_MOST_STEPS = 10_000
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--response-tokens", type=float, metavar="MEAN", help="default: half of data.max_response_length"
     )
+    parser.add_argument(
+        "--lengths", metavar="SPREAD", help="of responses: lognormal:SIGMA, TOKENS:SHARE,..., or a file of numbers"
+    )
+    parser.add_argument("--simulate", type=_steps, metavar="STEPS", help="simulate the first steps with the scheduler")
+    for name, what in (("reward", "a group's scoring"), ("tool", "a response's tools")):
+        parser.add_argument(f"--{name}-seconds", type=_seconds, default=0.0, metavar="MEAN", help=f"of {what}")
+    parser.add_argument("--mtbf-hours", type=_seconds, default=0.0, metavar="MEAN", help="between failures of a device")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars")
 
@@ -34,6 +43,22 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_DEVICES:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of devices from 1 to {_MOST_DEVICES:,}")
     return int(text)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of steps from 1 to {_MOST_STEPS:,}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a mean time of 0 or more")
+    return value
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -47,17 +72,20 @@ def run_plan(arguments: argparse.Namespace) -> int:
         arguments.devices,
         arguments.prompt_tokens,
         arguments.response_tokens,
+        arguments.lengths,
+        {"reward": arguments.reward_seconds, "tool": arguments.tool_seconds, "mtbf": 3600 * arguments.mtbf_hours},
     )
     run = planner.run
+    simulated = planner.simulate(run, arguments.simulate) if arguments.simulate else None
     if arguments.json:
-        print(json.dumps(as_json(planner), indent=1))
+        print(json.dumps(as_json(planner, simulated), indent=1))
     else:
-        for line in (*planner.loaded.notes, *lines(planner)):
+        for line in (*planner.loaded.notes, *lines(planner, simulated)):
             print(line)
     if arguments.html:
         from distflow.observe.report.plan_page import write_plan_page
 
-        write_plan_page(arguments.html, as_json(planner))
+        write_plan_page(arguments.html, as_json(planner, simulated))
     if not run.fits:
         change = planner.change_that_fits(run)
         advice = "use a smaller model, shorter sequences, or devices with more memory: no setting here makes it fit"
@@ -66,7 +94,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def lines(planner: "RunPlanner") -> Iterator[str]:
+def lines(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Iterator[str]:
     """The plan as text."""
     run = planner.run
     yield f"{run.plan.pipeline} on {count_of(len(run.plan.ranks), 'device')} ({run.device.name})"
@@ -96,6 +124,9 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
         yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  {_ranks(bar.ranks)}: {what}"
     for ranks in dict.fromkeys(bar.ranks for bar in run.bars if bar.why):
         yield f"  {_ranks(ranks)}: idle for {run.idle(ranks):.0%} of it"
+    if simulated is not None:
+        yield "\nsimulated run"
+        yield from (f"  {line}" for line in simulated.lines(run.shares_devices))
     yield from _whole_run(planner)
 
 
@@ -150,7 +181,7 @@ def _bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
+def as_json(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Mapping[str, Any]:
     """The plan as plain data; bytes and seconds."""
     run = planner.run
     plan = asdict(run.plan)
@@ -163,7 +194,11 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
     found = planner.search.best if planner.search else ()
     return {
         "fits": run.fits,
-        "allocations": [{"allocation": each.text, "step_seconds": each.run.step_seconds} for each in found],
+        "allocations": [
+            {"allocation": each.text, "max_staleness": each.staleness, "step_seconds": each.step_seconds}
+            for each in found
+        ],
+        "simulated": simulated and {"step_seconds": simulated.step_seconds, **asdict(simulated)},
         "device": asdict(run.device),
         "plan": {**plan, "nodes": planner.pipeline.to_json()},
         "memory": memory,

@@ -126,11 +126,9 @@ def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], No
     load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
     loaded = load_own(overrides)
     if loaded.config.trainer.allocation == "auto":
-        from distflow.launch.plan_before_run import RunPlanner
+        from distflow.launch.plan_before_run import searched_allocation
 
-        planner = RunPlanner(arguments.preset, overrides)
-        say(f"trainer.allocation=auto: {planner.search.why() if planner.search else ''}")
-        overrides += planner.chosen
+        overrides += searched_allocation(arguments.preset, overrides, say)
         loaded = load_own(overrides)
     for line in loaded.notes:
         say(line)

@@ -1,15 +1,17 @@
 """Plans a run before it starts, without torch, Ray, devices or weights: its config as the run would have it, its
 pipeline bound by the run's own code, the shapes of its models, and the number of its rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
+from random import Random
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults import is_free
 from distflow.config.derived_settings import train_files
 from distflow.config.keys.reward import scoring_models
+from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
@@ -21,16 +23,19 @@ from distflow.planning.known_models_and_devices import Device, ModelShape, devic
 from distflow.planning.predicted_run import Lengths, PredictedRun, predict
 from distflow.planning.search_allocations import (
     AUTO,
-    RAY,
+    STALENESS,
     STRATEGY,
     Change,
     Choices,
     Search,
     nearest_change,
     search_allocations,
+    simulated_steps,
 )
+from distflow.planning.simulate import SimulatedRun, setup_of, simulate
 
 _ON_MACHINE = 8  # devices
+_MANY_ROWS = 10**5  # of a data set whose rows are not counted
 _MOST_ROWS_BYTES = 32 * 2**20
 _UNLOADED = ("torch", "transformers", "ray")
 
@@ -38,8 +43,9 @@ _UNLOADED = ("torch", "transformers", "ray")
 @dataclass(frozen=True)
 class RunPlanner:
     """preset, overrides: as of `distflow train`. device_name: None for what this machine has. num_devices: of the run;
-    None for what the config says. prompt_tokens, response_tokens: mean lengths. Properties raise UserError as the run
-    does."""
+    None for what the config says. prompt_tokens, response_tokens: mean lengths. spread: of responses, see
+    `length_values`. seconds: means of what takes an exponential time in a simulation: "reward" of a group, "tool" of a
+    response, "mtbf" between failures of one device. Properties raise UserError as the run does."""
 
     preset: str
     overrides: Sequence[str]
@@ -47,6 +53,8 @@ class RunPlanner:
     num_devices: int | None = None
     prompt_tokens: float | None = None
     response_tokens: float | None = None
+    spread: str | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def search(self) -> Search | None:
@@ -55,16 +63,21 @@ class RunPlanner:
             return None
         loaded, trainer = self._loaded, self._loaded.config.trainer
         chosen = None if is_free(loaded.origins, STRATEGY) else loaded.config.actor_rollout_ref.actor.strategy
+        config = fit_to(loaded, self._limits).config
+        staleness = {config.async_.max_staleness}
+        if is_free(loaded.origins, STALENESS) and config.actor_rollout_ref.actor.policy_loss == "decoupled":
+            staleness |= {0, 1, 2, 4}  # a loss that corrects for it
         return search_allocations(
-            Choices(fit_to(loaded, self._limits).config, trainer.nnodes * trainer.n_gpus_per_node, chosen),
+            Choices(config, trainer.nnodes * trainer.n_gpus_per_node, chosen, tuple(sorted(staleness))),
             self.predict,
-            lambda text: self._changed((("trainer.allocation", text), *RAY)) is not None,
+            self.simulate,
+            lambda change: self._changed(change) is not None,
         )
 
     @property
     def chosen(self) -> list[str]:
         """The overrides that the search adds; empty without one."""
-        return _written((("trainer.allocation", self.search.best[0].text), *RAY)) if self.search else []
+        return _written(self.search.best[0].change) if self.search else []
 
     @cached_property
     def run(self) -> PredictedRun:
@@ -108,8 +121,26 @@ class RunPlanner:
 
     def predict(self, config: Config) -> PredictedRun:
         """The prediction for this or another config with the same pipeline."""
-        lengths = Lengths.of(config, self.prompt_tokens, self.response_tokens)
+        lengths = Lengths.of(config, self.prompt_tokens, self.response_tokens, self.spread)
         return predict(config, self.pipeline, self.shapes, self.device, self._limits, lengths)
+
+    def simulate(self, run: PredictedRun, steps: int | None = None) -> SimulatedRun:
+        """The first steps of a predicted run, with the scheduler and the data plan of the run."""
+        with placeholders(*_UNLOADED):
+            from distflow.launch.data_sets import data_plan
+        steps = steps or simulated_steps(run.config)
+        config = with_values(run.config, {"trainer.total_training_steps": steps})
+        rows, domains = self._limits.rows or _MANY_ROWS, run.config.data.domains
+        plan = data_plan(config, dict.fromkeys(domains, max(1, rows // len(domains))) if domains else {"": rows})
+        setup = setup_of(run, plan)
+        draws = {name: partial(Random.expovariate, lambd=1 / mean) for name, mean in self.seconds.items() if mean}
+        costs = replace(setup.costs, **{name: draw for name, draw in draws.items() if name != "mtbf"})
+        setup = replace(setup, costs=costs, reward_workers=run.config.reward.num_workers)
+        if mtbf := self.seconds.get("mtbf"):
+            own = [rank for rank in run.plan.ranks if setup.shared or rank.training_nodes]
+            of_engine = mtbf * setup.engines / (len(run.plan.ranks) - len(own)) if not setup.shared else None
+            setup = replace(setup, engine_mtbf=of_engine, training_mtbf=mtbf / len(own))
+        return simulate(setup)
 
     def change_that_fits(self, run: PredictedRun) -> list[str] | None:
         """The overrides of the nearest change with which the run fits, checked as the run checks its config."""
@@ -129,6 +160,13 @@ class RunPlanner:
             dtype = "float32" if self.device.is_cpu else "bfloat16"
             loaded = with_changes(loaded, [("actor_rollout_ref.model.dtype", dtype, f"on a {self.device.name}")])
         return loaded
+
+
+def searched_allocation(preset: str, overrides: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """The overrides that a run adds for `trainer.allocation=auto`."""
+    planner = RunPlanner(preset, overrides)
+    say(f"trainer.allocation={AUTO}: {planner.search.why() if planner.search else ''}")
+    return planner.chosen
 
 
 def _written(change: Change) -> list[str]:

@@ -6,6 +6,7 @@ Plain frozen data that needs no device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Literal
 
@@ -57,7 +58,7 @@ class Layout:
 
     def line(self, axis: Axis | Part, rank: int) -> tuple[int, ...]:
         """The ranks that differ from one of its ranks only along that axis, including itself, ascending."""
-        return next(line for line in self.groups(axis) if rank in line)
+        return _line_of(self, axis)[rank]
 
     def groups(self, axis: Axis | Part) -> list[tuple[int, ...]]:
         """The ranks that differ only along that axis, one tuple for each coordinate of the others, each ascending.
@@ -87,6 +88,12 @@ class Layout:
         axes = _INFERENCE if self.role == "rollout" else _TRAINING
         places = product(*(range(getattr(self.sizes, axis)) for axis in axes))
         return {rank: dict(zip(axes, place, strict=True)) for rank, place in zip(self.ranks, places, strict=True)}
+
+
+@lru_cache(maxsize=64)
+def _line_of(layout: Layout, axis: Axis | Part) -> dict[int, tuple[int, ...]]:
+    """By rank; every rank of a large cluster asks for its own."""
+    return {rank: line for line in layout.groups(axis) for rank in line}
 
 
 def _neighbours(lines: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:

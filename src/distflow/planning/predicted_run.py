@@ -6,9 +6,14 @@ such work reaches on GPUs: 40 % of the peak in training (Llama 3, arXiv:2407.217
 memory's bandwidth in decoding, 70 % of a link. Rewards, validation and checkpoints take no time here.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from itertools import accumulate
+from math import ceil, exp, isfinite
+from pathlib import Path
+from random import Random
+from statistics import NormalDist, fmean
 
 from distflow.config import Config
 from distflow.config.derived_settings import (
@@ -44,29 +49,38 @@ COMPUTING, DECODING, SENDING = 0.4, 0.6, 0.7
 _HOST_LINK = 25e9  # bytes per second between a GPU and its host's memory
 _LAUNCH_S = {False: 8e-6, True: 60e-6}  # a layer's fixed time in a decode step, on a GPU and on a CPU
 _SLICES = 16
+_QUANTILES = 1000
 _TEXT_BYTES = 4  # per token of a text
+SYNC = "weight sync"
 _ITEMSIZE = {"int64": 8, "float32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Mean tokens of a prompt and of a response, and the most of a response. Responses spread evenly from 0 to twice
-    the mean; if that is above `longest`, the share that the mean implies is cut there."""
+    the mean; if that is above `longest`, the share that the mean implies is cut there. values: responses of equal
+    shares, ascending, instead; `response` is their mean."""
 
     prompt: float
     response: float
     longest: int
+    values: tuple[float, ...] = ()
 
     @staticmethod
-    def of(config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Unless given, half of the limits. Raises UserError for lengths that no prompt or response can have."""
+    def of(
+        config: Config, prompt: float | None = None, response: float | None = None, spread: str | None = None
+    ) -> "Lengths":
+        """Unless given, half of the limits. spread: see `length_values`. Raises UserError for lengths that no prompt or
+        response can have."""
         limits = config.data.max_prompt_length, config.data.max_response_length
         for name, given, limit in zip(("prompt", "response"), (prompt, response), limits, strict=True):
             if given is not None and not 0 < given <= limit:
                 raise UserError(
                     f"--{name}-tokens={given:g}: the mean must be above 0 and at most data.max_{name}_length={limit}"
                 )
-        return Lengths(prompt or max(1.0, limits[0] / 2), response or max(1.0, limits[1] / 2), limits[1])
+        mean = response or max(1.0, limits[1] / 2)
+        values = length_values(spread, mean, limits[1]) if spread is not None else ()
+        return Lengths(prompt or max(1.0, limits[0] / 2), fmean(values) if values else mean, limits[1], values)
 
     @property
     def sequence(self) -> float:
@@ -75,12 +89,48 @@ class Lengths:
     @property
     def end(self) -> float:
         """Of the longest response of a batch."""
-        return min(2 * self.response, self.longest)
+        return self.values[-1] if self.values else min(2 * self.response, self.longest)
 
     def running(self, position: float) -> float:
         """Share of the responses that have more tokens."""
+        if self.values:
+            return 1 - bisect_right(self.values, position) / len(self.values)
         cut = max(0.0, 2 * self.response / self.longest - 1)
         return 0.0 if position >= self.end else cut + (1 - cut) * (1 - position / self.end)
+
+    def draw(self, random: Random) -> float:
+        """The tokens of a response."""
+        if self.values:
+            return random.choice(self.values)
+        return self.longest if random.random() < self.running(self.end - 1e-9) else self.end * random.random()
+
+
+def length_values(text: str, mean: float, limit: int) -> tuple[float, ...]:
+    """Responses of equal shares, ascending: of `lognormal:SIGMA` with this mean before it is cut at the limit, of
+    `TOKENS:SHARE,...`, or of a file with one number on each line. Raises UserError for lengths that cannot be."""
+    name, _, sigma = text.partition(":")
+    try:
+        if name == "lognormal":
+            width, normal = float(sigma), NormalDist()
+            places = (normal.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))
+            weighted = [(min(limit, mean * exp(width * z - width**2 / 2)), float(width >= 0)) for z in places]
+        elif ":" in text:
+            weighted = [(float(part.split(":")[0]), float(part.split(":")[1])) for part in text.split(",")]
+        else:
+            weighted = [(float(line), 1.0) for line in Path(text).expanduser().read_text("utf-8").split()]
+    except (ValueError, IndexError, OverflowError):
+        raise UserError(f"--lengths={text}: write lognormal:SIGMA, TOKENS:SHARE,..., or a file of numbers") from None
+    except OSError as error:
+        raise UserError(f"--lengths={text}: the file cannot be read: {error.strerror}") from error
+    total = sum(share for _, share in weighted)
+    if not all(isfinite(share) and share >= 0 for _, share in weighted) or not total > 0:
+        raise UserError(f"--lengths={text}: the shares must not be negative, and their sum must be above 0")
+    if not all(0 < value <= limit for value, _ in weighted):
+        raise UserError(f"--lengths={text}: lengths must be above 0 and at most data.max_response_length={limit}")
+    weighted.sort()
+    ends = list(accumulate(share / total for _, share in weighted))
+    chosen = (min(bisect_right(ends, (i + 0.5) / _QUANTILES), len(ends) - 1) for i in range(_QUANTILES))
+    return tuple(weighted[place][0] for place in chosen)
 
 
 @dataclass(frozen=True)
@@ -107,6 +157,7 @@ class PredictedRun:
     plan: Plan
     device: Device
     lengths: Lengths
+    times: "StepTimes"
     workers: tuple[WorkerMemory, ...]
     bars: tuple[Bar, ...]
     channel_bytes: tuple[float, ...]
@@ -139,6 +190,11 @@ class PredictedRun:
     @property
     def fits(self) -> bool:
         return self.fullest.peak <= USABLE * self.device.memory
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether every rank that generates also trains."""
+        return all(rank.training_nodes for rank in self.plan.ranks if "rollout" in rank.engines)
 
     def idle(self, ranks: Sequence[int]) -> float:
         """Share of a step in which these ranks wait."""
@@ -209,12 +265,13 @@ def predict_plan(
     limits, lengths = given[0] or RunLimits(), given[1] or Lengths.of(config)
     on_machine = 1 if is_one_process(config) else config.trainer.n_gpus_per_node
     own = device.shared(min(on_machine, len(plan.ranks)))
-    times = _Times(config, plan, shapes, own, lengths)
+    times = StepTimes(config, plan, shapes, own, lengths)
     return PredictedRun(
         config,
         plan,
         own,
         lengths,
+        times,
         worker_memory(plan, config, shapes, own),
         tuple(_bars(times, pipeline)),
         tuple(_channel_bytes(channel, pipeline, config, lengths) for channel in plan.channels),
@@ -250,7 +307,7 @@ def _column_bytes(column: Field, lengths: Lengths) -> float:
 
 
 @dataclass(frozen=True)
-class _Times:
+class StepTimes:
     """Seconds of the parts of a step."""
 
     config: Config
@@ -273,22 +330,28 @@ class _Times:
 
     def generate(self) -> float:
         """A batch of responses on all engines: prompts, then decoding at full concurrency, then ever fewer."""
-        shape, own = self.shapes["rollout"], sizes_of(self.plan, "rollout")
+        own = sizes_of(self.plan, "rollout")
         per_engine = ceil(self.samples / own.data)
         running = min(running_responses(self.config, own.data), per_engine)
         prompts = ceil(self.config.data.train_batch_size / own.data) * self.lengths.prompt
-        prefill = shape.forward_flops(prompts, self.lengths.prompt / 2, per_engine) / (self.flops * own.tensor)
         full = max(0.0, (per_engine - running) * self.lengths.response / running)
-        seconds = prefill + full * self._decode_step(shape, running, self.lengths.sequence, own.tensor)
+        seconds = self.prefill(prompts) + full * self.decode_step(running, self.lengths.sequence)
         width = self.lengths.end / _SLICES
         for place in range(_SLICES):
             position = (place + 0.5) * width
             active = max(1.0, running * self.lengths.running(position))
-            seconds += width * self._decode_step(shape, active, self.lengths.prompt + position, own.tensor)
+            seconds += width * self.decode_step(active, self.lengths.prompt + position)
         return seconds
 
-    def _decode_step(self, shape: ModelShape, active: float, context: float, tensor: int) -> float:
-        """One token for each active response."""
+    def prefill(self, tokens: float) -> float:
+        """Of so many tokens of prompts on one engine."""
+        shape, prompt = self.shapes["rollout"], self.lengths.prompt
+        computed = shape.forward_flops(tokens, prompt / 2, tokens / prompt)
+        return computed / (self.flops * sizes_of(self.plan, "rollout").tensor)
+
+    def decode_step(self, active: float, context: float) -> float:
+        """One token for each active response of an engine."""
+        shape, tensor = self.shapes["rollout"], sizes_of(self.plan, "rollout").tensor
         touched = min(1.0, active * shape.active_experts / shape.experts) if shape.experts else 1.0
         experts = shape.expert_weights * max(shape.experts, 1) * touched
         weights = shape.layers * (shape.attention_weights + experts) + shape.head_weights
@@ -376,7 +439,7 @@ class _Times:
         return gathers + one / (SENDING * (self.device.network if machines > 1 else self.device.link))
 
 
-def _bars(times: _Times, pipeline: BoundPipeline) -> list[Bar]:
+def _bars(times: StepTimes, pipeline: BoundPipeline) -> list[Bar]:
     """A step in the steady state. Nodes begin when those before them are done and their ranks are free; ranks that only
     generate work on the next step meanwhile, if samples may be stale."""
     plan = times.plan
@@ -399,7 +462,7 @@ def _bars(times: _Times, pipeline: BoundPipeline) -> list[Bar]:
     done, sync = max([start, *free.values()]), times.sync()
     begin = max(done, generating) if overlaps else done
     for ranks in dict.fromkeys((*training[:1], where)) if sync else ():
-        bars.append(Bar(ranks, "weight sync", begin, begin + sync))
+        bars.append(Bar(ranks, SYNC, begin, begin + sync))
     return _with_waits(bars, [*training, *([apart] if apart else [])], overlaps)
 
 

@@ -1,49 +1,66 @@
 """Searches the allocation with the shortest steps among all that fit: which devices generate and train, by which
-engine, divided how. Also finds the nearest change with which a run fits that does not."""
+engine, divided how, at which staleness. Also finds the nearest change with which a run fits that does not."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config import Config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError, count_of
+from distflow.planning.memory import samples_per_prompt
 from distflow.planning.predicted_run import PredictedRun
+from distflow.planning.simulate import SimulatedRun
 
 AUTO = "auto"
 """The value of `trainer.allocation` that asks for a search."""
 _TENSOR = (1, 2, 4, 8)
 _MOST_SPLITS = 64
 STRATEGY = "actor_rollout_ref.actor.strategy"
+STALENESS = "async.max_staleness"
+_MOST_RESPONSES = 400_000  # of all simulations together, if there are more than ten
 RAY = (("trainer.launcher", "ray"),)
 """What every allocation needs."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search varies. config: without an allocation. strategy: the train engine; None for all."""
+    """What a search varies. config: without an allocation. strategy: the train engine; None for all. staleness: the
+    values of `async.max_staleness`."""
 
     config: Config
     num_devices: int
     strategy: str | None = None
+    staleness: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An allocation and what is predicted for it."""
+    """An allocation, a staleness, and what is predicted for them. simulated: None before it is one of the finalists."""
 
     text: str
+    staleness: int
     run: PredictedRun
+    simulated: SimulatedRun | None = None
 
     @property
-    def rank(self) -> tuple[float, bool, int, str]:
-        """The key by which candidates are ordered: shorter steps, then shared devices, then the shorter text."""
-        return round(self.run.step_seconds, 6), "+" in self.text, len(self.text), self.text
+    def change(self) -> "Change":
+        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulated.step_seconds if self.simulated else self.run.step_seconds
+
+    @property
+    def rank(self) -> tuple[float, int, bool, int, str]:
+        """The key by which candidates are ordered: shorter steps, by more than a thousandth, then less staleness, then
+        shared devices, then the shorter text."""
+        return float(f"{self.step_seconds:.3g}"), self.staleness, "+" in self.text, len(self.text), self.text
 
     def line(self) -> str:
-        """The allocation, the time of its step by kind of work, and what waits."""
+        """The allocation, the time of its step, the work in it by kind, and what waits."""
         run = self.run
         parts: dict[str, float] = {}
         for bar in run.bars:
@@ -52,10 +69,11 @@ class Candidate:
         work = ", ".join(
             f"{what} {seconds:.3g}" for what, seconds in parts.items() if seconds >= 0.005 * run.step_seconds
         )
-        lanes = dict.fromkeys(bar.ranks for bar in run.bars if bar.why)
-        idle = "; ".join(f"rank {ranks[0]}{' ...' * (len(ranks) > 1)} idle {run.idle(ranks):.0%}" for ranks in lanes)
-        peak = f"{run.fullest.peak / 1e9:.1f} GB"
-        return f"{run.step_seconds:.3g} s  {self.text}  ({work}; {peak}{'; ' + idle if idle else ''})"
+        found, peak = self.simulated, f"{run.fullest.peak / 1e9:.1f} GB"
+        idle = "" if found is None else f"; rollout idle {sum(found.rollout_idle.values()):.0%}"
+        if found is not None and "+" in self.text:
+            idle += f", training idle {sum(found.training_idle.values()):.0%}"
+        return f"{self.step_seconds:.3g} s  {self.text} {STALENESS}={self.staleness}  ({work}; {peak}{idle})"
 
 
 @dataclass(frozen=True)
@@ -72,28 +90,39 @@ class Search:
         fits = f"{self.num_fitting} of {count_of(self.num_tried, 'allocation')} fit"
         if not others:
             return f"{first.text}: {fits}"
-        gain = others[0].run.step_seconds / first.run.step_seconds - 1
+        gain = others[0].step_seconds / first.step_seconds - 1
         ahead = f"its step is {gain:.1%} shorter than the second's" if gain > 5e-4 else "it is as fast as the second"
         bars = [bar for bar in first.run.bars if not bar.why]
         longest = max(bars, key=lambda bar: bar.seconds)
-        return f"{first.text}: {fits}, and {ahead}; most of the time is {longest.what} ({longest.seconds:.3g} s)"
+        chosen = f"{first.text} {STALENESS}={first.staleness}"
+        return f"{chosen}: {fits}, and {ahead}; most of the work is {longest.what} ({longest.seconds:.3g} s)"
 
 
 def search_allocations(
-    choices: Choices, predict: Callable[[Config], PredictedRun], is_allowed: Callable[[str], bool]
+    choices: Choices,
+    predict: Callable[[Config], PredictedRun],
+    simulated: Callable[[PredictedRun], SimulatedRun],
+    is_allowed: Callable[["Change"], bool],
 ) -> Search:
     """All allocations of the devices, or of many devices those whose shares are multiples of a 64th; the same config
-    gives the same result. predict: of a config with one. is_allowed: whether the config's rules accept it.
+    gives the same result. predict: of a config with one. Those with the shortest predicted steps are simulated: all, if
+    a step has few responses; else at the least and the greatest staleness. is_allowed: whether the config's rules
+    accept a change.
 
     Raises UserError if none fits, with the one that lacks least.
     """
     tried = list(_candidates(choices, predict))
     if not tried:
         raise UserError(f"trainer.allocation={AUTO}: the pipeline has no allocation of {choices.num_devices} devices")
-    fitting = sorted((each for each in tried if each.run.fits), key=lambda each: each.rank)
-    best = tuple(islice((each for each in fitting if is_allowed(each.text)), 10))
-    if best:
-        return Search(best, len(tried), len(fitting))
+    ends = {0, max(choices.staleness)}  # between them nothing differs but what is simulated
+    fitting = sorted((e for e in tried if e.run.fits), key=lambda each: (each.staleness not in ends, each.rank))
+    responses = choices.config.data.train_batch_size * samples_per_prompt(choices.config)
+    most = max(10, _MOST_RESPONSES // (responses * (4 + max(choices.staleness))))
+    for start in range(0, len(fitting), most):
+        finalists = (replace(each, simulated=simulated(each.run)) for each in fitting[start : start + most])
+        ranked = sorted(finalists, key=lambda each: each.rank)
+        if best := tuple(islice((each for each in ranked if is_allowed(each.change)), 10)):
+            return Search(best, len(tried), len(fitting))
     nearest = min(tried, key=lambda each: (each.run.fullest.peak, each.rank))
     raise UserError(
         f"trainer.allocation={AUTO}: none of {count_of(len(tried), 'allocation')} of {choices.num_devices} devices "
@@ -102,15 +131,24 @@ def search_allocations(
     )
 
 
+def simulated_steps(config: Config) -> int:
+    """Steps that show the steady state: the queue fills in the first ones."""
+    return 4 + config.async_.max_staleness
+
+
 def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> Iterator[Candidate]:
     for trainer, text in allocations(choices):
         keys: dict[str, object] = {"trainer.allocation": text, STRATEGY: trainer, **dict(RAY)}
         size = re.search(r"\[rollout\]:d\d+t(\d+)", text)
         keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = int(size[1]) if size else 1
-        try:
-            yield Candidate(text, predict(with_values(choices.config, keys)))
-        except UserError:  # the pipeline, or the layers of a model, cannot be divided so
-            continue
+        found: dict[bool, PredictedRun] = {}
+        for staleness in choices.staleness:
+            try:
+                run = found.get(staleness > 0) or predict(with_values(choices.config, {**keys, STALENESS: staleness}))
+            except UserError:  # the pipeline, or the layers of a model, cannot be divided so
+                break
+            found[staleness > 0] = run
+            yield Candidate(text, staleness, replace(run, config=with_values(run.config, {STALENESS: staleness})))
 
 
 def allocations(choices: Choices) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,7 @@ def _page_data(plan: Mapping[str, Any]) -> dict[str, Any]:
     facts = [
         ("devices", f"{len(plan['plan']['ranks'])} {plan['device']['name']}"),
         ("step", f"{step['seconds']:.3g} s"),
+        *([("simulated step", f"{plan['simulated']['step_seconds']:.3g} s")] if plan["simulated"] else []),
         ("tokens of a step", f"{step['tokens']:,.0f}"),
         ("steps", "unknown" if run["steps"] is None else f"{run['steps']:,}"),
         ("hours", "unknown" if run["hours"] is None else f"{run['hours']:.3g}"),

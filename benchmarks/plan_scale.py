@@ -1,0 +1,191 @@
+"""What a plan says of runs on up to 4,096 devices, by simulation with the scheduler of a run, and what the code of the
+coordinator takes there.
+
+    python benchmarks/plan_scale.py [scaling asynchrony failures coordinator command]
+
+The model is Qwen2.5-7B on H100s (`planning/devices.toml` and `planning/model_shapes.toml` name the sources of their
+figures; the shares of the peak are those of `planning/predicted_run.py`). Nothing here was measured on such devices.
+
+    scaling      strong (1,024 prompts, 8 responses each) and weak (one prompt a device), generation and training on
+                 separate halves at staleness 1; and the same if one process passes on all columns of the channels, in
+                 and out, at the rate at which this machine pickles and copies numbers, measured at the start
+    asynchrony   64 devices: the best of three splits at each staleness against the synchronous run on shared devices,
+                 by the width of lognormal responses
+    failures     time lost to failures and checkpoints by the interval between checkpoints, with the intervals of Young
+                 (1974) and Daly (2006). A device fails every 50,700 hours: Llama 3 (arXiv:2407.21783, section 3.3.4)
+                 had 419 unexpected interruptions in 54 days on 16,384 GPUs
+    coordinator  seconds of the calls that workers make to the sample queue, on this machine, by number of workers
+    command      processor time of `distflow plan` in a process of its own
+"""
+
+import argparse
+import math
+import pickle
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from distflow.launch.plan_before_run import RunPlanner
+from distflow.planning.predicted_run import Lengths, PredictedRun
+from distflow.planning.simulate import Costs, Setup, SimulatedRun, simulate
+from distflow.scheduling.row_order_and_step_sizes import DataPlan, Frequency
+
+MODEL = [
+    "actor_rollout_ref.model.path=qwen2.5-7b",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=8",
+]
+MODEL += ["actor_rollout_ref.model.enable_gradient_checkpointing=true", "actor_rollout_ref.rollout.max_num_seqs=64"]
+MODEL += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480", "reward.num_workers=4096"]
+HOURS_OF_A_DEVICE = 54 * 24 * 16384 / 419
+
+
+def planned(devices: int, prompts: int, generating: int, staleness: int, spread: str, limit: int = 4096) -> RunPlanner:
+    """generating: devices that only generate; 0 for all, which then train too."""
+    sign, rollout, training = ("+", generating, devices - generating) if generating else ("|", devices, devices)
+    sizes = [f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, prompts // 4)}"]
+    sizes += [f"data.max_response_length={limit}", "data.max_prompt_length=1024", f"async.max_staleness={staleness}"]
+    sizes += [f"trainer.allocation='vllm[rollout]:d{rollout}{sign}fsdp[actor]:d{training}'", "trainer.save_freq=-1"]
+    mean = limit / 4
+    return RunPlanner("async_grpo", [*MODEL, *sizes], "h100", devices, 512, mean, spread)
+
+
+def simulated(planner: RunPlanner, steps: int) -> tuple[PredictedRun, SimulatedRun]:
+    return planner.run, planner.simulate(planner.run, steps)
+
+
+def controller_bytes_per_second() -> float:
+    """Of one process that receives and sends pickled columns."""
+    columns = {"ids": np.zeros(2**24, np.int64), "log_probs": np.zeros(2**24, np.float32)}
+    total, began = sum(each.nbytes for each in columns.values()), time.process_time()
+    for _ in range(3):
+        pickle.loads(pickle.dumps(columns, protocol=5))
+    return 3 * total / (time.process_time() - began)
+
+
+def scaling() -> Iterator[str]:
+    rate = controller_bytes_per_second()
+    yield f"\none controller pickles and copies {rate / 1e9:.2f} GB/s (this machine, one core)"
+    for name in ("strong", "weak"):
+        yield f"\n| {name}: devices | prompts | step, s | responses/s | of linear | through one controller, s | of it |"
+        yield "|---|---|---|---|---|---|---|"
+        first = 0.0
+        for devices in (64, 256, 1024, 4096):
+            prompts = 1024 if name == "strong" else devices
+            run, found = simulated(planned(devices, prompts, devices // 2, 1, "lognormal:0.8"), 6)
+            speed = prompts * 8 / found.step_seconds
+            first = first or speed / devices
+            passed = 2 * sum(run.channel_bytes) / rate
+            whole = found.step_seconds + passed
+            yield (
+                f"| {devices:,} | {prompts:,} | {found.step_seconds:.1f} | {speed:,.0f} "
+                f"| {speed / devices / first:.0%} | {whole:.1f} | {passed / whole:.0%} |"
+            )
+
+
+def asynchrony() -> Iterator[str]:
+    widths, ages = ("0", "0.5", "1", "1.5"), (1, 2, 4)
+    yield "\n| width of the lognormal | mean, longest | synchronous, s | " + " | ".join(f"η = {a}" for a in ages) + " |"
+    yield "|---|---|---|" + "---|" * len(ages)
+    for width in widths:
+        shared = planned(64, 128, 0, 0, f"lognormal:{width}", 16384)
+        run, found = simulated(shared, 6)
+        base, lengths = found.step_seconds, run.lengths
+        cells = []
+        for age in ages:
+            splits = (16, 32, 40)
+            steps = [
+                simulated(planned(64, 128, split, age, f"lognormal:{width}", 16384), 6 + 2 * age)[1].step_seconds
+                for split in splits
+            ]
+            best = min(steps)
+            cells.append(f"{base / best:.2f} × ({splits[steps.index(best)]})")
+        yield f"| {width} | {lengths.response:,.0f}, {lengths.end:,.0f} | {base:.0f} | {' | '.join(cells)} |"
+    yield "\nspeed against the synchronous run; in brackets the devices of 64 that generate"
+
+
+def failures() -> Iterator[str]:
+    step, save, restart = 60.0, 60.0, 300.0
+    yield f"\nsteps of {step:.0f} s, checkpoints of {save:.0f} s, for which training waits, restarts of {restart:.0f} s"
+    intervals = (5, 10, 20, 40, 80, 160)
+    yield "| devices | hours between failures | Young | Daly | " + " | ".join(f"{i} steps" for i in intervals) + " |"
+    yield "|---|---|---|---|" + "---|" * len(intervals)
+    for devices in (4096, 16384):
+        mtbf = HOURS_OF_A_DEVICE * 3600 / devices
+        young = math.sqrt(2 * save * mtbf)
+        ratio = math.sqrt(save / (2 * mtbf))
+        daly = young * (1 + ratio / 3 + ratio**2 / 9) - save
+        cells = []
+        for interval in intervals:
+            plan = DataPlan(10**5, 2, 1, None, 3_000, saves=Frequency(interval))
+            costs = Costs(lambda *_: 0.0, lambda _: 0.0, lambda _: step, save=save, restart=restart)
+            found = simulate(Setup(plan, costs, Lengths(1, 1, 1, (1.0,)), training_mtbf=mtbf))
+            cells.append(f"{found.step_ends[-1] / (3_000 * step) - 1:.1%}")
+        shown = f"{young / step:.0f} steps | {daly / step:.0f} steps"
+        yield f"| {devices:,} | {mtbf / 3600:.1f} | {shown} | {' | '.join(cells)} |"
+
+
+def coordinator() -> Iterator[str]:
+    from distflow.observe.writing.timing import Waits
+    from distflow.runtime.sample_queue.protocol import FinishedGroup
+    from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
+    from distflow.scheduling.bin_packing import DpGroupShares
+    from distflow.scheduling.coordinator import Coordinator
+
+    yield "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | every put wakes every worker, s |"
+    yield "|---|---|---|---|---|"
+    for workers in (64, 512, 4096):
+        plan = DataPlan(10**5, workers, 8, None, 6, max_staleness=1)
+        queue = SharedSampleQueue[None](
+            Coordinator(plan), Waits(), (DpGroupShares(),), [str(number) for number in range(workers)]
+        )
+        asked = put = taken = 0.0
+        asks = 0
+        for step in range(3):
+            began, groups = time.process_time(), []
+            for worker in range(workers):
+                groups += queue.groups_for(worker, step) or []
+            asked, asks = asked + time.process_time() - began, asks + workers
+            began = time.process_time()
+            for group in groups:
+                queue.put(FinishedGroup(group, None, 4096, group.version, num_bytes=10**5))
+            put += (time.process_time() - began) / max(1, len(groups))
+            began = time.process_time()
+            assert queue.take_step(step, 0) is not None
+            for worker in range(workers):
+                queue._workers.ask(worker, step + 1)
+            queue.release(step, 0, True)
+            taken += time.process_time() - began
+        ask = asked / asks
+        yield (
+            f"| {workers:,} | {1e6 * ask:.0f} | {1e6 * put / 3:.0f} | {1e3 * taken / 3:.1f} "
+            f"| {workers * (put / 3 + workers * ask):,.1f} |"
+        )
+
+
+def command() -> Iterator[str]:
+    words = ["plan", "async_grpo", *MODEL, "--device", "h100"]
+    apart = ["--devices", "64", "trainer.allocation='vllm[rollout]:d32+fsdp:d32'"]
+    cases = {"plan": apart, "plan --simulate 100": [*apart, "--simulate", "100"]}
+    cases["auto, 64 devices"] = ["--devices", "64", "trainer.allocation=auto"]
+    cases["auto, 1,024 devices"] = ["--devices", "1024", "trainer.allocation=auto"]
+    for name, more in cases.items():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "distflow", *words, *more], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        yield f"{name}: {spent:.1f} s of processor time"
+
+
+PARTS = {part.__name__: part for part in (scaling, asynchrony, failures, coordinator, command)}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS))
+    for chosen in parser.parse_args().parts:
+        for line in PARTS[chosen]():
+            print(line, flush=True)
