@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -182,6 +183,7 @@ def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domain: 
     own = {name: _setting(config, domain, f"{name}_key") for name in ("prompt", "answer", "response", "messages")}
     named = domain or _at(record, config.data.domain_key)
     used = {*own.values(), "extra_info", *([] if domain else [config.data.domain_key])}
+    used |= {config.data.image_key} if row.images else set()
     expected: dict[str, Any] = {"ground truth": _at(record, own["answer"])}
     expected["domain"] = "default" if named in (None, "") else str(named)
     expected |= {name: value for name, value in record.items() if name not in used and value is not None}
@@ -218,7 +220,11 @@ def _prompt_of(run: AuditedRun, record: Mapping[str, Any], domain: str) -> tuple
 
 def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
     """Compare the prompt's text and tokens, cut if there are too many."""
-    data, found = run.spec.config.data, _prompt_of(run, record, domain)
+    data = run.spec.config.data
+    if row.images:
+        _compare_images(row, _at(record, str(data.image_key)))
+        return
+    found = _prompt_of(run, record, domain)
     if found is None:
         return
     text, ids = found
@@ -230,6 +236,21 @@ def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], 
         raise Wrong(f"the prompt of {row.origin} is {row.prompt_text!r:.80}, but {text!r:.80} by the file")
     if list(row.prompt_ids) != ids:
         raise Wrong(f"the prompt of {row.origin} has the tokens {list(row.prompt_ids)!s:.80}, not {ids!s:.80}")
+
+
+def _compare_images(row: PromptRow, given: object) -> None:
+    """Compare the number of images, and the pixels of those that the row holds as bytes."""
+    from PIL import Image
+
+    listed = given if isinstance(given, list) else [given]
+    if len(listed) != len(row.images):
+        raise Wrong(f"{row.origin} has {len(row.images)} images, and {len(listed)} in the file")
+    for path, value in zip(row.images, listed, strict=True):
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(content, bytes):
+            with Image.open(BytesIO(content)) as there, Image.open(path) as here:
+                if there.convert("RGB").tobytes() != here.tobytes():
+                    raise Wrong(f"an image of {row.origin} has other pixels than in the file")
 
 
 def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]) -> None:

@@ -44,7 +44,8 @@ from distflow.data.sources import load_rows, read_file
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.models.loading import end_token_ids
+from distflow.models.loading import end_token_ids, has_image_processor
+from distflow.models.paths import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
@@ -348,6 +349,8 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         pass_rate=None if pass_rate is None else own("pass_rate_key"),
         tag=data.tag_key if by_tags or split == "val" else None,
         domain_of_tag=domain_of_tag(config) if by_tags else {},
+        images=data.image_key if _reads_images(config) else None,
+        store=config.trainer.run_dir / "data" / "images",
     )
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
@@ -367,6 +370,13 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         pair=(data.chosen_key, data.rejected_key) if is_rm else None,
     )
     return DataSource(files_key, named, most, columns, data.bad_rows, options, domain)
+
+
+def _reads_images(config: Config) -> bool:
+    """Whether the policy, whose tokenizer encodes the prompts, reads images."""
+    model = config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    return path is not None and has_image_processor(resolve_path(path), model.revision)
 
 
 def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
