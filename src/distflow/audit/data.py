@@ -20,6 +20,7 @@ from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs,
 from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
+from distflow.models.image_inputs import images_of
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS
 from distflow.untrusted_files import matching_files
@@ -109,7 +110,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             if tag != row.tag:
                 raise Wrong(f"the tag of {row.origin} is {row.tag!r}, but {tag!r} in the file")
             domain = domain_of_tag.get(tag, row.domain) if domains != [""] else ""
-            _compare(spec.config, row, get(number), domain)
+            _compare(run, row, get(number), domain)
             if row.turns is None and row.rejected_ids is None and number_drawn < NUM_PROMPTS * len(named):
                 _compare_prompt(run, row, get(number), domain)
             if row.rejected_ids is not None:
@@ -179,11 +180,12 @@ def _tag(data: DataConfig, get: Callable[[int], Any], number: int) -> str:
         return ""
 
 
-def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
+def _compare(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
+    config = run.spec.config
     own = {name: _setting(config, domain, f"{name}_key") for name in ("prompt", "answer", "response", "messages")}
     named = domain or _at(record, config.data.domain_key)
     used = {*own.values(), "extra_info", *([] if domain else [config.data.domain_key])}
-    used |= {config.data.image_key} if row.images else set()
+    used |= {config.data.image_key} if images_of(run.resources.tokenizer) else set()
     expected: dict[str, Any] = {"ground truth": _at(record, own["answer"])}
     expected["domain"] = "default" if named in (None, "") else str(named)
     expected |= {name: value for name, value in record.items() if name not in used and value is not None}

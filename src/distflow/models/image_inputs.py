@@ -165,7 +165,7 @@ def own_inputs(
     processor, device = images_of(unwrapped(model)), input_ids.device
     assert processor is not None, "only prompts for models of images have images"
     kinds = (input_ids == processor.token_id).int()
-    kinds[num_prompt:] = 0
+    kinds[len(kinds) if num_prompt is None else num_prompt :] = 0
     given = {**processor.inputs(paths), "mm_token_type_ids": kinds[None], "token_type_ids": kinds[None]}
     accepted = _accepted(unwrapped(model).forward, given)
     return {name: send(torch.cat([value] * rows), device) for name, value in accepted.items()}
