@@ -102,7 +102,7 @@ def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) 
 
 
 def test_the_check_at_loading_sees_a_shift(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert image_error(model) < TOLERANCE[torch.float64]
+    assert image_error(model)[0] < TOLERANCE[torch.float64]
     from distflow.models import packed_forward
 
     right = packed_forward.embeddings
@@ -111,7 +111,7 @@ def test_the_check_at_loading_sees_a_shift(model: nn.Module, monkeypatch: pytest
         return right(*arguments).roll(1, 0)  # type: ignore[arg-type]
 
     monkeypatch.setattr(packed_forward, "embeddings", turned)
-    assert image_error(model) > TOLERANCE[torch.float64]
+    assert image_error(model)[0] > TOLERANCE[torch.float64]
     with pytest.raises(UserError, match="cannot be trained with images: packed sequences have other results"):
         ready(model, torch.float64, "cpu")
 
@@ -142,6 +142,12 @@ def test_a_processor_is_shared_and_reads_an_image_once(tmp_path: Path, monkeypat
     assert processor.inputs([a, b, a])["pixel_values"].shape[0] == 3
     assert processor.inputs([b])["pixel_values"].shape[0] == 1
     assert sorted(read) == sorted([a, b])
+
+
+def test_weights_that_no_image_uses_are_not_trained(tmp_path: Path) -> None:
+    model = load_model(write_tiny_llava(tmp_path / "model"))
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen == {f"model.vision_tower.post_layernorm.{part}" for part in ("weight", "bias")}
 
 
 def test_models_of_text_have_no_processor(tmp_path: Path) -> None:

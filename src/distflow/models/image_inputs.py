@@ -191,35 +191,32 @@ def sequence_inputs(model: nn.Module, input_ids: Tensor, num_prompt: int, paths:
     return found if positions is None else {**found, "position_ids": positions.view(3, rows, length)}
 
 
-@torch.no_grad()
-def image_error(model: nn.Module) -> float:
+def image_error(model: nn.Module) -> tuple[float, list[nn.Parameter]]:
     """Largest difference of a logit between packed sequences, with and without images, and the model's own forward of
-    each alone, relative to the largest logit. Raises what a model of another form raises."""
-    processor = images_of(unwrapped(model))
+    each alone, relative to the largest logit; and the weights outside of the language model that no image uses. Raises
+    what a model of another form raises."""
+    processor, causal = images_of(unwrapped(model)), unwrapped(model)
     assert processor is not None
-    words = [token for token in range(4) if token != processor.token_id]
+    words, device = [token for token in range(4) if token != processor.token_id], next(model.parameters()).device
     with tempfile.TemporaryDirectory() as folder:
         paths = _noise(Path(folder), ((56, 84), (84, 56)))
-        device = next(model.parameters()).device
         texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
         ids = [torch.tensor(text, device=device) for text in (texts[0], words, texts[1])]
-        held = [paths[:1], (), paths[1:]]
-        lengths = torch.tensor([len(each) for each in ids])
-        packed = torch.cat(ids)
+        packed, lengths = torch.cat(ids), torch.tensor([len(each) for each in ids])
         places = (packed == processor.token_id).nonzero()[:, 0]
         images = ImageInputs(processor.inputs(paths), places, (1, 0, 1)).to(device)
-        training = model.training
-        model.eval()
-        try:
-            ours = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]  # attached
-            alone = []
-            for each, own in zip(ids, held, strict=True):
+        with torch.enable_grad():
+            ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]  # attached
+        theirs = []
+        with torch.no_grad():
+            for each, own in zip(ids, (paths[:1], (), paths[1:]), strict=True):
                 extra = own_inputs(model, each, own) if own else {}
-                alone.append(model(input_ids=each[None], use_cache=False, **extra).logits[0])
-        finally:
-            model.train(training)
-    theirs = torch.cat(alone)
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+                theirs.append(model(input_ids=each[None], use_cache=False, **extra).logits[0])
+    error = float((ours.detach() - torch.cat(theirs)).abs().max() / torch.cat(theirs).abs().max())
+    named = causal.model.named_parameters()
+    seeing = [weight for name, weight in named if not name.startswith("language_model.") and weight.requires_grad]
+    gradients = torch.autograd.grad(ours.sum(), seeing, allow_unused=True)
+    return error, [weight for weight, own in zip(seeing, gradients, strict=True) if own is None]
 
 
 def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:

@@ -289,24 +289,27 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
     own_aligned_memory(model)
     disable_dropout(model)
     attach_packed_forward(model)
-    choose_attention(model)
+    choose_attention(model.eval())
     if images_of(unwrapped(model)) is not None:
         _check_images(model)
-    return model.eval()
+    return model
 
 
 def _check_images(model: nn.Module) -> None:
-    """Raises UserError if the packed forward places images otherwise than the model's own."""
+    """Raises UserError if the packed forward places images otherwise than the model's own. Weights that no image uses
+    are not trained."""
     limit = TOLERANCE[next(model.parameters()).dtype]
     try:
-        error, why = image_error(model), "packed sequences have other results than the model's own forward"
+        (error, unused), why = image_error(model), "packed sequences have other results than the model's own forward"
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:  # a family of another form
-        error, why = math.inf, first_lines(reason)
+        error, unused, why = math.inf, [], first_lines(reason)
     if not error <= limit:
         raise UserError(
             f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: {why} "
             f"(relative error {error:.2g})"
         )
+    for weight in unused:
+        weight.requires_grad_(False)
 
 
 def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
