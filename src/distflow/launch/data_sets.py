@@ -349,7 +349,7 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         pass_rate=None if pass_rate is None else own("pass_rate_key"),
         tag=data.tag_key if by_tags or split == "val" else None,
         domain_of_tag=domain_of_tag(config) if by_tags else {},
-        images=data.image_key if _reads_images(config) else None,
+        images=data.image_key,
         store=config.trainer.run_dir / "data" / "images",
     )
     options = PromptOptions(
@@ -372,11 +372,13 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
     return DataSource(files_key, named, most, columns, data.bad_rows, options, domain)
 
 
-def _reads_images(config: Config) -> bool:
-    """Whether the policy, whose tokenizer encodes the prompts, reads images."""
+def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[DataSource]:
+    """The sources without the column of images if the policy, whose tokenizer encodes the prompts, reads text alone."""
     model = config.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
-    return path is not None and has_image_processor(resolve_path(path), model.revision)
+    if path is not None and has_image_processor(resolve_path(path), model.revision):
+        return list(sources)
+    return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
 
 
 def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
@@ -395,7 +397,7 @@ def encode_row(
     if not isinstance(values, Mapping):
         raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
     scored = "reward_fn" in pipeline.services
-    (source,) = train_sources(config, scored)
+    (source,) = as_read_by_model(train_sources(config, scored), config)
     record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
     bad = BadRows("error")
     rows = list(read_rows(iter([record]), source.columns, bad, "the submitted rows"))

@@ -18,7 +18,14 @@ from distflow.graph.fields import MissingColumn
 from distflow.import_target import is_ours
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.configured_models import policy_context, tokenizer_loader
-from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
+from distflow.launch.data_sets import (
+    DataSource,
+    LazyRows,
+    as_read_by_model,
+    read_sources,
+    train_sources,
+    validation_sources,
+)
 from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
@@ -193,15 +200,16 @@ def fit_to_files(loaded: Loaded) -> Loaded:
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     context = policy_context(loaded.config)
     loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
-    run_dir = loaded.config.trainer.run_dir
+    run_dir, own = loaded.config.trainer.run_dir, (reading.train, reading.validation)
+    to_train, to_validate = (as_read_by_model(sources, loaded.config) for sources in own)
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
-    wanted = [source.first() for source in reading.train] if reading.lazy else reading.train
-    validation_rows, train_rows = read_sources(reading.validation, run_dir), read_sources(wanted, run_dir)
+    wanted = [source.first() for source in to_train] if reading.lazy else to_train
+    validation_rows, train_rows = read_sources(to_validate, run_dir), read_sources(wanted, run_dir)
     load_tokenizer = tokenizer_loader(loaded.config)
     tokenizer = load_tokenizer()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
     read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
-    train = LazyRows(reading.train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
+    train = LazyRows(to_train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
     if any(prompts.has_images for prompts in (read, *validation.values())):
         _check_images(loaded.config, reading.pipeline)
     data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
