@@ -191,9 +191,13 @@ def sequence_inputs(model: nn.Module, input_ids: Tensor, num_prompt: int, paths:
     return found if positions is None else {**found, "position_ids": positions.view(3, rows, length)}
 
 
-def image_error(model: nn.Module) -> tuple[float, list[nn.Parameter]]:
+UNUSED = "weights_that_no_image_uses"
+"""The attribute of a model with the names of such weights, which are not trained."""
+
+
+def image_error(model: nn.Module) -> tuple[float, list[str]]:
     """Largest difference of a logit between packed sequences, with and without images, and the model's own forward of
-    each alone, relative to the largest logit; and the weights outside of the language model that no image uses. Raises
+    each alone, relative to the largest logit; and the names of weights that no image uses. Raises
     what a model of another form raises."""
     processor, causal = images_of(unwrapped(model)), unwrapped(model)
     assert processor is not None
@@ -213,10 +217,10 @@ def image_error(model: nn.Module) -> tuple[float, list[nn.Parameter]]:
                 extra = own_inputs(model, each, own) if own else {}
                 theirs.append(model(input_ids=each[None], use_cache=False, **extra).logits[0])
     error = float((ours.detach() - torch.cat(theirs)).abs().max() / torch.cat(theirs).abs().max())
-    named = causal.model.named_parameters()
-    seeing = [weight for name, weight in named if not name.startswith("language_model.") and weight.requires_grad]
-    gradients = torch.autograd.grad(ours.sum(), seeing, allow_unused=True)
-    return error, [weight for weight, own in zip(seeing, gradients, strict=True) if own is None]
+    named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
+    seeing = {name: weight for name, weight in named if not name.startswith(("model.language_model.", "lm_head."))}
+    gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
+    return error, [name for name, own in zip(seeing, gradients, strict=True) if own is None]
 
 
 def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
-from distflow.models.image_inputs import image_error, images_of, load_image_processor
+from distflow.models.image_inputs import UNUSED, image_error, images_of, load_image_processor
 from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
 from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
 from distflow.models.paths import (
@@ -308,8 +308,9 @@ def _check_images(model: nn.Module) -> None:
             f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: {why} "
             f"(relative error {error:.2g})"
         )
-    for weight in unused:
-        weight.requires_grad_(False)
+    setattr(unwrapped(model), UNUSED, unused)
+    for name in unused:
+        unwrapped(model).get_parameter(name).requires_grad_(False)
 
 
 def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
