@@ -5,6 +5,7 @@ raise an OSError whose `strerror` says why, like unreadable files.
 """
 
 import errno
+import hashlib
 import os
 import pwd
 import re
@@ -15,7 +16,9 @@ from contextlib import suppress
 from glob import glob
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from distflow.errors import UserError
 
 if TYPE_CHECKING:
     import yaml
@@ -157,3 +160,22 @@ def _owner(path: Path) -> str:
             name = pwd.getpwuid(found.st_uid).pw_name
         return f" (it belongs to {name}, with the mode {stat.S_IMODE(found.st_mode):04o})"
     return ""
+
+
+def load_image(path: str) -> Any:
+    """An image of a store. Raises UserError if its content does not have the hash in its name."""
+    from PIL import Image
+
+    try:
+        with Image.open(check_file(Path(path))) as file:
+            image = file.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"the image '{path}' of the run cannot be read: {error}; start the run again") from error
+    if image_hash(image) != Path(path).stem:
+        raise UserError(f"the image '{path}' of the run has changed since it was written: start the run again")
+    return image
+
+
+def image_hash(image: Any) -> str:
+    """Of the size and the pixels of an image of Pillow, in RGB."""
+    return hashlib.sha256(b"%d %d RGB\n" % image.size + image.tobytes()).hexdigest()

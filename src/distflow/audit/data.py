@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ from distflow.config.derived_settings import filters_groups, is_rl, reads_pairs,
 from distflow.config.keys.data import DataConfig
 from distflow.data.prompts import PromptRow, PromptRows
 from distflow.data.sources import BUILTIN_FOLDER
+from distflow.models.image_inputs import images_of
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.row_order_and_step_sizes import UNKNOWN_ROWS
 from distflow.untrusted_files import matching_files
@@ -108,7 +110,7 @@ def _audit_set(run: AuditedRun, split: str, domains: Sequence[str], rows: Sequen
             if tag != row.tag:
                 raise Wrong(f"the tag of {row.origin} is {row.tag!r}, but {tag!r} in the file")
             domain = domain_of_tag.get(tag, row.domain) if domains != [""] else ""
-            _compare(spec.config, row, get(number), domain)
+            _compare(run, row, get(number), domain)
             if row.turns is None and row.rejected_ids is None and number_drawn < NUM_PROMPTS * len(named):
                 _compare_prompt(run, row, get(number), domain)
             if row.rejected_ids is not None:
@@ -178,10 +180,12 @@ def _tag(data: DataConfig, get: Callable[[int], Any], number: int) -> str:
         return ""
 
 
-def _compare(config: Config, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
+def _compare(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
+    config = run.spec.config
     own = {name: _setting(config, domain, f"{name}_key") for name in ("prompt", "answer", "response", "messages")}
     named = domain or _at(record, config.data.domain_key)
     used = {*own.values(), "extra_info", *([] if domain else [config.data.domain_key])}
+    used |= {config.data.image_key} if images_of(run.resources.tokenizer) else set()
     expected: dict[str, Any] = {"ground truth": _at(record, own["answer"])}
     expected["domain"] = "default" if named in (None, "") else str(named)
     expected |= {name: value for name, value in record.items() if name not in used and value is not None}
@@ -218,7 +222,11 @@ def _prompt_of(run: AuditedRun, record: Mapping[str, Any], domain: str) -> tuple
 
 def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], domain: str) -> None:
     """Compare the prompt's text and tokens, cut if there are too many."""
-    data, found = run.spec.config.data, _prompt_of(run, record, domain)
+    data = run.spec.config.data
+    if row.images:
+        _compare_images(row, _at(record, str(data.image_key)))
+        return
+    found = _prompt_of(run, record, domain)
     if found is None:
         return
     text, ids = found
@@ -230,6 +238,21 @@ def _compare_prompt(run: AuditedRun, row: PromptRow, record: Mapping[str, Any], 
         raise Wrong(f"the prompt of {row.origin} is {row.prompt_text!r:.80}, but {text!r:.80} by the file")
     if list(row.prompt_ids) != ids:
         raise Wrong(f"the prompt of {row.origin} has the tokens {list(row.prompt_ids)!s:.80}, not {ids!s:.80}")
+
+
+def _compare_images(row: PromptRow, given: object) -> None:
+    """Compare the number of images, and the pixels of those that the row holds as bytes."""
+    from PIL import Image
+
+    listed = given if isinstance(given, list) else [given]
+    if len(listed) != len(row.images):
+        raise Wrong(f"{row.origin} has {len(row.images)} images, and {len(listed)} in the file")
+    for path, value in zip(row.images, listed, strict=True):
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(content, bytes):
+            with Image.open(BytesIO(content)) as there, Image.open(path) as here:
+                if there.convert("RGB").tobytes() != here.tobytes():
+                    raise Wrong(f"an image of {row.origin} has other pixels than in the file")
 
 
 def _compare_response(run: AuditedRun, row: PromptRow, record: Mapping[str, Any]) -> None:

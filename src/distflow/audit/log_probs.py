@@ -190,13 +190,14 @@ def dtype_of(engine: object) -> torch.dtype | None:
 
 def ids_of(sample: Sample) -> model_forward.Ids:
     """The sample's prompt and response."""
-    return sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
+    return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:
     """The sample's conversations: prompt and response of the first, first token and the rest of the others."""
     first, *others = conversations_of(sample)
-    return [(first.ids[: -first.first], first.ids[-first.first :]), *((own.ids[:1], own.ids[1:]) for own in others)]
+    whole = model_forward.Ids(first.ids[: -first.first], first.ids[-first.first :], sample.get("images", ()))
+    return [whole, *(model_forward.Ids(own.ids[:1], own.ids[1:]) for own in others)]
 
 
 def joined_logits(parts: Sequence[Tensor]) -> Tensor:

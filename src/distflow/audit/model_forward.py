@@ -4,11 +4,12 @@ float64; sharded models with all ranks in each pass; older versions from copies 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from distflow.models.image_inputs import sequence_inputs, text_decoder
 from distflow.models.lora import adapter_off, unwrapped
 from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.sharding import is_spread, own_part
@@ -22,8 +23,15 @@ MAX_LOGITS = 2**28
 MAX_DOUBLES = 2**24
 """Entries of a distribution in memory at a time, in float64: 128 MiB."""
 
-Ids = tuple[Sequence[int], Sequence[int]]
-"""A prompt and its response."""
+
+class Ids(NamedTuple):
+    """A prompt and its response. images: of the prompt, see `data/images.py`."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    images: Sequence[str] = ()
+
+
 Run = Callable[..., Any]
 """Runs a model's forward: `Turns.run`."""
 Weights = Mapping[str, Tensor]
@@ -51,14 +59,14 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
 
     adapter: False switches a LoRA adapter off.
     """
-    causal = unwrapped(model)
-    attention, training = causal.config._attn_implementation, model.training
+    config = text_decoder(model).config
+    attention, training = config._attn_implementation, model.training
     device = next(model.parameters()).device
     low = compute_dtype not in (None, torch.float32)
     if training:  # a walk over all modules
         model.eval()
     if attention == PACKED_ATTENTION:
-        causal.config._attn_implementation = "sdpa"  # `set_attn_implementation` walks over all modules
+        config._attn_implementation = "sdpa"  # `set_attn_implementation` walks over all modules
     try:
         with (
             torch.autocast(device.type, dtype=compute_dtype, enabled=low),
@@ -67,7 +75,7 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
             yield
     finally:
         if attention == PACKED_ATTENTION:
-            causal.config._attn_implementation = attention
+            config._attn_implementation = attention
         if training:
             model.train()
 
@@ -75,19 +83,27 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
 def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
     """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
     `(response tokens, 1)`. Sequences are padded on the right, as many together as `MAX_LOGITS` allows."""
-    longest = max(len(prompt) + len(response) for prompt, response in sequences)
+    longest = max(len(each.prompt) + len(each.response) for each in sequences)
     together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
+    if any(each.images for each in sequences):
+        together = 1
     for start in range(0, len(sequences), together):
         part = sequences[start : start + together]
-        lengths = torch.tensor([len(prompt) + len(response) for prompt, response in part])
+        lengths = torch.tensor([len(each.prompt) + len(each.response) for each in part])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.zeros(mask.shape, dtype=torch.int64)
-        ids[mask] = torch.tensor([token for prompt, response in part for token in (*prompt, *response)])
+        ids[mask] = torch.tensor([token for each in part for token in (*each.prompt, *each.response)])
         device = next(model.parameters()).device
-        inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device), "use_cache": False}
+        inputs: dict[str, Any] = {
+            "input_ids": ids.to(device),
+            "attention_mask": mask.long().to(device),
+            "use_cache": False,
+        }
+        if images := part[0].images:
+            inputs |= sequence_inputs(model, inputs.pop("input_ids"), len(part[0].prompt), images)
         logits = run(model, **inputs).logits
-        for row, (prompt, response) in zip(logits, part, strict=True):
-            yield row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
+        for row, each in zip(logits, part, strict=True):
+            yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()
 
 
 def model_of(engine: object) -> nn.Module | None:

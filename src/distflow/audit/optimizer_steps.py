@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_predicted, joined_logits, sequences_of
-from distflow.audit.model_forward import logits_of, plainly
+from distflow.audit.model_forward import Ids, logits_of, plainly
 from distflow.audit.record_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped
 from distflow.audit.recorded_step import (
     RecordedStep,
@@ -291,7 +291,7 @@ def _through_padding(
     dtype: Dtype,
 ) -> list[Tensor]:
     """chosen: one sample, or none: then one token runs through the model with gradient 0. dtype: of the products."""
-    tokens = [each for sample in chosen for each in sequences_of(sample)] or [((0,), (0,))]
+    tokens = [each for sample in chosen for each in sequences_of(sample)] or [Ids((0,), (0,))]
 
     def loss() -> Tensor:
         logits = joined_logits(list(logits_of(nn.Module.__call__, actor.model, tokens)))

@@ -35,6 +35,7 @@ from distflow.audit.recorded_step import (
 )
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import agent_sampling
+from distflow.models.image_inputs import UNUSED
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.training.policies import models_of
@@ -118,7 +119,9 @@ def _trained_and_adapted(recorded: RecordedStep) -> None:
 def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
     settings = recorded.config.actor_rollout_ref.model
     adapts = settings.lora_rank > 0
-    trained = {name: p.requires_grad for name, p in model.named_parameters() if "position" not in name}
+    left = getattr(unwrapped(model), UNUSED, ())
+    named = [(name, p) for name, p in model.named_parameters() if "position" not in name and name not in left]
+    trained = {name: p.requires_grad for name, p in named}
     if odd := [name for name in trained if trained[name] != (not adapts or ".lora_" in name)]:
         what = (
             f"{odd[0]} and {len(odd) - 1} more of the policy's weights are {'trained' if trained[odd[0]] else 'frozen'}"

@@ -30,6 +30,7 @@ from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.prompts import PromptRow
 from distflow.graph import NodeRole
 from distflow.graph.fields import TOKEN_AXES
+from distflow.models.image_inputs import images_of
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rollout.engine import Generation
@@ -88,11 +89,13 @@ def audit_responses(recorded: RecordedStep) -> str | None:
         row = recorded.run.spec.rows[_place_of(recorded, prompt_group)]
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
+        _same(sample, "images", list(sample.get("images", ())), list(row.images), "the row of its group")
         if row.rejected_ids is None and not recorded.partial:  # both texts of a pair are tokenised in full
             _tokenised(recorded, sample, row)
         found = recorded.requests(sample)
         if found:
             _generated(sample, found[0][1], prompt_group.version)
+            _same(sample, "images", list(sample.get("images", ())), list(found[0][0].images), "the engine's request")
         elif recorded.record_of(sample) is not None and row.response_ids is None:
             raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
         if row.response_ids is None:
@@ -454,7 +457,13 @@ def _place_of(recorded: RecordedStep, prompt_group: PromptGroup) -> int:
 def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
     """The prompt's tokens are those of its text, with or without special tokens; a truncated prompt may differ."""
     tokenizer, text = recorded.run.resources.tokenizer, row.prompt_text
-    texts = [tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False)]
+    processor = images_of(tokenizer) if row.images else None
+    texts = [
+        processor.encode(text, row.images, add_special_tokens=special)
+        if processor is not None
+        else tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        for special in (True, False)
+    ]
     if list(row.prompt_ids) not in texts and len(row.prompt_ids) < recorded.config.data.max_prompt_length:
         raise Wrong(f"the prompt of sample {sample['uid']} is not the tokens of its text {_short(row.prompt_text)}")
 

@@ -60,7 +60,7 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts |= {"right": right, "versions": row.get("versions", []), "wrong": wrong}
             if kind == "greedy" and record.generated and group.row == _drawn_row(group.version, sets[name]):
                 request, result = record.generated[0]
-                facts["drawn"] = (request.prompt_ids, tuple(result.generations[0].token_ids))
+                facts["drawn"] = (request.prompt_ids, tuple(result.generations[0].token_ids), request.images)
             found.append(facts)
     return found
 
@@ -112,7 +112,8 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
         if rollout.workflow is not None:
             continue
         rare = [tuple(each.token_ids) for each in result.generations if sum(each.sampling_log_probs) < TWIN_NATS]
-        if request.prompt_ids != asked.prompt_ids or len(set(rare)) < len(rare):
+        asked_for = (request.prompt_ids, request.images)
+        if asked_for != (asked.prompt_ids, asked.images) or len(set(rare)) < len(rare):
             return (
                 "was generated from different tokens than its prompt's, or shares a random stream: it has a duplicate"
             )
@@ -202,7 +203,7 @@ def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
     row = random.Random(seen.version).choice(seen.rows)
     answer = sets[row["set"]][row["row"]]
     ids = list(answer.response_ids or ())
-    sample = {"prompt_ids": torch.tensor(answer.prompt_ids), "response_ids": torch.tensor(ids)}
+    sample = {"prompt_ids": torch.tensor(answer.prompt_ids), "response_ids": torch.tensor(ids), "images": answer.images}
     if not ids or (len(answer.prompt_ids) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
         return
     (log_probs,) = forward_samples(seen.run, actor, [sample], lambda logits, _: log_probs_of(logits, ids, 1.0))
@@ -217,7 +218,7 @@ def _check_loss(seen: Validated, sets: Mapping[str, Sequence[PromptRow]]) -> Non
 
 def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
     """Each token of a drawn greedy response is the most likely one by the trained model's own forward."""
-    run, (prompt, ids), actor = seen.run, row["drawn"], seen.run.resources.actor
+    run, (prompt, ids, images), actor = seen.run, row["drawn"], seen.run.resources.actor
     is_known = isinstance(actor, OpenEngine) and not is_spread(actor.model) and not run.spec.config.dag.policies
     if not is_known or run.spec.options.update_frequency > 1 or not ids:  # else the weights may have moved since
         return
@@ -225,7 +226,8 @@ def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
     if (len(prompt) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
         return
     run.bring()
-    tokens, sample = torch.tensor(ids), {"prompt_ids": torch.tensor(prompt), "response_ids": torch.tensor(ids)}
+    tokens = torch.tensor(ids)
+    sample = {"prompt_ids": torch.tensor(prompt), "response_ids": tokens, "images": images}
     (gap,) = forward_samples(
         run,
         actor,

@@ -20,7 +20,8 @@ from distflow.training.policies import Policies
 class Canary:
     """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never); an engine that
     `shares_weights` with the trainer only at the start, since every batch is compared there anyway. agents: one of each
-    trained policy, if there are several: each policy responds to the prompts. temperature_of: that of an agent."""
+    trained policy, if there are several: each policy responds to the prompts. temperature_of: that of an agent.
+    images: of each prompt, if prompts have images."""
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
@@ -35,6 +36,7 @@ class Canary:
     shares_weights: bool
     temperature_of: Callable[[str], float]
     agents: Mapping[str, str] = field(default_factory=dict)
+    images: Sequence[tuple[str, ...]] = ()
     _limits: tuple[float, float] | None = None
     _num_synced: int = 0
 
@@ -74,11 +76,12 @@ class Canary:
             # The next canary would detect keys and values of this one if they outlived their weights.
             stream = Stream(0, "canary", 0, row)
             own = replace(params, temperature=self.temperature_of(agent))
-            request = GenerateRequest(prompt, (0,), own, stream, may_continue=True, policy=policy)
+            images = self.images[row] if self.images else ()
+            request = GenerateRequest(prompt, (0,), own, stream, may_continue=True, policy=policy, images=images)
             (response,) = (await self.rollout.generate(request)).generations
             log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
             drawn = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))
-            given = Segment("prompt", prompt)
+            given = Segment("prompt", prompt, images=images)
             if not agent:
                 return Sample(f"{row}-0", row, [given, drawn])
             return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
@@ -101,4 +104,5 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         spec.shares_weights,
         spec.temperature_of_agent,
         resources.actor.agents if isinstance(resources.actor, Policies) else {},
+        [row.images for row in spec.rows[: Canary.NUM_PROMPTS]],
     )

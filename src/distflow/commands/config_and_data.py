@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distflow import __version__
 from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument, at_least, importing
@@ -152,9 +152,9 @@ def _lengths(rows: "PromptSet") -> Iterator[str]:
 
 def _duplicates(rows: "PromptSet") -> Iterator[str]:
     """Lines on rows with the same prompt and the same response to learn from."""
-    same = defaultdict[tuple[str, object, object], list[str]](list)  # origins of each
+    same = defaultdict[tuple[Any, ...], list[str]](list)  # origins of each
     for row in rows:
-        same[row.prompt_text, row.response_ids, row.rejected_ids].append(row.origin)
+        same[*row.content, row.rejected_ids].append(row.origin)
     if len(same) == len(rows):
         yield "there are no duplicate rows"
         return

@@ -80,6 +80,7 @@ class Batch:
         batch["episode_index"] = [s.episode for s in samples]
         batch["forks"] = [[list(fork) for fork in s.forks] for s in samples]
         batch["conversation"] = [[dict(turn) for turn in s.conversation] for s in samples]
+        batch["images"] = [list(s.segments[0].images) for s in samples]
         batch["valid"] = [s.valid for s in samples]
         batch["truncated"] = [s.truncated for s in samples]
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], np.int64)

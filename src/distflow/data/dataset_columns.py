@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
+from pathlib import Path
 
 from distflow.data import messages as chat_messages
+from distflow.data.images import place_images, read_images
 from distflow.errors import UserError, nearest
 from distflow.observe.crash_safe_files import JSON, is_deep
 
@@ -36,7 +38,7 @@ class Columns:
     row must have, or None. response: the column to learn from (SFT), or None. messages: conversations to learn from, if
     a row has no prompt and response; or None. tools: functions for the chat template. is_chat: texts go through it too.
     tag: a column that every row must have, or None. domain_of_tag: unless empty, rows of domains other than
-    `only_domain` are skipped.
+    `only_domain` are skipped. images: a column of images, which are kept in the folder `store`; or None.
     """
 
     prompt: str = "prompt"
@@ -52,6 +54,8 @@ class Columns:
     pass_rate: str | None = None
     tag: str | None = None
     domain_of_tag: Mapping[str, str] = field(default_factory=dict)
+    images: str | None = None
+    store: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class RawRow:
     is_conversation: bool = False
     pass_rate: float | None = None
     tag: str = ""
+    images: tuple[str, ...] = ()
 
 
 @dataclass
@@ -245,12 +250,21 @@ def _raw_row(record: Record, columns: Columns, tag: str) -> RawRow:
     """The row. Raises RowError with its problem."""
     values = record.values
     is_conversation = _is_conversation(values, columns)
-    prompt: str | chat_messages.Messages
+    prompt: JSON | chat_messages.Messages
+    images: tuple[str, ...] = ()
     if is_conversation:
         assert columns.messages is not None
+        if columns.images is not None and find(values, columns.images):
+            raise chat_messages.RowError(
+                f"a conversation cannot have images (column '{columns.images}'): give a prompt and a response"
+            )
         prompt = chat_messages.read_conversation(plain(find(values, columns.messages)), columns.messages)
     else:
-        prompt = chat_messages.read_prompt(plain(find(values, columns.prompt)), columns.prompt)
+        prompt = plain(find(values, columns.prompt))
+        if columns.images is not None and (found := find(values, columns.images)) is not None:
+            images = read_images(found, columns.images, _folder_of(record.origin), columns.store)
+            prompt = place_images(prompt, len(images))
+        prompt = chat_messages.read_prompt(prompt, columns.prompt)
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
         raise chat_messages.RowError(f"no answer in the column '{columns.answer}'")
@@ -269,7 +283,14 @@ def _raw_row(record: Record, columns: Columns, tag: str) -> RawRow:
         is_conversation=is_conversation,
         pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
         tag=tag,
+        images=images,
     )
+
+
+def _folder_of(origin: str) -> Path | None:
+    """The folder of the file, or of the data set, that a row is from; None if it is from neither."""
+    path = Path(re.sub(r"(:\d+|, (row|entry) \d+)$", "", origin)).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else None
 
 
 def _pass_rate(values: Mapping[str, object], name: str) -> float:
@@ -293,7 +314,7 @@ def _response(values: Mapping[str, object], name: str) -> str:
 
 def _extra_info(values: Mapping[str, object], columns: Columns, is_conversation: bool) -> dict[str, JSON]:
     """The rest of the row; a column `extra_info` that is a mapping is spread, as reward functions expect it."""
-    used = {columns.prompt, columns.answer, columns.domain, columns.response}
+    used = {columns.prompt, columns.answer, columns.domain, columns.response, columns.images}
     if is_conversation:
         used.add(columns.messages)
     rest = {name: plain(value) for name, value in values.items() if name not in used and value is not None}

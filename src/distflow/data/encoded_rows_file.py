@@ -18,7 +18,7 @@ from distflow.untrusted_files import check_file
 CHUNK_ROWS = 1000
 """Rows of a record batch, which is read as a whole."""
 
-_FORMAT = "prompts 4"
+_FORMAT = "prompts 5"
 _IDS = pyarrow.list_(pyarrow.int32())
 # All but ids and checksum is one JSON text, which keeps values exactly.
 _SCHEMA = pyarrow.schema(
@@ -95,11 +95,12 @@ class EncodedRows(PromptRows):
         response_ids = _ids_of(response.values) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
             raise self._damaged(f"row {index} has changed since it was written")
-        text, answer, domain, extra_info, origin, turns, tag, worse = json.loads(rest.as_py())
+        text, answer, domain, extra_info, origin, turns, tag, worse, images = json.loads(rest.as_py())
         turns = tuple((start, end) for start, end in turns) if turns is not None else None
         rejected = None if worse is None else tuple(worse)
         return PromptRow(
-            index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns, tag, rejected
+            *(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns, tag, rejected),
+            images=tuple(images),
         )
 
     def _batch(self, number: int) -> pyarrow.RecordBatch:
@@ -125,7 +126,17 @@ class EncodedRows(PromptRows):
 def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
     for start in range(0, len(prompts), CHUNK_ROWS):
         rows = prompts[start : start + CHUNK_ROWS]
-        names = ("prompt_text", "ground_truth", "domain", "extra_info", "origin", "turns", "tag", "rejected_ids")
+        names = (
+            "prompt_text",
+            "ground_truth",
+            "domain",
+            "extra_info",
+            "origin",
+            "turns",
+            "tag",
+            "rejected_ids",
+            "images",
+        )
         rest = [json.dumps([getattr(row, name) for name in names]) for row in rows]
         checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
         texts = [text.encode() for text in rest]

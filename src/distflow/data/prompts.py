@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from pathlib import Path
 from typing import overload
 
 from distflow.data.dataset_columns import RawRow
@@ -17,7 +18,7 @@ from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
     *("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index", "episode_index"),
-    *("agent", "forks", "conversation"),
+    *("agent", "forks", "conversation", "images"),
 )
 """The fields that exist before any node has run."""
 
@@ -31,7 +32,8 @@ class PromptRow:
     index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
     the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
     None if it is a single turn. origin: file and line. tag: "" if none is read. rejected_ids: for a preference pair the
-    worse response (`response_ids` is the better one), else None. workflow: of its episodes, replacing the run's.
+    worse response (`response_ids` is the better one), else None. images: paths, see
+    `read_images`. workflow: of its episodes, replacing the run's.
     """
 
     index: int
@@ -45,7 +47,13 @@ class PromptRow:
     turns: Turns | None = None
     tag: str = ""
     rejected_ids: tuple[int, ...] | None = None
+    images: tuple[str, ...] = ()
     workflow: object = field(default=None, compare=False)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What two rows have in common if they are the same task."""
+        return self.prompt_text, self.response_ids, self.images
 
     def answer(self, version: int) -> list[Segment]:
         """The response: trained segments as the policy's of that version, others as the environment's."""
@@ -210,6 +218,7 @@ class PromptSet(PromptRows):
             turns=entry.turns,
             tag=row.tag,
             rejected_ids=None if entry.rejected_ids is None else tuple(entry.rejected_ids),
+            images=row.images,
         )
 
     @staticmethod
@@ -231,6 +240,11 @@ class PromptSet(PromptRows):
         """Whether a prompt is chat messages."""
         return any(not isinstance(row.prompt, str) for row in self._rows)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether a prompt has images."""
+        return any(row.images for row in self._rows)
+
     def fingerprint(self) -> str:
         """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra info, tags."""
         digest = hashlib.sha256()
@@ -243,6 +257,8 @@ class PromptSet(PromptRows):
             digest.update(json.dumps([entry.turns for entry in self._encoded]).encode())
         if any(row.tag for row in self._rows):
             digest.update(json.dumps([row.tag for row in self._rows]).encode())
+        if any(row.images for row in self._rows):
+            digest.update(json.dumps([[Path(path).stem for path in row.images] for row in self._rows]).encode())
         return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ Owner = Literal["prompt", "policy", "tool", "environment"]
 class Segment:
     """Token ids with one owner. Policy segments have one log-prob and one weight version per token.
 
+    images: the paths of a prompt's images, in the order of their placeholders (see `data/images.py`).
     log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties. reward: this turn's part
     of the episode's score. turn: one more than that of the episode's latest reply when this one was requested, which
     orders replies in time; those requested at once share it.
@@ -23,6 +24,7 @@ class Segment:
     versions: tuple[int, ...] = ()
     reward: float = 0.0
     turn: int = 0
+    images: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         expected = len(self.token_ids) if self.owner == "policy" else 0

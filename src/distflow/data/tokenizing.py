@@ -21,6 +21,7 @@ from distflow.data.chat_template_and_turns import (
     template_of,
 )
 from distflow.data.dataset_columns import BadRows, RawRow
+from distflow.data.images import IMAGE_MARK, encoder_of, parts_of
 from distflow.data.messages import Messages, RowError
 from distflow.data.preference_pairs import encode_pair
 from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet, UnusableRow
@@ -73,13 +74,15 @@ def fit(
 
 def _cut(row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> Encoded:
     """The prompt cut by `truncation`; a response loses its end, including the end token."""
-    if options.truncation == "error" or entry.rejected_ids is not None:  # a score belongs to a whole text
+    # A score belongs to a whole text, and an image to all of its placeholders.
+    if options.truncation == "error" or entry.rejected_ids is not None or row.images:
         long_prompt = len(entry.ids) > options.max_prompt_length
         part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.longest_response)
         raise UserError(
             f"{row.origin}: the {part} has {len(ids)} tokens, more than data.max_{part}_length="
             f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise it, "
-            "or set data.filter_overlong_prompts=true" + ("" if entry.rejected_ids else " or data.truncation=left")
+            "or set data.filter_overlong_prompts=true"
+            + ("" if entry.rejected_ids or row.images else " or data.truncation=left")
         )
     ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
     text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(list(ids))
@@ -126,6 +129,8 @@ def encode_rows(
         rows = [_with_messages(row, options, PROMPT_MESSAGES) for row in rows]
     if options.keep_chats:
         rows = [_with_messages(row, options, PROMPT_CHAT) if _is_chat(row, options) else row for row in rows]
+    if options.pair and any(row.images for row in rows):
+        raise UserError("preference pairs with images cannot be trained on: set data.image_key=null")
     encoded = _encode_all(rows, tokenizer, options, end_ids)
     if names := options.pair:
         encoded = (encode_pair(row, tokenizer, names) for row in rows)
@@ -229,11 +234,30 @@ def _encode_chunk(
         special = {"add_special_tokens": False} if is_chat else {}
         tokens = _tokenise(tokenizer, [prompts[i] for i in chosen], **special)
         for i, ids in zip(chosen, tokens, strict=True):
+            try:
+                ids = _with_images(rows[i], prompts[i], ids, tokenizer, **special)
+            except ValueError as error:
+                encoded[i] = str(error)
+                continue
             encoded[i] = [Encoded(prompts[i], ids, responses.get(i))] if ids else "the prompt has no tokens"
     for i, text in enumerate(texts):
         if i not in prompts:
             encoded[i] = str(text) if isinstance(text, str) else _conversation(text, tokenizer, ends)
     return [encoded[i] for i in range(len(texts))]
+
+
+def _with_images(
+    row: RawRow, text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, **special: bool
+) -> list[int]:
+    """The ids of a prompt with the placeholders of its images. Raises RowError if it cannot have both."""
+    processor = encoder_of(tokenizer)
+    if processor is None:
+        return ids
+    if row.images:
+        return processor.encode(text, row.images, **special)
+    if processor.token_id in ids:
+        raise RowError(f"the prompt has the text {processor.mark!r}, which stands for an image, but no image")
+    return ids
 
 
 def _conversation(
@@ -267,10 +291,24 @@ def _render(
             return template.render(asked, prompts=True)
         return [[text, [list(turn) for turn in turns]] for text, turns in render_turns(asked, template, end_texts)]
 
-    prompts = [_prompt(row, options) for row in rows]
+    prompts = [_with_marks(_prompt(row, options), row, tokenizer) for row in rows]
     chats = [(entry, row.is_conversation) for entry, row in zip(prompts, rows, strict=True) if isinstance(entry, Chat)]
     rendered = render_all(chats, render, tokenizer)
     return [entry if isinstance(entry, str) else next(rendered) for entry in prompts]
+
+
+def _with_marks(prompt: str | Chat, row: RawRow, tokenizer: PreTrainedTokenizerBase) -> str | Chat:
+    """The prompt with its places of images as the model's text, or its chat template, has them."""
+    processor = encoder_of(tokenizer)
+    if not row.images or processor is None:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt.replace(IMAGE_MARK, processor.mark)
+    messages: Messages = [
+        {**message, "content": parts_of(text)} if IMAGE_MARK in (text := str(message.get("content"))) else message
+        for message in prompt.messages
+    ]
+    return replace(prompt, messages=messages)
 
 
 def _is_chat(row: RawRow, options: PromptOptions) -> bool:

@@ -44,7 +44,8 @@ from distflow.data.sources import load_rows, read_file
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.models.loading import end_token_ids
+from distflow.models.loading import end_token_ids, has_image_processor
+from distflow.models.paths import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.self_check import find_broken
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
@@ -348,6 +349,8 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         pass_rate=None if pass_rate is None else own("pass_rate_key"),
         tag=data.tag_key if by_tags or split == "val" else None,
         domain_of_tag=domain_of_tag(config) if by_tags else {},
+        images=data.image_key,
+        store=config.trainer.run_dir / "data" / "images",
     )
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
@@ -369,6 +372,15 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
     return DataSource(files_key, named, most, columns, data.bad_rows, options, domain)
 
 
+def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[DataSource]:
+    """The sources without the column of images if the policy, whose tokenizer encodes the prompts, reads text alone."""
+    model = config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    if path is not None and has_image_processor(resolve_path(path), model.revision):
+        return list(sources)
+    return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
+
+
 def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
     """The domain's setting of that name, or that of the group `common` if the domain has none."""
     value = getattr(config.data.domains.get(domain), name, None)
@@ -385,7 +397,7 @@ def encode_row(
     if not isinstance(values, Mapping):
         raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
     scored = "reward_fn" in pipeline.services
-    (source,) = train_sources(config, scored)
+    (source,) = as_read_by_model(train_sources(config, scored), config)
     record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
     bad = BadRows("error")
     rows = list(read_rows(iter([record]), source.columns, bad, "the submitted rows"))

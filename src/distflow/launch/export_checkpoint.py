@@ -26,6 +26,7 @@ from distflow.config.keys.trainer_async_dag import FIRST_POLICY
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
 from distflow.launch.user_code_trust import model_code, only_if_trusted, without_model_code
+from distflow.models.image_inputs import images_of
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped
 from distflow.observe.crash_safe_files import empty_folder, read_object
@@ -218,6 +219,8 @@ def export_model(
                 _save_whole(model, aside)
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
+                if (processor := images_of(tokenizer)) is not None:
+                    processor.save(aside)
             if note is not None:
                 (aside / note[0]).write_text(json.dumps(note[1], indent=2) + "\n", "utf-8")
             aside.chmod(stat.S_IMODE(target.stat().st_mode))

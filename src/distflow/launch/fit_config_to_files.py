@@ -9,7 +9,7 @@ from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_cha
 from distflow.config.compose.load_config import is_verls, with_named
 from distflow.config.compose.origins import is_preset
 from distflow.config.compose.unknown_and_unused_keys import peek, watch
-from distflow.config.derived_settings import CUSTOM, pipeline_name
+from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
 from distflow.data.prompts import PromptSet
 from distflow.data.rows_on_demand import reads_by_row
 from distflow.errors import UserError
@@ -18,7 +18,14 @@ from distflow.graph.fields import MissingColumn
 from distflow.import_target import is_ours
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.configured_models import policy_limits, tokenizer_loader
-from distflow.launch.data_sets import DataSource, LazyRows, read_sources, train_sources, validation_sources
+from distflow.launch.data_sets import (
+    DataSource,
+    LazyRows,
+    as_read_by_model,
+    read_sources,
+    train_sources,
+    validation_sources,
+)
 from distflow.launch.device_and_threads import follow_device, make_process_ready
 from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes, without_reference
 from distflow.launch.spec_settings import sampling_params, spec_settings, validation_params
@@ -121,10 +128,9 @@ class Data:
     def overlap(self) -> str:
         """A warning if validation prompts are also trained on; else empty."""
         held_out = [row for prompts in self.validation.values() for row in prompts]
-        wanted = {(row.prompt_text, row.response_ids) for row in held_out}
-        every = ((row.prompt_text, row.response_ids, row.origin) for row in self.looked_at if wanted)
-        trained = {(text, ids): origin for text, ids, origin in every if (text, ids) in wanted}
-        both = [(row.origin, twin) for row in held_out if (twin := trained.get((row.prompt_text, row.response_ids)))]
+        wanted = {row.content for row in held_out}
+        trained = {row.content: row.origin for row in self.looked_at if wanted and row.content in wanted}
+        both = [(row.origin, twin) for row in held_out if (twin := trained.get(row.content))]
         if not both:
             return ""
         return (
@@ -195,18 +201,44 @@ def fit_to_files(loaded: Loaded) -> Loaded:
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     limits = policy_limits(loaded.config)
     loaded, reading = _fitted(loaded, reading, limits)
-    run_dir = loaded.config.trainer.run_dir
+    run_dir, own = loaded.config.trainer.run_dir, (reading.train, reading.validation)
+    to_train, to_validate = (as_read_by_model(sources, loaded.config) for sources in own)
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
-    wanted = [source.first() for source in reading.train] if reading.lazy else reading.train
-    validation_rows, train_rows = read_sources(reading.validation, run_dir), read_sources(wanted, run_dir)
+    wanted = [source.first() for source in to_train] if reading.lazy else to_train
+    validation_rows, train_rows = read_sources(to_validate, run_dir), read_sources(wanted, run_dir)
     load_tokenizer = tokenizer_loader(loaded.config)
     tokenizer = load_tokenizer()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
     read = PromptSet.joined([source.encode(rows, tokenizer) for source, rows in train_rows])
-    train = LazyRows(reading.train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
+    train = LazyRows(to_train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
+    if any(prompts.has_images for prompts in (read, *validation.values())):
+        _check_images(loaded.config, reading.pipeline)
     data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
     loaded, reading = _fitted(loaded, reading, replace(limits, rows=len(train)))
     return loaded, reading, data
+
+
+def _check_images(config: Config, pipeline: BoundPipeline) -> None:
+    """Raises UserError, with the key, for a part of the run that would not see the images of prompts."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    wrong = {
+        "actor_rollout_ref.rollout.name": (rollout.name, "rollout" in pipeline.engines and rollout.name != "hf"),
+        "actor_rollout_ref.rollout.workflow": (rollout.workflow, rollout.workflow is not None),
+        "actor_rollout_ref.actor.strategy": (actor.strategy, is_sharded(config)),
+        "dag.pipeline": (config.dag.pipeline, "critic" in pipeline.engines or bool(config.dag.policies)),
+    }
+    advice = {
+        "actor_rollout_ref.rollout.name": "set it to hf",
+        "actor_rollout_ref.rollout.workflow": "remove it: episodes have no images",
+        "actor_rollout_ref.actor.strategy": "train the model whole on each rank",
+        "dag.pipeline": "take one without a critic, and with one policy",
+    }
+    for key, (value, is_wrong) in wrong.items():
+        if is_wrong:
+            raise UserError(
+                f"{key}={value}: rows have images (data.image_key={config.data.image_key}), which it does not read: "
+                f"{advice[key]}, or train on text alone (data.image_key=null)"
+            )
 
 
 def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:

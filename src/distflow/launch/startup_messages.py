@@ -180,7 +180,7 @@ def _oddities(row: PromptRow, unknown: int | None) -> Iterator[str]:
     if row.response_ids and row.prompt_ids and row.response_ids[: len(row.prompt_ids)] == row.prompt_ids:
         yield "have a response that begins with the prompt"
     if any((row.extra_info or {}).get(name) for name in _MEDIA):
-        yield "have images or videos, which the model will not see: only text is supported"
+        yield "have images or videos, which the model will not see: it reads only text"
 
 
 def _notes_on_rows(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _notes_on_rows(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str
         for what in keys:
             first.setdefault(what, row.origin)
         told = repr((row.ground_truth, row.extra_info))  # a game's rows may differ by their seed alone
-        seen.add(hash((row.prompt_text, told, row.response_ids, row.rejected_ids)))
+        seen.add(hash((*row.content, told, row.rejected_ids)))
     if "reward_fn" in reading.pipeline.services and [*kinds] == ["NoneType"]:
         columns = sorted({name for row in rows[:_NUM_ROWS_CHECKED] for name in row.extra_info or ()} - {PROMPT_CHAT})
         absent = f"no row has the column '{key}' (data.answer_key)"

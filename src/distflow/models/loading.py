@@ -2,6 +2,7 @@
 packed training forwards; loads their tokenizers, and determines which tokens end a generation."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -21,12 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
 from distflow.hugging_face_hub import WEIGHT_PATTERNS
-from distflow.models.lora import base_of_adapter, merge_adapter
-from distflow.models.packed_forward import attach_packed_forward, choose_attention
+from distflow.models.image_inputs import UNUSED, image_error, images_of, load_image_processor
+from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
+from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
 from distflow.models.paths import (
     TOKENIZER_FILES,
     first_lines,
@@ -88,7 +92,10 @@ def load_model(
     """
     source = ModelSource(path, **options)
     critic = critic or source.scores
-    auto_class, config = AutoModelForTokenClassification if critic else AutoModelForCausalLM, source.config()
+    config = source.config()
+    reads_images = has_image_processor(source.path, source.revision) and not critic
+    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    auto_class = AutoModelForTokenClassification if critic else auto_class
     if critic:
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             raise _no_critic(source, config)
@@ -114,6 +121,8 @@ def load_model(
         missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
     if missing:  # `transformers` would have initialised them
         raise UserError(f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
+    if reads_images:
+        model.image_processor = load_image_processor(source.path, source.revision)
     if in_parts:
         refuse_garbage(model)
         choose_attention(model)
@@ -146,6 +155,7 @@ class ModelSource:
         self.gguf_file = gguf_file = options.get("gguf_file")
         self.scores = options.get("scores", False)
         revision, trust_remote_code = options.get("revision"), options.get("trust_remote_code", False)
+        self.revision = revision
         self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code from the hub: pin its revision, or use a local folder")
@@ -286,8 +296,47 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
     own_aligned_memory(model)
     disable_dropout(model)
     attach_packed_forward(model)
-    choose_attention(model)
-    return model.eval()
+    choose_attention(model.eval())
+    if images_of(unwrapped(model)) is not None:
+        _check_images(model)
+    return model
+
+
+def _check_images(model: nn.Module) -> None:
+    """Raises UserError if the packed forward places images otherwise than the model's own. Weights that no image uses
+    are not trained."""
+    limit = TOLERANCE[next(model.parameters()).dtype]
+    try:
+        (error, unused), why = image_error(model), "packed sequences have other results than the model's own forward"
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:  # a family of another form
+        error, unused, why = math.inf, [], first_lines(reason)
+    if not error <= limit:
+        raise UserError(
+            f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: {why} "
+            f"(relative error {error:.2g})"
+        )
+    setattr(unwrapped(model), UNUSED, unused)
+    for name in unused:
+        unwrapped(model).get_parameter(name).requires_grad_(False)
+
+
+def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
+    """Whether the model reads images: its config is of such a family, and its folder has a processor of images."""
+    if not any(cached_file(str(path), name, revision=revision, **_IF_THERE) for name in IMAGE_PROCESSOR_FILES):
+        return False
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError):  # reported by who loads the model
+        return False
+    return type(config) in AutoModelForImageTextToText._model_mapping and hasattr(config, "vision_config")
+
+
+IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_IF_THERE: Any = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -361,6 +410,8 @@ def load_tokenizer(
         raise UserError(f"the tokenizer of '{source}' has no eos_token: responses could not end; set it there")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if gguf_file is None and has_image_processor(source, revision):
+        tokenizer.image_processor = load_image_processor(source, revision)  # see `images_of`
     return tokenizer
 
 

@@ -34,6 +34,7 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels import training_layer as cpu_layer
 from distflow.models.cpu_kernels.training_layer import after_attention, before_attention
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
+from distflow.models.image_inputs import ImageInputs, embeddings, image_positions, text_decoder
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
@@ -92,11 +93,11 @@ def _products_of(decoder: Any) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
-    """Last hidden states `(rows, hidden)` of a row of tokens, both `(rows,)`, in float32 if the weights are;
-    differentiable once."""
+def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
+    """Last hidden states `(rows, hidden)` of a row of embedded tokens, which have positions `(rows,)`; in float32 if
+    the weights are. Differentiable once."""
     dtype, weight, config = _products_of(decoder), decoder.embed_tokens.weight, decoder.config
-    hidden = decoder.embed_tokens(input_ids).float()
+    hidden = embedded.float()
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
     with torch.autocast(weight.device.type, enabled=False):
         if weight.device.type == "cuda":
@@ -159,7 +160,7 @@ def _by_torchs_products(
 
 
 # Largest error of a logit, relative to the largest logit: rounding stays well below, a wrong formula far above.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
 # The same if tokens of other sequences change and no shape does: zero, except for experts of a mixture, whose products
 # have as many rows as tokens chose them.
 _LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
@@ -174,20 +175,21 @@ def packed_hidden_states(
     *,
     wanted: Tensor | None = None,
     sharing: Sharing | None = None,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
     positions `wanted` `(n,)`, each once. The output head is not run.
 
     lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; attention other than ours
-    computes them for each sequence.
+    computes them for each sequence. images: those of the sequences, which then share no prefixes.
     """
-    causal = unwrapped(model)
-    decoder = causal.model if causal.base_model is causal else causal.base_model  # Llama 4 names itself its base
+    causal, decoder = unwrapped(model), text_decoder(model)
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
+    if images is not None:
+        return _with_images(model, input_ids, lengths, images, wanted)
     if getattr(causal, _IN_ROWS, False):
         return _in_rows(decoder, input_ids, lengths, wanted)
-    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    position_ids = torch.arange(int(lengths.sum())) - starts
+    position_ids = _positions(lengths)
     if decoder.config._attn_implementation != PACKED_ATTENTION:
         positions = send(position_ids, input_ids.device)
         states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
@@ -197,21 +199,55 @@ def packed_hidden_states(
         input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
     packing = Packing(lengths, input_ids.device, sharing)
     if runs_natively(decoder):
-        states = packed_layers(decoder, input_ids, send(position_ids, input_ids.device), packing)
+        positions = send(position_ids, input_ids.device)
+        states = packed_layers(decoder, decoder.embed_tokens(input_ids), positions, packing)
     else:
-        states = decoder(
-            input_ids=input_ids[None],
-            position_ids=send(position_ids, input_ids.device)[None],
-            use_cache=False,
-            # `transformers` passes a four-dimensional mask on unchanged; without one it would find the bounds of the
-            # sequences by their positions, which waits for the device, and build one of (tokens, tokens).
-            attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-            packing=packing,
-        ).last_hidden_state[0]
+        states = _transformers_layers(decoder, packing, position_ids[None], input_ids=input_ids[None])
     if sharing is None:
         return states if wanted is None else take_rows(states, wanted)
     place = send(sharing.place, states.device)
     return take_rows(states, place if wanted is None else place[wanted], repeats=True)
+
+
+def _positions(lengths: Tensor) -> Tensor:
+    """The position of each packed token in its sequence: int64 `(tokens,)`."""
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum())) - starts
+
+
+def _transformers_layers(decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Tensor) -> Tensor:
+    """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids or embeddings of one packed row."""
+    states: Tensor = decoder(
+        **tokens,
+        position_ids=send(position_ids, packing.device),
+        use_cache=False,
+        # `transformers` passes a four-dimensional mask on unchanged; without one it would find the bounds of the
+        # sequences by their positions, which waits for the device, and build one of (tokens, tokens).
+        attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=packing.device),
+        packing=packing,
+    ).last_hidden_state[0]
+    return states
+
+
+def _with_images(
+    model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs, wanted: Tensor | None
+) -> Tensor:
+    """As `packed_hidden_states`. Raises UserError if the family's sequences cannot be packed."""
+    decoder, packing = text_decoder(model), Packing(lengths, input_ids.device)
+    if decoder.config._attn_implementation != PACKED_ATTENTION:
+        raise UserError(
+            f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: their "
+            "attention cannot keep packed sequences apart"
+        )
+    embedded = embeddings(model, input_ids, images)
+    by_family, own = image_positions(model, input_ids, lengths, images), _positions(lengths)
+    if by_family is not None:
+        states = _transformers_layers(decoder, packing, by_family[:, None], inputs_embeds=embedded[None])
+    elif runs_natively(decoder):
+        states = packed_layers(decoder, embedded, send(own, input_ids.device), packing)
+    else:
+        states = _transformers_layers(decoder, packing, own[None], inputs_embeds=embedded[None])
+    return states if wanted is None else take_rows(states, wanted)
 
 
 def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | None) -> Tensor:
@@ -235,7 +271,7 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     so a family with another rule is rejected rather than wrong.
     """
     causal = unwrapped(model)
-    config = causal.config
+    config = causal.config.get_text_config()
     head = causal.get_output_embeddings()
     if head is None:
         return causal.score
@@ -251,9 +287,15 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:
+def packed_logits(
+    model: nn.Module,
+    input_ids: Tensor,
+    lengths: Tensor,
+    sharing: Sharing | None = None,
+    images: ImageInputs | None = None,
+) -> Tensor:
     """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as `packed_hidden_states`."""
-    return output_head(model)(packed_hidden_states(model, input_ids, lengths, sharing=sharing))
+    return output_head(model)(packed_hidden_states(model, input_ids, lengths, sharing=sharing, images=images))
 
 
 def choose_attention(model: nn.Module) -> str:
@@ -262,18 +304,20 @@ def choose_attention(model: nn.Module) -> str:
 
     Raises UserError if padded sequences do not match either.
     """
-    causal = unwrapped(model)
+    causal, decoder = unwrapped(model), text_decoder(model)
+    config = causal.config.get_text_config()
+    owner = causal if decoder.config is causal.config else decoder  # what computes images keeps its own attention
     # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
-    layer_types = set(getattr(causal.config, "layer_types", None) or ("full_attention",))
-    windowed = layer_types != {"full_attention"} or getattr(causal.config, "sliding_window", None) is not None
+    layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
+    windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
     candidates: tuple[str, ...] = ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
-    if getattr(causal.config, "attn_logit_softcapping", None) is not None:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
         candidates = ("eager",)
     errors = {}
     for in_rows, name in [*((False, name) for name in candidates), *((True, name) for name in ("sdpa", "eager"))]:
         tried = f"{name}, padded" if in_rows else name
         try:
-            causal.set_attn_implementation(name)
+            owner.set_attn_implementation(name)
         except ValueError:  # an attention that the family lacks
             errors[tried] = math.inf
             continue
@@ -320,7 +364,7 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     leak = float((after - before)[kept].abs().max() / largest)
     if math.isnan(error + leak):
         return math.inf, 0.0
-    return (leak, _LEAK[packed.dtype]) if leak > _LEAK[packed.dtype] else (error, _TOLERANCE[packed.dtype])
+    return (leak, _LEAK[packed.dtype]) if leak > _LEAK[packed.dtype] else (error, TOLERANCE[packed.dtype])
 
 
 @dataclass(frozen=True)
@@ -329,7 +373,8 @@ class ModelInputs:
 
     input_ids: int64 `(tokens,)`, at least one. lengths: of the sequences, int64 `(sequences,)`, on the CPU. predicting:
     int64 `(n,)`, the positions whose outputs are wanted, each once. targets: int64 `(n,)`, the tokens that follow them.
-    sharing: the tokens that need not be computed for each sequence, on the CPU; None computes all.
+    sharing: the tokens that need not be computed for each sequence, on the CPU; None computes all. images: of the
+    sequences; None if there are none.
     """
 
     input_ids: Tensor
@@ -337,6 +382,7 @@ class ModelInputs:
     predicting: Tensor
     targets: Tensor
     sharing: Sharing | None = None
+    images: ImageInputs | None = None
 
 
 def attach_packed_forward(model: nn.Module) -> None:
@@ -356,7 +402,12 @@ def packed_forward(
     float `(n,)`.
     """
     hidden = packed_hidden_states(
-        model, inputs.input_ids, inputs.lengths, wanted=inputs.predicting, sharing=inputs.sharing
+        model,
+        inputs.input_ids,
+        inputs.lengths,
+        wanted=inputs.predicting,
+        sharing=inputs.sharing,
+        images=inputs.images,
     )
     found: dict[str, Tensor] = {}
     if "values" in outputs:

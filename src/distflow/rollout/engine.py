@@ -63,7 +63,8 @@ class GenerateRequest:
 
     num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
     may_continue: later prompts may begin with this prompt and its response, so an engine may keep their keys and values
-    until its weights change. policy: the one that draws, if an engine serves several. heard: called with (sample,
+    until its weights change. policy: the one that draws, if an engine serves several. images: of the
+    prompt, see `data/images.py`. heard: called with (sample,
     token) on the caller's loop while tokens are drawn, by an engine that can.
     """
 
@@ -74,6 +75,7 @@ class GenerateRequest:
     num_drawn: int = 0
     may_continue: bool = False
     policy: str = ""
+    images: tuple[str, ...] = ()
     heard: Callable[[int, int], None] | None = field(default=None, compare=False, repr=False)
 
 

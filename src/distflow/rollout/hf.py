@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from distflow.models.image_inputs import own_inputs, sequence_inputs
 from distflow.rollout.engine import (
     FinishReason,
     GenerateRequest,
@@ -102,6 +103,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         keys = [sample_key(request.stream, sample) for sample in request.samples]
         draw = _Draw(keys, request.num_drawn, params.greedy)
         stop = _Stop(self, len(request.prompt_ids), params, cancelled)
+        images = own_inputs(self._model, prompt[0], request.images, num_samples) if request.images else {}
         ids = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -113,11 +115,16 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             pad_token_id=0,
             logits_processor=transformers.LogitsProcessorList([*_warpers(params), draw]),
             stopping_criteria=transformers.StoppingCriteriaList([stop]),
+            **images,
         )
         if cancelled.is_set():
             raise asyncio.CancelledError
         # From a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
-        logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1].float()
+        length = prompt.shape[1]
+        inputs = {"input_ids": ids}
+        if request.images:
+            inputs = sequence_inputs(self._model, ids, length, request.images)
+        logits = self._model(**inputs, use_cache=False).logits[:, length - 1 : -1].float()
         policy = (logits / params.temperature).log_softmax(dim=-1)
         log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
         generations = []

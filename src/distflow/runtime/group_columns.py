@@ -60,7 +60,7 @@ class Group:
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one response (None: none yet). text: its tokens decoded, without special tokens."""
         row, prompt_group = self.row, self.prompt_group
-        prompt = Segment("prompt", tuple(row.prompt_ids))
+        prompt = Segment("prompt", tuple(row.prompt_ids), images=row.images)
         return Sample(
             uid=f"{prompt_group.group_id}-{index}",
             group_index=prompt_group.group_id,

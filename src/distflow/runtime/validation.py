@@ -109,7 +109,8 @@ def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[
     for chosen in sets:
         samples = []
         for i, row in enumerate(chosen.rows):
-            samples.append(Sample(f"{i}-0", i, [Segment("prompt", tuple(row.prompt_ids)), *row.answer(0)]))
+            prompt = Segment("prompt", tuple(row.prompt_ids), images=row.images)
+            samples.append(Sample(f"{i}-0", i, [prompt, *row.answer(0)]))
         batch = Batch.from_samples(samples)
         trained, lengths = batch.flat("response_mask") > 0, batch.lengths("response").tolist()
         log_probs = actor.forward(batch, ("log_probs",)).flat("log_probs").double()

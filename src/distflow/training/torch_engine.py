@@ -19,6 +19,7 @@ from distflow.data.batch import Batch
 from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
+from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.packed_forward import ModelInputs
@@ -91,7 +92,9 @@ class TorchScorer:
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
         casts = self.compute_dtype not in (None, self._parameter.dtype)
         with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
-            inputs = model_inputs(micro, self.device, before=int(outputs != ("text_scores",)))
+            inputs = model_inputs(
+                micro, self.device, int(outputs != ("text_scores",)), images_of(unwrapped(self.model))
+            )
             heat = self.temperature_of(micro) if heat is None else heat
             heat = send(heat, self.device) if isinstance(heat, Tensor) else heat
             return model.packed_forward(inputs, outputs, temperature=heat)
@@ -195,15 +198,17 @@ def _groups(batch: Batch) -> list[list[int]]:
     return [(numbers == each).nonzero()[:, 0].tolist() for each in dict.fromkeys(numbers.tolist())]
 
 
-def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelInputs:
+def model_inputs(
+    micro: Batch, device: torch.device, before: int = 1, processor: ImageProcessor | None = None
+) -> ModelInputs:
     """Response token t of a sequence is predicted from the position before it, prompt length + t − 1; with `before` 0
     the outputs are those at the token itself. Each conversation of a sample is a sequence; the output of its first
     token, which is given, is meaningless.
 
     A micro-batch without tokens becomes one token that predicts nothing, with zero gradient: every rank must run a
     sharded model equally often. Shared prefixes of neighbouring samples are found only if the micro-batch is on the
-    CPU: reading from another device would wait for it. Raises ValueError for a sample without a prompt: nothing
-    predicts its first token.
+    CPU: reading from another device would wait for it. processor: of the images of prompts, for a model that reads
+    them. Raises ValueError for a sample without a prompt: nothing predicts its first token.
     """
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
@@ -214,9 +219,23 @@ def model_inputs(micro: Batch, device: torch.device, before: int = 1) -> ModelIn
     if not ids.numel():
         ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)
-    sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" else None
+    images = _images(micro, processor, device) if processor is not None else None
+    sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" and images is None else None
     ids, predicting, targets = (send(each, device) for each in (ids, positions - before, ids[positions]))
-    return ModelInputs(ids, lengths, predicting, targets, sharing)
+    return ModelInputs(ids, lengths, predicting, targets, sharing, images)
+
+
+def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> ImageInputs | None:
+    """The images of a micro-batch's prompts; None if there are none. A placeholder that the policy drew is a token like
+    any other."""
+    held = micro.flat("images") if "images" in micro else []
+    if not any(held):
+        return None
+    is_placeholder = micro.flat("input_ids") == processor.token_id
+    is_placeholder[send(micro.response_positions(), is_placeholder.device)] = False
+    tensors = processor.inputs([path for paths in held for path in paths])
+    places = is_placeholder.nonzero()[:, 0]
+    return ImageInputs(tensors, places, tuple(map(len, held))).to(device)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:

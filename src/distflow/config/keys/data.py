@@ -101,6 +101,9 @@ class DataConfig:
     messages_key: str = key("messages", "column of a conversation whose assistant turns are trained on (sft)")
     chosen_key: str = key("chosen", "column of the better response (rm): str or chat messages that end with it")
     rejected_key: str = key("rejected", "column of the worse response (rm), in the same form")
+    image_key: str | None = key(
+        "images", "column of a row's image or list of images, for a model that reads images; null: none"
+    )
     tools_key: str = key("tools", "column of the functions for the chat template, as JSON schemas")
     solution_key: str | None = key(
         None, "column of reference solutions to score before the start; null: that of the reward function, '': none"

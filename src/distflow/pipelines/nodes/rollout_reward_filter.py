@@ -38,7 +38,8 @@ SAMPLED_FIELDS = (*RESPONSE_FIELDS, "rollout_log_probs", "sampling_log_probs")
 async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Generate responses to the group's prompt: one sample for each index in the group."""
     prompt_ids = tuple(group.row.prompt_ids)
-    result = await rollout.generate(GenerateRequest(prompt_ids, group.wanted, group.params, group.stream))
+    request = GenerateRequest(prompt_ids, group.wanted, group.params, group.stream, images=group.row.images)
+    result = await rollout.generate(request)
     return [
         group.sample(
             generation.sample,

@@ -1,0 +1,240 @@
+"""Images as inputs of a model: its processor; in packed sequences their vectors in place of the placeholders, and the
+positions that their model gives them; a check of both against the model's own forward."""
+
+import inspect
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distflow.device_transfer import send
+from distflow.errors import UserError
+from distflow.models.lora import unwrapped
+from distflow.untrusted_files import image_hash, load_image
+
+_KEPT_BYTES = 2**29
+"""Of processed images that a process keeps."""
+
+
+class ImageProcessor:
+    """A model's processor of images (`transformers`), and the images that it processed last.
+
+    token_id: of the placeholders of an image in the token ids, one for each vector that the model computes of it.
+    """
+
+    def __init__(self, processor: Any, who: str) -> None:
+        self._processor, self._who = processor, who
+        self.token_id = int(processor.image_token_id)
+        self.mark = str(getattr(processor, "boi_token", None) or processor.image_token)
+        self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ImageProcessor":
+        return self  # a copy of a model reads the same images
+
+    def encode(self, text: str, paths: Sequence[str], **special: bool) -> list[int]:
+        """Token ids of a text with a placeholder for each image. Raises ValueError if the text has more or fewer."""
+        if text.count(self.mark) != len(paths):
+            raise ValueError(
+                f"the prompt has {text.count(self.mark)} times {self.mark!r}, which stands for an image, and "
+                f"{len(paths)} images"
+            )
+        ids = self._processor(text=[text], images=[load_image(path) for path in paths], **special)["input_ids"][0]
+        return [int(token) for token in ids]
+
+    def save(self, folder: Path) -> None:
+        """Write the processor beside a model's weights."""
+        self._processor.save_pretrained(folder)
+
+    def inputs(self, paths: Sequence[str]) -> dict[str, Tensor]:
+        """The model's inputs for these images, in their order, joined along the first dimension. Raises UserError for a
+        file that is missing or has changed."""
+        each = [self._processed(path) for path in paths]
+        return {name: torch.cat([inputs[name] for inputs in each]) for name in each[0]}
+
+    def _processed(self, path: str) -> dict[str, Tensor]:
+        if path not in self._kept:
+            made = self._processor.image_processor(images=[load_image(path)], return_tensors="pt")
+            self._kept[path] = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(path)
+        return self._kept[path]
+
+
+def _size(inputs: Mapping[str, Tensor]) -> int:
+    return sum(value.nbytes for value in inputs.values())
+
+
+def images_of(owner: Any) -> ImageProcessor | None:
+    """The processor of a model or a tokenizer; None if it reads text alone."""
+    return getattr(owner, "image_processor", None)
+
+
+@lru_cache(maxsize=4)
+def load_image_processor(path: str, revision: str | None = None) -> ImageProcessor:
+    """The processor in the folder of a model for images, one for all that read it in this process. Raises UserError if
+    there is none that places images by tokens."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"the processor of images of the model '{path}' cannot be loaded: {reason}") from error
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token_id"):
+        raise UserError(
+            f"the model '{path}' reads images, but its folder has no processor of text and images "
+            "(processor_config.json, preprocessor_config.json): save its AutoProcessor there"
+        )
+    return ImageProcessor(processor, f"model '{path}'")
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The images of packed sequences.
+
+    tensors: the processor's output for all of them, in order. places: int64 `(n,)`, the packed positions of their
+    placeholders. counts: how many images each sequence has.
+    """
+
+    tensors: Mapping[str, Tensor]
+    places: Tensor
+    counts: tuple[int, ...]
+
+    def to(self, device: torch.device) -> "ImageInputs":
+        moved = {name: send(tensor, device) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=moved, places=send(self.places, device))
+
+
+def text_decoder(model: nn.Module) -> Any:
+    """The layers that read token embeddings, without what computes those of images."""
+    causal = unwrapped(model)
+    decoder = causal.model if causal.base_model is causal else causal.base_model  # Llama 4 names itself its base
+    return getattr(decoder, "language_model", decoder)
+
+
+def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> Tensor:
+    """Embeddings `(tokens, hidden)` of packed tokens, with the images' vectors at their places; differentiable.
+
+    Raises ValueError if there are more or fewer places than vectors.
+    """
+    causal = unwrapped(model)
+    found = causal.model.get_image_features(**_accepted(causal.model.get_image_features, images.tensors))
+    found = getattr(found, "pooler_output", found)
+    vectors = torch.cat([*found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
+    if len(vectors) != len(images.places):
+        raise ValueError(f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors")
+    embedded = causal.get_input_embeddings()(input_ids)
+    return embedded.index_copy(0, images.places, vectors.to(embedded.dtype))
+
+
+def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor | None:
+    """Positions `(3, tokens)` by time, height and width, for a family that has them; else None. lengths: see
+    `packed_hidden_states`."""
+    inner = unwrapped(model).model
+    find = getattr(inner, "get_rope_index", None)
+    if find is None:
+        return None
+    kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
+    grids, first, found = images.tensors["image_grid_thw"], 0, []
+    for ids, own, count in zip(
+        input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.counts, strict=True
+    ):
+        inputs = {"input_ids": ids[None], "mm_token_type_ids": own[None]}
+        if count:
+            inputs["image_grid_thw"] = grids[first : first + count]
+        found.append(find(**inputs)[0][:, 0])
+        first += count
+    return torch.cat(found, dim=1)
+
+
+def own_inputs(
+    model: nn.Module, input_ids: Tensor, paths: Sequence[str], rows: int = 1, num_prompt: int | None = None
+) -> dict[str, Tensor]:
+    """Arguments of the model's own forward for a prompt `(tokens,)` with its images, or for `rows` equal ones.
+
+    num_prompt: the tokens of the prompt, if a response follows.
+    """
+    processor, device = images_of(unwrapped(model)), input_ids.device
+    assert processor is not None, "only prompts for models of images have images"
+    kinds = (input_ids == processor.token_id).int()
+    kinds[len(kinds) if num_prompt is None else num_prompt :] = 0
+    given = {**processor.inputs(paths), "mm_token_type_ids": kinds[None], "token_type_ids": kinds[None]}
+    accepted = _accepted(unwrapped(model).forward, given)
+    return {name: send(torch.cat([value] * rows), device) for name, value in accepted.items()}
+
+
+def sequence_inputs(model: nn.Module, input_ids: Tensor, num_prompt: int, paths: Sequence[str]) -> dict[str, Tensor]:
+    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the same images,
+    and a response each.
+
+    If a response has the placeholder of an image, which the model would take for one, the tokens are embedded here.
+    """
+    processor, (rows, length) = images_of(unwrapped(model)), input_ids.shape
+    assert processor is not None, "only prompts for models of images have images"
+    if not bool((input_ids[:, num_prompt:] == processor.token_id).any()):
+        return {"input_ids": input_ids, **own_inputs(model, input_ids[0], paths, rows, num_prompt)}
+    is_image = input_ids == processor.token_id
+    is_image[:, num_prompt:] = False
+    ids, places = input_ids.reshape(-1), is_image.reshape(-1).nonzero()[:, 0]
+    inputs = {name: torch.cat([value] * rows) for name, value in processor.inputs(paths).items()}
+    images = ImageInputs(inputs, places, (len(paths),) * rows).to(input_ids.device)
+    found = {"inputs_embeds": embeddings(model, ids, images).view(rows, length, -1)}
+    positions = image_positions(model, ids, torch.full((rows,), length), images)
+    return found if positions is None else {**found, "position_ids": positions.view(3, rows, length)}
+
+
+UNUSED = "weights_that_no_image_uses"
+"""The attribute of a model with the names of such weights, which are not trained."""
+
+
+def image_error(model: nn.Module) -> tuple[float, list[str]]:
+    """Largest difference of a logit between packed sequences, with and without images, and the model's own forward of
+    each alone, relative to the largest logit; and the names of weights that no image uses. Raises
+    what a model of another form raises."""
+    processor, causal = images_of(unwrapped(model)), unwrapped(model)
+    assert processor is not None
+    words, device = [token for token in range(4) if token != processor.token_id], next(model.parameters()).device
+    with tempfile.TemporaryDirectory() as folder:
+        paths = _noise(Path(folder), ((56, 84), (84, 56)))
+        texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
+        ids = [torch.tensor(text, device=device) for text in (texts[0], words, texts[1])]
+        packed, lengths = torch.cat(ids), torch.tensor([len(each) for each in ids])
+        places = (packed == processor.token_id).nonzero()[:, 0]
+        images = ImageInputs(processor.inputs(paths), places, (1, 0, 1)).to(device)
+        with torch.enable_grad():
+            ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]  # attached
+        theirs = []
+        with torch.no_grad():
+            for each, own in zip(ids, (paths[:1], (), paths[1:]), strict=True):
+                extra = own_inputs(model, each, own) if own else {}
+                theirs.append(model(input_ids=each[None], use_cache=False, **extra).logits[0])
+    error = float((ours.detach() - torch.cat(theirs)).abs().max() / torch.cat(theirs).abs().max())
+    named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
+    seeing = {name: weight for name, weight in named if not name.startswith(("model.language_model.", "lm_head."))}
+    gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
+    return error, [name for name, own in zip(seeing, gradients, strict=True) if own is None]
+
+
+def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
+    from PIL import Image
+
+    draws, paths = np.random.default_rng(0), list[str]()
+    for height, width in sizes:
+        image = Image.fromarray(draws.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        paths.append(str(folder / f"{image_hash(image)}.png"))
+        image.save(paths[-1])
+    return tuple(paths)
+
+
+def _accepted(function: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values that are parameters of a function."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,135 @@
+"""Runs whose prompts have images: drawn by hf, trained on packed, audited, resumed; and what such a run refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.config import load_config
+from distflow.errors import TrustError, UserError
+from distflow.launch.export_checkpoint import export_checkpoint
+from distflow.launch.make_spec import make_spec
+from distflow.launch.one_process_launcher import launch_local
+from distflow.models.image_inputs import images_of
+from distflow.models.loading import load_model, load_tokenizer
+from distflow.pipelines.nodes import rollout_reward_filter
+from distflow.training import torch_engine
+from tests.e2e.runs import Playground
+from tests.tiny_vision_models import png, square, write_tiny_llava
+
+HF = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=48", "trainer.total_training_steps=2")
+EVERY = ("trust.audit_freq=1",)
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    """Rows with an image, with two, and with none."""
+    made = Playground(tmp_path)
+    write_tiny_llava(tmp_path / "model")
+    rows = []
+    for number in range(12):
+        colours = ["rgb"[number % 3], "rgb"[number // 3 % 3]][: number % 3]
+        for place, colour in enumerate(colours):
+            (tmp_path / f"{number}-{place}.png").write_bytes(png(square(colour, at=number)))
+        images = [f"{number}-{place}.png" for place in range(len(colours))]
+        rows.append({"prompt": f"{number}?", "answer": "7", "response": "r", "images": images})
+    made.write_rows(rows)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["grpo", "dapo"])
+def test_every_audit_of_a_run_passes(playground: Playground, preset: str) -> None:
+    run = playground.run(preset, *HF, *EVERY, "actor_rollout_ref.rollout.n=2")
+    passed = {name for audit in run.audits() for name in audit["proven"]}
+    assert {"data", "gradients", "log_probs", "responses", "versions"} <= passed
+    assert not run.notes("warning")
+
+
+def test_fine_tuning_reads_images(playground: Playground) -> None:
+    rows = (f"data.train_files={playground.folder}/rows.jsonl", f"data.val_files={playground.folder}/rows.jsonl")
+    steps = ("trainer.total_training_steps=2", "trainer.test_freq=1", "data.train_batch_size=4")
+    folder = (f"trainer.default_local_dir={playground.folder}/run", "trainer.num_threads=1")
+    sizes = ("data.max_prompt_length=48", "data.max_response_length=4", "data.allow_overlap=true")
+    model = (f"actor_rollout_ref.model.path={playground.folder}/model", "actor_rollout_ref.model.dtype=float32")
+    launch_local(make_spec(load_config("sft", [*rows, *steps, *folder, *sizes, *model, *EVERY]), say=lambda line: None))
+
+
+def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
+    saves = (*HF[:-1], "trainer.save_freq=1", "actor_rollout_ref.actor.optim.scheduler=constant")
+    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
+    playground.run("grpo", *saves, "trainer.total_training_steps=2", name="cut")
+    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+def test_an_exported_model_has_its_processor(playground: Playground) -> None:
+    playground.run("grpo", *HF, "trainer.save_freq=2")
+    folder = playground.folder / "exported"
+    export_checkpoint(playground.folder / "run", folder, say=lambda line: None)
+    assert images_of(load_tokenizer(folder)) is images_of(load_model(folder)) is not None
+
+
+def test_the_trainer_must_see_the_images_of_the_engine(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch_engine._images
+
+    def others(micro, processor, device):  # type: ignore[no-untyped-def]
+        found = right(micro, processor, device)
+        if found is not None:
+            found.tensors["pixel_values"] = found.tensors["pixel_values"].flip(-1)
+        return found
+
+    monkeypatch.setattr(torch_engine, "_images", others)
+    with pytest.raises(TrustError, match="canary|mismatch|log_probs"):
+        playground.run("grpo", *HF, *EVERY)
+
+
+def test_the_engine_must_see_the_images_of_the_row(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = rollout_reward_filter.GenerateRequest
+
+    def without(*arguments, images, **named):  # type: ignore[no-untyped-def]
+        return request(*arguments, images=images[::-1], **named)
+
+    monkeypatch.setattr(rollout_reward_filter, "GenerateRequest", without)
+    with pytest.raises(TrustError, match=r"images of sample|found \(versions\)"):
+        playground.run("grpo", *HF, *EVERY)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("actor_rollout_ref.rollout.name=embedded", "rollout.name=embedded: rows have images .*: set it to hf"),
+        ("actor_rollout_ref.rollout.workflow=multi_turn", "episodes have no images"),
+    ],
+)
+def test_what_would_not_see_images_is_refused(playground: Playground, override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        playground.spec("grpo", *HF, override)
+
+
+def test_a_critic_of_images_is_refused(playground: Playground) -> None:
+    with pytest.raises(UserError, match="without a critic"):
+        playground.spec("ppo", *HF)
+
+
+def test_text_alone_needs_a_word(playground: Playground) -> None:
+    _, spec = playground.spec("grpo", *HF, "data.image_key=null")
+    assert not any(row.images for row in spec.rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "<image> <image>", "images": ["0.png"]}, "has 2 times <image> and 1 images"),
+        ({"prompt": "q", "images": ["../0.png"]}, "outside the folder"),
+        ({"prompt": "q", "images": ["none.png"]}, "cannot be read"),
+        ({"prompt": "q <image>"}, "stands for an image, but no image"),
+    ],
+)
+def test_faulty_rows_are_named(playground: Playground, row: dict[str, object], says: str) -> None:
+    (playground.folder / "0.png").write_bytes(png(square("r")))
+    text = "".join(json.dumps({"answer": "7", **each}) + "\n" for each in ({"prompt": "fine"}, row))
+    (playground.folder / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError, match=says):
+        playground.spec("grpo", *HF)
