@@ -28,7 +28,6 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
 from distflow.import_target import is_ours
@@ -112,7 +111,7 @@ class AuditedRun:
             self.inputs.recorder.note("warning", message)
 
     @cached_property
-    def row(self) -> Callable[[int], PromptRow]:
+    def row(self) -> Callable[[int], Any]:
         """A training row. The last ones are kept, since several checks read the same."""
         return lru_cache(maxsize=1024)(lambda index: self.spec.rows[index])
 
