@@ -391,8 +391,8 @@ def check_close(
     gap = (doubles(torch.cat([sample[column] for sample in samples])) - wanted).abs()
     if bool((wrong := ~(gap <= limit * wanted.abs().clamp(min=1.0))).any()):
         lengths = [len(row) for row in expected]
-        for sample, *each in zip(samples, wanted.split(lengths), wrong.split(lengths), strict=True):
-            check_tokens(sample, column, *each, reason(sample))
+        for sample, own, odd in zip(samples, wanted.split(lengths), wrong.split(lengths), strict=True):
+            check_tokens(sample, column, own, odd, reason(sample))
 
 
 def samples_of(batch: Batch) -> list[Sample]:
