@@ -11,6 +11,7 @@ share is rather too large. `tiny` is a random decoder (32 wide, 2 layers) with s
 
 import argparse
 import contextlib
+import gc
 import io
 import tempfile
 import time
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--by-check", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+    gc.freeze()  # as `distflow train` does
     costs = Costs()
     costs.install(options.by_check)
     steps = f"trainer.total_training_steps={options.steps}"

@@ -3,10 +3,11 @@
     python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo --staleness 2]
 
 Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that ships, with all checks
-on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, decoupled PPO, LoRA, bfloat16, the `hf` engine; where
-staleness is allowed with answers of up to 40 tokens, so that updates fall into them. The table counts the
-warnings, findings and errors of all runs, and shows what share of their time the audits took. An alarm is printed with
-its message. Findings that are true of these runs are no alarm: a tiny random policy may stop moving.
+on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, decoupled PPO, LoRA, bfloat16, the `hf` engine, and
+episodes of several turns; where staleness is allowed with answers of up to 40 tokens, so that updates fall into them.
+The table counts the warnings, findings and errors of all runs, and shows what share of their time the audits took. An
+alarm is printed with its message. Findings that are true of these runs are no alarm: a tiny random policy may stop
+moving.
 """
 
 import argparse
@@ -20,14 +21,20 @@ from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground
 
 TWO_BY_TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1")
+BFLOAT16 = "actor_rollout_ref.model.dtype=bfloat16"
 SETUPS = {
     "grpo": ("grpo", *TWO_BY_TWO),
     "ppo": ("ppo", *TWO_BY_TWO),
     "dapo": ("dapo", "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.optim.lr=1e-4", *TWO_BY_TWO),
     "decoupled": ("grpo", "actor_rollout_ref.actor.policy_loss=decoupled", *TWO_BY_TWO),
     "lora": ("grpo", "actor_rollout_ref.model.lora_rank=4"),
-    "bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16"),
+    "bfloat16": ("grpo", BFLOAT16),
     "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),
+    "kl bfloat16": ("grpo", *KL, *TWO_BY_TWO, BFLOAT16),
+    "ppo bfloat16": ("ppo", *TWO_BY_TWO, BFLOAT16),
+    "lora bfloat16": ("grpo", "actor_rollout_ref.model.lora_rank=4", BFLOAT16),
+    "multi_turn": ("grpo", "actor_rollout_ref.rollout.workflow=multi_turn", "data.max_response_length=60"),
 }
 
 

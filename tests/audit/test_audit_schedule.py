@@ -44,7 +44,7 @@ def test_an_audit_that_costs_too_much_waits_until_its_weights_were_kept(
     with schedule.timed(4, Depth.AUDIT):
         now += 10.0
     assert audited(schedule, range(5, 30)) == []
-    now += 3400.0  # affordable again
+    now += 4100.0  # affordable again
     due = 30 if staleness == 0 else 30 + staleness + 1
     expected = {step: schedule.is_due(step) or schedule.expects(step) for step in range(30, due)}
     assert all(expected[step] for step in range(due - staleness, due))
@@ -106,7 +106,7 @@ def test_quick_looks_come_where_looks_have_used_up_their_share(clock: list[float
     assert schedule.looks_at(22) is Depth.BASE
     spend(schedule, clock, 22, Depth.BASE, 8.5)
     assert schedule.looks_at(22) is Depth.NONE, "the share of what most steps have is used up too"
-    clock[0] = 1600.0
+    clock[0] = 2300.0
     assert schedule.looks_at(23) is Depth.LOOK
     assert AuditSchedule(0, 0).looks_at(0) is Depth.NONE
 
@@ -126,13 +126,13 @@ def test_what_the_first_ones_cost_is_made_up_for_and_said(clock: list[float]) ->
     assert "audits took 100.0 s, 10.0% of the run's time, more than 2%: the first 3 audits" in schedule.cost(5.0)
     assert schedule.cost(200.0) == ""
     spend(schedule, clock, 30, Depth.LOOK, 1.0)
-    assert schedule.looks_at(31) is Depth.QUICK, "a quarter of the share of 3 s while more than 1.2 % is spent"
+    assert schedule.looks_at(31) is Depth.QUICK, "a quarter of the share of 2 s while more than 1 % is spent"
     spend(schedule, clock, 31, Depth.NONE, 0.0)
     clock[0] = 6000.0
     assert schedule.cost(0.0) == ""
     spend(schedule, clock, 32, Depth.LOOK, 40.0)
     assert schedule.looks_at(33) is Depth.QUICK
-    clock[0] = 14000.0
+    clock[0] = 21000.0
     assert schedule.looks_at(33) is Depth.LOOK, "all of the share again"
 
 
@@ -148,6 +148,6 @@ def test_each_length_of_being_behind_is_told_once_in_a_run() -> None:
 def test_a_run_of_seconds_has_the_time_for_checks_of_a_run_of_a_minute(clock: list[float]) -> None:
     schedule = AuditSchedule(20, 0)
     spend(schedule, clock, 20, Depth.LOOK, 0.1)
-    assert schedule.looks_at(21) is Depth.LOOK, "0.3 % of a minute"
+    assert schedule.looks_at(21) is Depth.LOOK, "0.2 % of a minute"
     spend(schedule, clock, 21, Depth.LOOK, 0.1)
     assert schedule.looks_at(22) is Depth.QUICK

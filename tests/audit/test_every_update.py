@@ -14,7 +14,7 @@ import torch
 from distflow.algorithms import objectives
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.audit_schedule import AuditSchedule, Depth
-from distflow.audit.record_calls_and_updates import GradientWatch, UpdateRecord, striped
+from distflow.audit.record_calls_and_updates import GradientWatch, UpdateRecord, striped, trained
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter
@@ -187,7 +187,7 @@ def stands_still(patch: Patch) -> None:
     original = TorchTrainEngine._step
 
     def planted(self: TorchTrainEngine, lrs: list[float]) -> None:
-        watched = dict(striped(self.model, BEGIN))
+        watched = dict(striped(trained(self.model), BEGIN))
         name, weight = next(each for each in self.model.named_parameters() if each[0] not in watched)
         before = weight.detach().clone()
         original(self, lrs)

@@ -23,7 +23,7 @@ from distflow.audit.optimizer_steps import (
     total_updates,
 )
 from distflow.audit.record_calls_and_updates import GroupRecords, UpdateRecord
-from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, samples_of, shuffled
+from distflow.audit.recorded_step import NOT_APPLICABLE, RecordedStep, Wrong, check_close, samples_of, shuffled
 from distflow.audit.rollout_engine import audit_weights
 from distflow.audit.samples import audit_groups
 from distflow.audit.token_level_rewards import audit_rewards
@@ -295,6 +295,18 @@ def test_nan_in_a_column_is_nan_in_the_samples_file(told: float, monkeypatch: py
     monkeypatch.setattr(metrics, "sample_rows", lambda batch: rows)
     with nullcontext() if math.isnan(told) else pytest.raises(Wrong, match="has 0.5 as the advantage .* it is nan"):
         assert audit_sample_rows.run(recorded(batch)) is None
+
+
+@pytest.mark.parametrize("found", [4.1, math.nan])
+def test_the_first_wrong_token_of_several_samples_is_named_with_its_sample(found: float) -> None:
+    values = {"0-0": [1.0], "0-1": [3.0, found], "1-0": [], "1-1": [found]}
+    samples = [{"uid": uid, "column": torch.tensor(each)} for uid, each in values.items()]
+    expected = [[1.0], [3.0, 4.0], [], [4.0]]
+    check_close(samples[:1], "column", expected[:1], 0.0, lambda sample: "")
+    check_close([], "column", [], 0.0, lambda sample: "")
+    wanted = f"column of sample 0-1 is {found:g} at token 1 of 2, but should be 4, of 0-1"
+    with pytest.raises(Wrong, match=wanted):
+        check_close(samples, "column", expected, 1e-3, lambda sample: f", of {sample['uid']}")
 
 
 def test_a_node_that_rewrites_advantages_is_named_as_the_reason() -> None:

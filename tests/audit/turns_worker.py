@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distflow.audit.model_forward import Turns, logits_of, plainly
 from distflow.audit.optimizer_steps import audit_gradients, audit_optimizer
-from distflow.audit.record_calls_and_updates import UpdateRecord, UpdateWatch, striped
+from distflow.audit.record_calls_and_updates import UpdateRecord, UpdateWatch, striped, trained
 from distflow.audit.recorded_step import Wrong
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import Config, load_config
@@ -48,7 +48,7 @@ def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
 def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
     """Of both ranks' sums together; those that the model has stay, and a rank that fails leaves no other waiting."""
     turns = Turns(TorchCollective(), [model])
-    names = dict(striped(model, turn=1))
+    names = dict(striped(trained(model), turn=1))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with plainly(model), plainly(plain):

@@ -96,10 +96,12 @@ def _check_samples(recorded: RecordedStep, domain: str, settings: AlgorithmConfi
     found, counts = formula(samples, options), [_tokens(sample) for sample in samples]
     advantages = finished_advantages([row for row, _ in found], counts, samples, settings)
     _check_clipped(recorded, domain, settings, samples, [row for row, _ in found])
-    for sample, *rows in zip(samples, advantages, [row for _, row in found], strict=True):
-        reason = f": '{name}' gives this for the rewards of its own group ({int(sample['group_index'])})"
-        for column, values in zip(("advantages", "returns"), rows, strict=True):
-            check_close(sample, column, torch.tensor(values, dtype=torch.float64), LIMIT, reason)
+
+    def reason(sample: Sample) -> str:
+        return f": '{name}' gives this for the rewards of its own group ({sample['group_index']})"
+
+    check_close(samples, "advantages", advantages, LIMIT, reason)
+    check_close(samples, "returns", [row for _, row in found], LIMIT, reason)
     return None
 
 
@@ -245,16 +247,17 @@ def _grpo_value(
 ) -> Callable[[Sample, list[Sample]], float]:
     """GRPO's advantage of a sample within its group, for these scores."""
     scale = options["scale_rewards"] or ("group" if options["norm_adv_by_std_in_grpo"] else "none")
-    epsilon, of_batch = options["adv_epsilon"], std([score(sample) for sample in samples if sample["valid"]])
+    known = {id(sample): score(sample) for sample in samples if sample["valid"]}  # each is in the groups of several
+    epsilon, of_batch = options["adv_epsilon"], std([*known.values()])
 
     def value(sample: Sample, group: list[Sample]) -> float:
-        scores = [score(other) for other in group]
+        own, scores = known[id(sample)], [known[id(other)] for other in group]
         if len(group) == 1:
-            return {"group": score(sample) / (1.0 + epsilon), "batch": 0.0, "none": score(sample)}[scale]
+            return {"group": own / (1.0 + epsilon), "batch": 0.0, "none": own}[scale]
         if max(scores) == min(scores):
             return 0.0
         deviation = {"group": std(scores) + epsilon, "batch": of_batch + epsilon, "none": 1.0}[scale]
-        return (score(sample) - mean(scores)) / deviation
+        return (own - mean(scores)) / deviation
 
     return value
 

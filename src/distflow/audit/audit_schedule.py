@@ -11,7 +11,7 @@ from enum import IntEnum
 from distflow.audit.optimizer_steps import plan_of
 from distflow.audit.recorded_step import RecordedStep
 
-SHARE, IN_ALL = 0.012, 0.02
+SHARE, IN_ALL = 0.01, 0.02
 """The share of the run's time that all checks here may take, and with the checks of every step. If the first audits and
 looks, which ignore their cost, took more, later ones have a quarter of their shares until this is made up for, and the
 checks of most steps, which find rare faults, half."""
@@ -38,7 +38,7 @@ class Depth(IntEnum):
     AUDIT = 4
 
 
-SHARES = {Depth.AUDIT: 0.003, Depth.LOOK: 0.003, Depth.QUICK: 0.002, Depth.BASE: 0.005}
+SHARES = {Depth.AUDIT: 0.0025, Depth.LOOK: 0.002, Depth.QUICK: 0.0015, Depth.BASE: 0.004}
 """The shares of audits, of looks at other steps, of quick looks at the remaining steps, and of the checks of most
 others. The rest is for what every step has."""
 

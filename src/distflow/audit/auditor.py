@@ -344,7 +344,7 @@ class Auditor:
             run.inputs.recorder.note(
                 "info",
                 f"audits are behind: the last was {since} steps ago, and trust.audit_freq={self._schedule.frequency} "
-                f"asks for one in as many. They may take {SHARES[Depth.AUDIT]:.1%} of the run's time. Short "
+                f"asks for one in as many. They may take {SHARES[Depth.AUDIT]:.2%} of the run's time. Short "
                 "checks of the other steps continue; trust.audit_freq=1 audits every step, independent of the cost",
             )
 

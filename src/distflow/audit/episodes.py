@@ -242,7 +242,7 @@ def _called(recorded: RecordedStep, sample: Sample, method: str) -> list[tuple[M
 
 def _check_environment(recorded: RecordedStep, sample: Sample, turns: Sequence[Said]) -> None:
     record, who = recorded.records[int(sample["group_index"])], f"the environment of sample {sample['uid']}"
-    row = recorded.run.spec.rows[record.prompt_group.row]
+    row = recorded.run.row(record.prompt_group.row)
     extra = {name: value for name, value in (row.extra_info or {}).items() if name != PROMPT_CHAT}
     ((given, first),) = _called(recorded, sample, "reset")
     seeds = {call[2]["seed"] for own in record.events.values() for call in own if call[:2] == ("called", "reset")}

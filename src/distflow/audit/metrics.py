@@ -10,6 +10,7 @@ import torch
 from distflow.audit.node_metrics import NOT_RECOMPUTED, between, merged, parts_of
 from distflow.audit.recorded_step import RecordedStep, Sample, Wrong, check, conversations_of, doubles
 from distflow.config.keys.reward import scoring_models
+from distflow.data.batch import Batch
 from distflow.observe.metrics import find_metric
 from distflow.runtime.step_metrics import sample_rows
 
@@ -87,18 +88,22 @@ def _check_throughput(recorded: RecordedStep) -> None:
     limit=f"{LIMIT:g}",
 )
 def audit_sample_rows(recorded: RecordedStep) -> str | None:
-    for sample, row in zip(recorded.samples, sample_rows(recorded.batch), strict=True):
-        policy, is_scored = sample["response_mask"] > 0, bool(sample["valid"]) and "token_level_scores" in sample
+    batch = recorded.batch
+    names = [name for name in ("token_level_scores", "advantages", "loss_mask") if name in batch]
+    numbers, *sums = (_sums(batch, name) for name in ("response_mask", *names))
+    for place, (sample, row) in enumerate(zip(recorded.samples, sample_rows(batch), strict=True)):
+        number, of_policy = numbers[place], {name: own[place] for name, own in zip(names, sums, strict=True)}
+        is_scored = bool(sample["valid"]) and "token_level_scores" in sample
         wanted = {name: sample[column] for name, column in COLUMNS.items() if column in sample}
-        wanted |= {"prompt_length": len(sample["prompt_ids"]), "response_length": len(policy)}
+        wanted |= {"prompt_length": len(sample["prompt_ids"]), "response_length": len(sample["response_mask"])}
         wanted["versions"] = sorted({*sample["versions"].tolist()} - {-1})
         if is_scored:
-            wanted["score"] = float(doubles(sample["token_level_scores"])[policy].sum())
+            wanted["score"] = of_policy["token_level_scores"]
         if is_scored and "acc" in sample and sample.get("reward_errors") is None:
             wanted["acc"] = float(sample["acc"])
-        if "advantages" in sample and bool(policy.any()):
-            wanted["advantage"] = float(doubles(sample["advantages"])[policy].mean())
-            wanted["masked"] = 1.0 - float(doubles(sample["loss_mask"])[policy].mean())
+        if "advantages" in sample and number:
+            wanted["advantage"] = of_policy["advantages"] / number
+            wanted["masked"] = 1.0 - of_policy["loss_mask"] / number
         for name, expected in wanted.items():
             found = row[name]
             is_close = isinstance(expected, float) and isinstance(found, float) and abs(found - expected) <= LIMIT
@@ -108,6 +113,14 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
                     "its row belongs to another sample, or the code that writes it is wrong. Weights are not affected"
                 )
     return None
+
+
+def _sums(batch: Batch, name: str) -> list[float]:
+    """The sum of a column over the policy's tokens of each sample."""
+    rows, values = torch.arange(len(batch)).repeat_interleave(batch.lengths("response")), doubles(batch.flat(name))
+    values = torch.where(doubles(batch.flat("response_mask")) > 0, values, 0.0)
+    found: list[float] = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, rows, values).tolist()
+    return found
 
 
 def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> None:
@@ -124,17 +137,16 @@ def _compare(recorded: RecordedStep, wanted: Iterable[tuple[str, float]]) -> Non
 
 def _of_samples(recorded: RecordedStep) -> Iterator[tuple[str, float]]:
     """Metrics of samples over all ranks, each of which calls this; scores are those of samples that have one."""
-    batch, lengths = recorded.batch, recorded.batch.lengths("response")
-    rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
+    batch, lengths, scores = recorded.batch, recorded.batch.lengths("response"), [0.0] * len(recorded.batch)
     if "token_level_scores" in batch:
-        scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")) * (batch.flat("response_mask") > 0))
+        scores = _sums(batch, "token_level_scores")
     is_truncated = torch.tensor(
         [reason in ("length", "context") for reason in batch["finish_reason"]], dtype=torch.bool
     )
     has_forks = "forks" in batch and any(batch["forks"])
     longest = torch.tensor([*map(_longest, recorded.samples)]) if has_forks else lengths
     columns = (longest, batch.lengths("prompt"), is_truncated, batch["valid"].bool(), scores, batch["group_index"])
-    own = torch.stack([column.double() for column in columns])
+    own = torch.stack([torch.as_tensor(column, dtype=torch.float64) for column in columns])
     parts = batch["reward_parts"] if "reward_parts" in batch else [{}] * len(batch)  # noqa: SIM401  no dict
     every = recorded.run.ranks.gather((own, batch["domain"], parts))
     numbers, domains = torch.cat([each[0] for each in every], 1), [name for each in every for name in each[1]]

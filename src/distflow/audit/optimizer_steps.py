@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distflow.audit.log_probs import audited_samples, dtype_of, ids_of, is_predicted, joined_logits, sequences_of
 from distflow.audit.model_forward import Ids, logits_of, plainly
-from distflow.audit.record_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped
+from distflow.audit.record_calls_and_updates import OpenEngine, Stripe, UpdateRecord, striped, trained
 from distflow.audit.recorded_step import (
     RecordedStep,
     Sample,
@@ -191,7 +191,7 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
     spread = is_spread(actor.model)  # otherwise this rank takes part in the passes of others
     if not chosen and not spread:
         return "no sample is short enough"
-    names, weights = zip(*striped(actor.model, recorded.step), strict=True)
+    names, weights = zip(*striped(trained(actor.model), recorded.step), strict=True)
     batch = recorded.batch.select([list(recorded.batch["uid"]).index(sample["uid"]) for sample in chosen])
 
     def loss() -> Tensor:

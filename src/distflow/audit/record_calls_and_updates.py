@@ -182,8 +182,11 @@ class Stripe:
         has its own part, or a summand."""
         if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
             gradient = whole(gradient)
-        here, values = at_places(gradient, _places(gradient))
-        self.own[here] += values.cpu().double()
+        if isinstance(gradient, DTensor):
+            here, values = at_places(gradient, _places(gradient))
+            self.own[here] += values.cpu().double()
+        else:
+            self.own[:-1] += _stripe(gradient)
         self.own[-1] += 1
 
 
@@ -238,7 +241,8 @@ class UpdateWatch:
         """turn: selects the watched weights. few: samples whose outputs are recorded; all if empty. quick: watch one
         weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
         self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
-        self._striped, self._handles, self._quick = list[tuple[str, nn.Parameter]](), list[Any](), quick
+        self._trained, self._striped = list[tuple[str, nn.Parameter]](), list[tuple[str, nn.Parameter]]()
+        self._handles, self._quick = list[Any](), quick
         self._summed = set[str]()
         self._group: Collective = getattr(engine, "group", OneRank())
         counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
@@ -249,11 +253,12 @@ class UpdateWatch:
         self.record.totals = _over_ranks({name: float(total) for name, total in totals.items()}, self._group)
         if not isinstance(engine, OpenEngine):
             return
-        self._striped += striped(engine.model, turn, quick)
+        self._trained = trained(engine.model)
+        self._striped += striped(self._trained, turn, quick)
         self._summed = {name for name, _ in self._striped}
-        others = [each for each in _small(_trained(engine.model)) if each[0] not in self._summed]
+        others = [each for each in _small(self._trained) if each[0] not in self._summed]
         self._striped += [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
-        self.record.leftover = _leftover(_trained(engine.model))
+        self.record.leftover = _leftover(self._trained)
         for name, parameter in self._striped:
             own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
@@ -262,7 +267,7 @@ class UpdateWatch:
         if is_spread(engine.model):
             watch = partial(self._watch_gathered, engine.model, set[int]())
             self._handles += [module.register_forward_pre_hook(watch) for module in engine.model.modules()]
-        self._handles.append(engine.optimizer.register_step_pre_hook(lambda *_: self._before_step(engine.model)))
+        self._handles.append(engine.optimizer.register_step_pre_hook(self._before_step))
 
     def counts(self, batch: Batch) -> Counts:
         return self.record.loss.counts(batch)
@@ -303,7 +308,8 @@ class UpdateWatch:
             stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
             sums = self._group.sum(stripe.own) if name in self._summed else stripe.own
             if sums[-1] > 0:
-                stripe.contributions = sums[at_places(parameter, _places(parameter))[0]]
+                is_part = isinstance(parameter, DTensor)
+                stripe.contributions = sums[at_places(parameter, _places(parameter))[0] if is_part else slice(-1)]
         return self.record
 
     def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
@@ -314,10 +320,9 @@ class UpdateWatch:
                 seen.add(id(gathered))
                 self._handles.append(gathered.register_hook(self.record.stripes[name].contribute))
 
-    def _before_step(self, model: nn.Module) -> None:
+    def _before_step(self, *_: object) -> None:
         if not self._quick:
-            gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
-            self.record.norm = math.sqrt(square_sum(gradients))
+            self.record.norm = math.sqrt(square_sum([p.grad for _, p in self._trained if p.grad is not None]))
         for name, parameter in self._striped:
             if parameter.grad is not None:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
@@ -331,7 +336,7 @@ class GradientWatch:
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine, self._group = engine, getattr(engine, "group", OneRank())
-        self._trained = _trained(engine.model) if isinstance(engine, OpenEngine) else []
+        self._trained = trained(engine.model) if isinstance(engine, OpenEngine) else []
         self._spread, self._striped = any(isinstance(p, DTensor) for _, p in self._trained), _small(self._trained)
         self._handles = list[Any]()
         self._last: tuple[int, str, Stripe] | None = None
@@ -404,7 +409,7 @@ def _over_ranks(own: Mapping[str, float], group: Collective) -> dict[str, float]
     return {name: math.fsum(each.get(name, 0.0) for each in every) for name in own}
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -416,9 +421,11 @@ def _leftover(trained: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
     return [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
 
 
-def striped(model: nn.Module, turn: int, one: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """A few weights: the first, the last, and others drawn by `turn`; or a single drawn one."""
-    found = _small(_trained(model))
+def striped(
+    weights: Iterable[tuple[str, nn.Parameter]], turn: int, one: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """A few of the weights: the first, the last, and others drawn by `turn`; or a single drawn one."""
+    found = _small(weights)
     if one:
         yield from random.Random(turn).sample(found, min(1, len(found)))
         return

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,6 +109,17 @@ class AuditedRun:
         if message not in self._warnings:
             self._warnings.add(message)
             self.inputs.recorder.note("warning", message)
+
+    @cached_property
+    def row(self) -> Callable[[int], Any]:
+        """A training row. The last ones are kept, since several checks read the same."""
+        return lru_cache(maxsize=1024)(lambda index: self.spec.rows[index])
+
+    @cached_property
+    def text(self) -> Callable[[tuple[int, ...]], str]:
+        """The text of tokens without special ones. The last ones are kept."""
+        decode = self.resources.tokenizer.decode
+        return lru_cache(maxsize=1024)(lambda ids: str(decode(list(ids), skip_special_tokens=True)))
 
     def call_reward(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """Call a reward function for one sample."""
@@ -366,10 +377,22 @@ def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, r
         )
 
 
-def check_close(sample: Sample, column: str, expected: Tensor, limit: float, reason: str) -> None:
+def check_close(
+    samples: Sequence[Sample],
+    column: str,
+    expected: Sequence[Sequence[float]],
+    limit: float,
+    reason: Callable[[Sample], str],
+) -> None:
     """Raises Wrong if a token's value is not the expected one. limit: relative, to at least 1; NaN is never close."""
-    gap = (doubles(sample[column]) - expected).abs()
-    check_tokens(sample, column, expected, ~(gap <= limit * expected.abs().clamp(min=1.0)), reason)
+    if not samples:
+        return
+    wanted = torch.tensor(list(chain.from_iterable(expected)), dtype=torch.float64)
+    gap = (doubles(torch.cat([sample[column] for sample in samples])) - wanted).abs()
+    if bool((wrong := ~(gap <= limit * wanted.abs().clamp(min=1.0))).any()):
+        lengths = [len(row) for row in expected]
+        for sample, own, odd in zip(samples, wanted.split(lengths), wrong.split(lengths), strict=True):
+            check_tokens(sample, column, own, odd, reason(sample))
 
 
 def samples_of(batch: Batch) -> list[Sample]:
@@ -379,7 +402,10 @@ def samples_of(batch: Batch) -> list[Sample]:
         if name not in batch or name in columns:
             continue
         axis, flat = batch.field(name).axis, batch.flat(name)
-        columns[name] = flat.split(batch.lengths(axis).tolist()) if axis in TOKEN_AXES else list(flat)
+        if axis in TOKEN_AXES:
+            columns[name] = flat.split(batch.lengths(axis).tolist())
+        else:
+            columns[name] = flat.tolist() if isinstance(flat, Tensor) and flat.dim() == 1 else list(flat)
     return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
 
 

@@ -144,7 +144,7 @@ def _check_calls(recorded: RecordedStep) -> None:
         raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
     known = [(sample, record) for sample in recorded.some_samples(1) if (record := recorded.record_of(sample))]
     for sample, record in known:
-        row, text = recorded.run.spec.rows[record.prompt_group.row], str(sample["responses"])
+        row, text = recorded.run.row(record.prompt_group.row), str(sample["responses"])
         first, last = f" {text}{ECHO}", f"{text[::-1]}\n"
         texts = (first + last, first + "x" + last, (first + last)[::-1].replace(ECHO[::-1], ECHO))
         for said in texts[:1] if recorded.partial else texts:
@@ -160,13 +160,11 @@ def audit_ranks(recorded: RecordedStep) -> str | None:
     Reads so little that every step has it."""
     if not _ranks(recorded):
         return NOT_APPLICABLE
-    batch, rows_of = recorded.batch, dict[int, list[int]]()
-    lengths, drawn = batch.lengths("response"), random.Random(recorded.step)
-    starts = lengths.cumsum(0) - lengths
-    for row, (group, length) in enumerate(zip(batch["group_index"].tolist(), lengths.tolist(), strict=True)):
-        rows_of.setdefault(group, []).extend([row] * (length > 0))
-    for group in drawn.sample(sorted(rows_of), min(MOST_RANKED, len(rows_of))):
-        scores = _given_scores(recorded, group, rows_of[group])
+    batch = recorded.batch
+    lengths, of_group, drawn = batch.lengths("response"), batch["group_index"], random.Random(recorded.step)
+    starts, groups = lengths.cumsum(0) - lengths, of_group.unique().tolist()
+    for group in drawn.sample(groups, min(MOST_RANKED, len(groups))):
+        scores = _given_scores(recorded, group, ((of_group == group) & (lengths > 0)).nonzero()[:, 0].tolist())
         if len({*scores.values()}) < 2:
             continue
         first = starts[[*scores]]
@@ -201,7 +199,7 @@ def _given_scores(recorded: RecordedStep, group: int, rows: Sequence[int]) -> di
     """By row, the weighted sum of the scores that were given for its text; only of samples with a score of each
     function."""
     record, batch, found = recorded.records.get(group), recorded.batch, dict[int, float]()
-    if record is None:
+    if record is None or not rows:
         return found
     weights = {part.name: part.weight for part in parts_of_domain(recorded.config, batch["domain"][rows[0]])}
     given = dict[tuple[str, object], set[float]]()
@@ -223,6 +221,7 @@ def _own_score(recorded: RecordedStep, record: GroupRecord, sample: Sample, name
         result
         for called, given, result in record.scored
         if called == name
+        and given.get("solution_str") == wanted["solution_str"]
         and {**{key: given.get(key) for key in wanted}, "extra_info": given.get("extra_info") or {}} == wanted
     ]
     if not own:
@@ -253,7 +252,7 @@ def _plain_scores(recorded: RecordedStep) -> None:
         record = recorded.record_of(sample)
         if record is None or not sample["valid"] or sample.get("reward_errors") is not None:
             continue
-        row, text = recorded.run.spec.rows[record.prompt_group.row], str(sample["responses"])
+        row, text = recorded.run.row(record.prompt_group.row), str(sample["responses"])
         for part in parts_of_domain(recorded.config, sample["domain"]):
             found = sample["reward_parts"].get(part.name)
             wanted = None if part.options else plain_score(part.name, text, row.ground_truth, row.extra_info or {})
@@ -367,9 +366,9 @@ def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -
 def _arguments(recorded: RecordedStep, sample: Sample, name: str = "") -> dict[str, Any]:
     """Arguments of a call for the sample alone, from its row and tokens. A user's node decides which text is scored.
     name: of the function."""
-    row = recorded.run.spec.rows[recorded.records[int(sample["group_index"])].prompt_group.row]
-    text = str(recorded.run.resources.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
-    text = text if recorded.is_ours("responses") else sample["responses"]
+    row = recorded.run.row(recorded.records[int(sample["group_index"])].prompt_group.row)
+    ours = recorded.is_ours("responses")
+    text = recorded.run.text((*sample["response_ids"].tolist(),)) if ours else sample["responses"]
     truth, extra_info = row.ground_truth, row.extra_info or {}
     reward_fn, said = recorded.run.resources.reward_fn, sample.get("conversation")
     own = {PROMPT: row.prompt_text, **call_arguments(row.domain, text, truth, extra_info)}
@@ -403,7 +402,7 @@ def audit_judge_answers(recorded: RecordedStep) -> str | None:
         options, record = judges.get((sample["domain"], "judge")), recorded.record_of(sample)
         if options is None or record is None or sample["reward_errors"] is not None or not sample["valid"]:
             continue
-        truth = recorded.run.spec.rows[record.prompt_group.row].ground_truth
+        truth = recorded.run.row(record.prompt_group.row).ground_truth
         asked = [options.get("base_url", ""), options.get("model", ""), sample["responses"], truth]
         about = hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
         with closing(sqlite3.connect(Path(str(options["store"])).expanduser(), timeout=1.0)) as connection:

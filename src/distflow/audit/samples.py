@@ -18,6 +18,7 @@ from distflow.audit.recorded_step import (
     Wrong,
     by_group_of,
     check,
+    check_close,
     check_tokens,
     doubles,
     is_builtin,
@@ -37,6 +38,7 @@ from distflow.rollout.engine import Generation
 from distflow.scheduling.group_states import PromptGroup
 
 MOST, MOST_LOOKED = 64, 2
+ON_DRAWN = ": it is 1 on exactly the tokens that the policy generated"
 ROUNDING = 1e-6
 """A mismatch this close to a bound may be on either side."""
 
@@ -86,7 +88,7 @@ def audit_responses(recorded: RecordedStep) -> str | None:
     known = [(sample, recorded.prompt_group(sample)) for sample in recorded.some_samples(most)]
     samples = [(sample, prompt_group) for sample, prompt_group in known if prompt_group is not None]
     for sample, prompt_group in samples:
-        row = recorded.run.spec.rows[_place_of(recorded, prompt_group)]
+        row = recorded.run.row(_place_of(recorded, prompt_group))
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its group")
         _same(sample, "domain", sample["domain"], row.domain, "the row of its group")
         _same(sample, "images", list(sample.get("images", ())), list(row.images), "the row of its group")
@@ -125,7 +127,7 @@ def _check_episodes(recorded: RecordedStep, most: int) -> str | None:
         return "a user's node generates the responses"
     asked = [(sample, turns) for sample in recorded.some_samples(most) if (turns := recorded.turns(sample))]
     for sample, turns in asked:
-        row = recorded.run.spec.rows[_place_of(recorded, recorded.records[int(sample["group_index"])].prompt_group)]
+        row = recorded.run.row(_place_of(recorded, recorded.records[int(sample["group_index"])].prompt_group))
         ids, tokenizer = sample["response_ids"].tolist(), recorded.run.resources.tokenizer
         last = {turn.conversation.name: ids[turn.start : turn.end] for turn in turns}.values()
         texts = [tokenizer.decode(each, skip_special_tokens=True) for each in last]
@@ -162,23 +164,31 @@ def audit_masks(recorded: RecordedStep) -> str | None:
     if recorded.is_written("loss_mask") and not recorded.is_ours("loss_mask"):
         return "a user's node writes loss_mask"
     groups, is_ours = by_group_of(recorded.samples), recorded.is_ours("responses")
+    rejects = bool(recorded.config.algorithm.rollout_correction.rollout_rs)
+    left_out, drawn, trained = dict[str, str](), list[list[float]](), list[list[float]]()
     for sample in recorded.samples:
-        of_policy = (sample["versions"] >= 0).double()
+        of_policy = [float(version >= 0) for version in sample["versions"].tolist()]
         found = recorded.requests(sample) if is_ours else ()
-        if found and int(of_policy.sum()) != len(found[0][1].token_ids):
+        if found and sum(of_policy) != len(found[0][1].token_ids):
             raise Wrong(
-                f"sample {sample['uid']}: {int(of_policy.sum())} tokens are marked as the policy's, but it generated "
+                f"sample {sample['uid']}: {sum(of_policy):.0f} tokens are marked as the policy's, but it generated "
                 f"{len(found[0][1].token_ids)}"
             )
-        reason = ": it is 1 on exactly the tokens that the policy generated"
-        check_tokens(sample, "response_mask", of_policy, sample["response_mask"].double() != of_policy, reason)
-        left_out = _left_out(recorded, sample, groups[int(sample["group_index"])])
-        rejected, near = _rejected(recorded, sample)
-        expected = of_policy * float(sample["valid"] and not left_out) * ~rejected
-        wrong = (sample["loss_mask"].double() != expected) & ~(near & (of_policy > 0))
-        reason += f", if the sample has a score, and this one has {'one' if sample['valid'] else 'none'}"
-        reason += f", and is not left out for it: {left_out}" if left_out else ""
-        check_tokens(sample, "loss_mask", expected, wrong, reason)
+        why = left_out[sample["uid"]] = _left_out(recorded, sample, groups[sample["group_index"]])
+        expected = of_policy if sample["valid"] and not why else [0.0] * len(of_policy)
+        if rejects:
+            rejected, near = _rejected(recorded, sample)
+            expected = torch.where(near, sample["loss_mask"].double(), torch.tensor(expected) * ~rejected).tolist()
+            expected = [each * inside for each, inside in zip(expected, of_policy, strict=True)]
+        drawn.append(of_policy)
+        trained.append(expected)
+
+    def reason(sample: Sample) -> str:
+        more = f", and is not left out for it: {why}" if (why := left_out[sample["uid"]]) else ""
+        return f"{ON_DRAWN}, if the sample has a score, and this one has {'one' if sample['valid'] else 'none'}{more}"
+
+    check_close(recorded.samples, "response_mask", drawn, 0.0, lambda sample: ON_DRAWN)
+    check_close(recorded.samples, "loss_mask", trained, 0.0, reason)
     return None
 
 
@@ -245,8 +255,6 @@ def _rejected(recorded: RecordedStep, sample: Sample) -> tuple[Tensor, Tensor]:
     """Which tokens are rejected because of the mismatch of trainer and engine (verl's `rollout_rs`), and for which this
     depends on rounding."""
     settings, none = recorded.config.algorithm.rollout_correction, torch.zeros(len(sample["response_ids"])).bool()
-    if not settings.rollout_rs:
-        return none, none
     own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
     if own not in sample:
         return none, ~none

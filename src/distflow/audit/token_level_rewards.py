@@ -41,17 +41,9 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("scores"):
         return "a user's node writes the scores" if recorded.is_written("scores") else NOT_APPLICABLE
     recorded = recorded.everyone
-    for sample in recorded.samples:
-        if not bool(sample["valid"]):
-            continue
-        total = _total(recorded, sample)
-        expected = rewards_of_turns(recorded, sample, total)
-        expected = _of_turns(sample) if expected is None else expected
-        policy = (sample["response_mask"] > 0).nonzero()
-        if len(policy):
-            expected[int(policy[-1])] += total - expected.sum()
-        reason = f", by its scores {dict(sample['reward_parts'])}"
-        check_close(sample, "token_level_scores", expected, LIMIT, reason)
+    scored = [sample for sample in recorded.samples if sample["valid"]]
+    check_close(scored, "token_level_scores", [_on_tokens(recorded, each) for each in scored], LIMIT, _by_its_scores)
+    for sample in scored:
         _same_baseline(recorded, sample)
     if recorded.is_written("token_level_rewards") and not recorded.is_ours("token_level_rewards"):
         return "a user's node writes the rewards"
@@ -59,11 +51,25 @@ def audit_rewards(recorded: RecordedStep) -> str | None:
     return next(filter(None, why_not), None)
 
 
+def _by_its_scores(sample: Sample) -> str:
+    return f", by its scores {dict(sample['reward_parts'])}"
+
+
+def _on_tokens(recorded: RecordedStep, sample: Sample) -> list[float]:
+    """The score of each token: what no turn got is on the policy's last one."""
+    total = _total(recorded, sample)
+    of_turns = rewards_of_turns(recorded, sample, total)
+    if of_turns is None and "turn_index" not in sample:
+        expected = [0.0] * len(sample["response_ids"])
+    else:
+        expected = (_of_turns(sample) if of_turns is None else of_turns).tolist()
+    if policy := [token for token, mask in enumerate(sample["response_mask"].tolist()) if mask > 0]:
+        expected[policy[-1]] += total - sum(expected)
+    return expected
+
+
 def _of_turns(sample: Sample) -> Tensor:
-    """The rewards of an episode's turns if its events are not known: only the last token of a turn has one. 0 on all
-    tokens of other samples."""
-    if "turn_index" not in sample:
-        return torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
+    """The rewards of an episode's turns if its events are not known: only the last token of a turn has one."""
     turn = sample["turn_index"]
     after = torch.cat([turn[1:], turn.new_full((1,), -1)])[: len(turn)]
     return torch.where((turn >= 0) & (turn != after), doubles(sample["token_level_scores"]), 0.0)
@@ -89,13 +95,13 @@ def _check_processed(
         last = max((token for token, counts_too in enumerate(counted) if counts_too), default=-1)
         own = [reward * (token == last) for token in range(len(counted))]
         own = own if makes_one or "turn_index" not in sample else sample["token_level_scores"].tolist()
-        rows.append([each - less for each, less in zip(own, _kl_penalty(recorded, sample).tolist(), strict=True)])
+        if algorithm.use_kl_in_reward:
+            own = [each - less for each, less in zip(own, _kl_penalty(recorded, sample).tolist(), strict=True)]
+        rows.append(own)
     if algorithm.whiten_rewards:
         rows = whitened(rows, counts)
-    for sample, row in zip(samples, rows, strict=True):
-        if sample["valid"]:
-            reason = f", by its scores {dict(sample['reward_parts'])}"
-            check_close(sample, "token_level_rewards", torch.tensor(row, dtype=torch.float64), LIMIT, reason)
+    scored = [(sample, row) for sample, row in zip(samples, rows, strict=True) if sample["valid"]]
+    check_close([each for each, _ in scored], "token_level_rewards", [row for _, row in scored], LIMIT, _by_its_scores)
     return None
 
 
@@ -327,8 +333,6 @@ def _overlong(recorded: RecordedStep, domain: str, length: int) -> float:
 def _kl_penalty(recorded: RecordedStep, sample: Sample) -> Tensor:
     domain = sample["domain"]
     algorithm, is_own = algorithm_of(recorded.config, domain), domain in recorded.config.algorithm.domains
-    if not algorithm.use_kl_in_reward:
-        return torch.zeros(len(sample["response_mask"]), dtype=torch.float64)
     coefficient = recorded.metrics.get(f"actor/kl_coef/{domain}" if is_own else "actor/kl_coef", 0.0)
     if algorithm.kl_ctrl.type == "fixed":
         coefficient = algorithm.kl_ctrl.kl_coef
