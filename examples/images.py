@@ -2,14 +2,17 @@
 
 import base64
 import io
+from pathlib import Path
 from random import Random
 
 import numpy as np
 from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
+import distflow
+
 COLOURS = {"r": (230, 40, 40), "g": (40, 200, 60), "b": (50, 80, 230)}
-START, TINY = "runs/images/start", "src/distflow/models/builtin/tiny-arithmetic"
+START, TINY = "runs/images/start", Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
 
 
 def squares(number=256, seed=0):

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "reward.backoff_s": "tests/rewards/pool/test_domain_pools.py",
     "reward.domains": "tests/e2e/test_rlvr.py",
     "data.domains": "tests/e2e/test_domains.py",
+    "data.image_key": "tests/e2e/test_images.py",
     "data.chosen_key": "tests/e2e/test_preference_pairs.py",
     "data.rejected_key": "tests/e2e/test_preference_pairs.py",
     "reward_model.model.path": "tests/e2e/test_reward_model.py",

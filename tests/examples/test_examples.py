@@ -15,7 +15,7 @@ from tests.user_code import forgotten
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-MAX_LINES = {"own_loop.py": 40, "areal_gsm8k_grpo.py": 60, "tool_use.py": 40}
+MAX_LINES = {"own_loop.py": 40, "areal_gsm8k_grpo.py": 60, "tool_use.py": 40, "images.py": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +163,17 @@ def test_own_loop(tmp_path: Path) -> None:
     staleness = [row["async/version_diff/max"] for row in run.metrics("train")]
     assert max(staleness) == 1
     assert run.status == "finished"
+
+
+@pytest.mark.slow
+def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / "images.py"), run_name="__main__")
+    folder = tmp_path / "runs" / "images"
+    start = f"actor_rollout_ref.model.path={folder}/start"
+    assert main(["sft", "examples/images_sft.yaml", start, f"trainer.default_local_dir={folder}/sft"]) == 0
+    learned = f"actor_rollout_ref.model.path={folder}/sft"
+    found = rewards(folder / "grpo", "train", "examples/images.yaml", learned)
+    assert sum(found[:3]) / 3 < 0.4 and sum(found[-3:]) / 3 > 0.7, found
+    assert not notes(folder / "grpo", "warning")

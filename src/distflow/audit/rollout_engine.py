@@ -271,9 +271,9 @@ token are ignored. KEPT: weight of earlier samples after each one, so that a fau
 @check(
     "draws",
     "every token is the one that the sample's own random stream (seed, epoch, row, sample, position) draws from the "
-    "policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that distribution; of an engine "
-    "with random numbers of its own, tokens are inside of top_k, top_p and min_p, and on average as likely as the "
-    "policy's entropy implies (else a warning)",
+    "policy of its version, by inverse CDF in vocabulary order, and has the log-prob of that distribution; of an "
+    "engine with random numbers of its own, tokens are inside of top_k, top_p and min_p, and on average as likely as "
+    "the policy's entropy implies (else a warning)",
     needs="tokens that are not greedy; in float32 for the log-prob",
     limit=f"{EXACT_DRAW:g} of probability, no token (bfloat16: {ROUNDED_DRAW:g}, or {ROUNDINGS:g} times the measured "
     "effect of rounding, a tenth of the tokens)",
@@ -353,7 +353,7 @@ def _follows_the_policy(recorded: RecordedStep) -> None:
         )
     sums = recorded.run.state.setdefault("likelihood", [0.0, 0.0, 0.0])
     for sample, scores, known in scored:
-        params = [each for _, each in recorded.sampling_of_tokens(sample)]
+        params = [each for _, each, _ in recorded.sampling_of_tokens(sample)]
         if all((p.top_k, p.top_p, p.min_p, p.repetition_penalty) == (-1, 1.0, 0.0, 1.0) for p in params):
             now = known.sum(), (scores.log_probs + scores.entropy)[known].sum(), scores.variance[known].sum()
             sums[:] = (KEPT * before + float(more) for before, more in zip(sums, now, strict=True))

@@ -26,6 +26,7 @@ from distflow.config.derived_settings import (
     reward_functions,
     validates,
 )
+from distflow.config.keys.data import DataConfig
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.dataset_columns import (
     DEFAULT_DOMAIN,
@@ -373,11 +374,17 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
 
 
 def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[DataSource]:
-    """The sources without the column of images if the policy, whose tokenizer encodes the prompts, reads text alone."""
+    """The sources without the column of images if the policy, whose tokenizer encodes the prompts, reads text alone.
+    Raises UserError if the config names that column."""
     model = config.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
     if path is not None and has_image_processor(resolve_path(path), model.revision):
         return list(sources)
+    if config.data.image_key not in (None, DataConfig.image_key):
+        raise UserError(
+            f"data.image_key={config.data.image_key}: the model '{path}' reads text alone: remove the key, or take a "
+            "model whose folder has a processor of images"
+        )
     return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
 
 

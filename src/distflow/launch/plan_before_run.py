@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults import is_free
@@ -134,7 +135,8 @@ class RunPlanner:
         plan = data_plan(config, dict.fromkeys(domains, max(1, rows // len(domains))) if domains else {"": rows})
         setup = setup_of(run, plan)
         draws = {name: partial(Random.expovariate, lambd=1 / mean) for name, mean in self.seconds.items() if mean}
-        costs = replace(setup.costs, **{name: draw for name, draw in draws.items() if name != "mtbf"})
+        drawn: Any = {name: draw for name, draw in draws.items() if name != "mtbf"}
+        costs = replace(setup.costs, **drawn)
         setup = replace(setup, costs=costs, reward_workers=run.config.reward.num_workers)
         if mtbf := self.seconds.get("mtbf"):
             own = [rank for rank in run.plan.ranks if setup.shared or rank.training_nodes]

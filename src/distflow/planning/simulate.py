@@ -8,7 +8,7 @@ when all its responses are there. The seed and the group id determine its length
 simulations differ only by what they are told to differ in.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -199,7 +199,7 @@ class _Simulation:
         self.version, self.attempt = 0, 0  # of the engines' weights; of the training processes
         self.state = "waits"  # or trains, syncs, saves, restarts
         self.num_running, self.slot_seconds, self.num_down = 0, 0.0, 0
-        self.rollout_idle, self.training_idle = Counter[str](), Counter[str]()
+        self.rollout_idle, self.training_idle = defaultdict[str, float](float), defaultdict[str, float](float)
         self.busy = set[_Engine]()
         self.step_ends: list[float] = []
         self.ages: list[Counter[int]] = []

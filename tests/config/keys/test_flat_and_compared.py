@@ -108,6 +108,7 @@ data:
   messages_key: talk
   chosen_key: better
   rejected_key: worse
+  image_key: pictures
   tools_key: functions
   domain_key: kind
   tag_key: tag

@@ -215,10 +215,11 @@ def _end_steps(run_dir: Path, split: str, timeline: run_reader.Timeline) -> list
     return sorted({step for step in (first, last) if step is not None})
 
 
-def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, str], list[dict[str, JSON]]]:
-    problems: dict[tuple[str, str], list[dict[str, JSON]]] = {}
+def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[dict[str, JSON]]]:
+    problems: dict[tuple[str, ...], list[dict[str, JSON]]] = {}
     for row in rows:
-        problems.setdefault((str(row.get("prompt", "")), str(row.get("ground_truth", ""))), []).append(row)
+        key = tuple(str(row.get(name, "")) for name in ("prompt", "ground_truth", "images"))
+        problems.setdefault(key, []).append(row)
     return problems
 
 
