@@ -124,7 +124,7 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     said = capsys.readouterr().out
     for note in (
         "1 of 10 rows lack the column 'level' (the first: odd.jsonl:10)",
-        "1 of 10 rows have images or videos, which the model will not see: only text is supported (the first: odd",
+        "1 of 10 rows have images or videos, which the model will not see: it reads only text (the first: odd",
         "1 of 10 rows have an answer that begins or ends in white space (the first: odd.jsonl:10)",
         "1 of 10 rows have a prompt with characters that the tokenizer does not know (the first: odd.jsonl:10)",
         "clip_ratio_high=1.28 is unusually high: clip_ratio_high is counted from 1, so ratios up to 2.28 are allowed",

@@ -40,6 +40,8 @@ NUM_SAMPLES = 2
 Dtype = torch.dtype | None
 EXACT, ROUNDED = 1e-3, 0.5
 LIMIT = 1e-3
+NOISE = 1e-3
+"""A smaller gradient, in units of the largest, is compared as if it had this size."""
 TERMS, TERM_LIMIT = ("pg", "entropy", "kl"), 1e-6
 MOMENTS, MOMENT_LIMIT = ("exp_avg", "exp_avg_sq"), 1e-5
 
@@ -205,11 +207,12 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
     apart = [_through_padding(recorded, role, actor, part, weights, low) for part in parts]
     if not chosen:
         return "no sample is short enough"
-    limit = recorded.limit(EXACT, ROUNDED)
-    for place, (name, one, *others) in enumerate(zip(names, packed, *apart, strict=True)):
-        other = torch.stack(others).sum(0)
-        error = float((one - other).norm() / other.norm().clamp(min=1e-12))
-        if not error <= limit and float(other.norm()) > 1e-9:
+    limit, sums = recorded.limit(EXACT, ROUNDED), [torch.stack(others).sum(0) for others in zip(*apart, strict=True)]
+    # The gradient of a bias of keys without positions is rounding alone.
+    least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
+    for place, (name, one, other) in enumerate(zip(names, packed, sums, strict=True)):
+        error = float((one - other).norm()) / max(float(other.norm()), least)
+        if not error <= limit:
             if low not in (None, torch.float32) and not spread:  # all ranks make equally many passes
                 exact = sum(_through_padding(recorded, role, actor, part, weights, None)[place] for part in parts)
                 if error <= 2 * (rounding := float((other - exact).norm() / torch.as_tensor(exact).norm())):

@@ -226,7 +226,7 @@ class _Simulation:
         counts, engine_seconds = self.coordinator.checked_counts(), total * self.setup.engines
         return SimulatedRun(
             tuple(self.step_ends),
-            sum(self.ages, Counter[int]()),
+            dict(sum(self.ages, Counter[int]())),
             {cause: seconds / engine_seconds for cause, seconds in self.rollout_idle.items()},
             {cause: seconds / total for cause, seconds in self.training_idle.items()},
             self.slot_seconds / engine_seconds / self.setup.slots,
