@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow.cli import main
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError
 from distflow.launch.export_checkpoint import export_checkpoint
@@ -15,7 +16,7 @@ from distflow.models.image_inputs import images_of
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.training import torch_engine
-from tests.e2e.runs import Playground
+from tests.e2e.runs import Playground, Run
 from tests.tiny_vision_models import png, square, write_tiny_llava
 
 HF = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=48", "trainer.total_training_steps=2")
@@ -62,6 +63,17 @@ def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
     playground.run("grpo", *saves, "trainer.total_training_steps=2", name="cut")
     resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_does(playground: Playground) -> None:
+    saves = (*HF, *EVERY, "trainer.save_freq=2")
+    one = playground.run("grpo", *saves, name="one")
+    assert main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
+    two = Run(playground.folder / "two", one.config, one.outcome)
+    assert not two.notes("warning")
+    for name, weight in one.weights(2).items():
+        assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
 
 
 def test_an_exported_model_has_its_processor(playground: Playground) -> None:
