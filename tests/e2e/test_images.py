@@ -57,6 +57,7 @@ def test_fine_tuning_reads_images(playground: Playground) -> None:
     launch_local(make_spec(load_config("sft", [*rows, *steps, *folder, *sizes, *model, *EVERY]), say=lambda line: None))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
     saves = (*HF[:-1], "trainer.save_freq=1", "actor_rollout_ref.actor.optim.scheduler=constant")
     whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
@@ -76,6 +77,7 @@ def test_two_processes_end_where_one_does(playground: Playground) -> None:
         assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_an_exported_model_has_its_processor(playground: Playground) -> None:
     playground.run("grpo", *HF, "trainer.save_freq=2")
     folder = playground.folder / "exported"
@@ -97,6 +99,7 @@ def test_the_trainer_must_see_the_images_of_the_engine(playground: Playground, m
         playground.run("grpo", *HF, *EVERY)
 
 
+@pytest.mark.slow
 def test_the_engine_must_see_the_images_of_the_row(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     request = rollout_reward_filter.GenerateRequest
 
