@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 from torch import nn
 
 from distflow.errors import UserError
@@ -167,6 +168,21 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
         file.unlink()
     with pytest.raises(UserError, match="no tokenizer; add one, or for the policy set tokenizer_path"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("times", "refused"), [(2, False), (12, True)])
+def test_a_tokenizer_that_would_fill_the_memory_is_refused(tmp_path: Path, times: int, refused: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    grows = [normalizers.Replace("a", "a" * 10)] * times
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("b"), *grows])
+    tokenizer.save_pretrained(tmp_path)
+    if refused:
+        with pytest.raises(
+            UserError, match="the normalizer of the tokenizer of .* can make a text 1e.12 times as long"
+        ):
+            load_tokenizer(tmp_path)
+    else:
+        assert len(load_tokenizer(tmp_path)("a")["input_ids"]) == 101
 
 
 def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder: Path) -> None:

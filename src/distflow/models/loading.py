@@ -1,6 +1,7 @@
 """Loads language models and critics from Hugging Face folders, hub ids and GGUF files, whole or in shards, ready for
 packed training forwards; loads their tokenizers, and determines which tokens end a generation."""
 
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -406,6 +407,7 @@ def load_tokenizer(
         # that tokenizer.json is the whole tokenizer, which changes how text is split.
         loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
+    _refuse_growth(tokenizer, source)
     if generates and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of '{source}' has no eos_token: responses could not end; set it there")
     if tokenizer.pad_token_id is None:
@@ -413,6 +415,34 @@ def load_tokenizer(
     if gguf_file is None and has_image_processor(source, revision):
         tokenizer.image_processor = load_image_processor(source, revision)  # see `images_of`
     return tokenizer
+
+
+_MOST_GROWTH = 1000
+
+
+def _refuse_growth(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raises UserError for a tokenizer whose replacements, one after another, make a text so long that it fills the
+    memory: the library that runs them has no limit."""
+    for part in ("normalizer", "decoder"):
+        steps = getattr(getattr(tokenizer, "backend_tokenizer", None), part, None)
+        growth = 1.0
+        for step in _replacements(json.loads(steps.__getstate__()) if steps is not None else None):
+            found = step["pattern"].get("String") or " "
+            growth *= max(1.0, len(step["content"]) / len(found))
+        if growth > _MOST_GROWTH:
+            raise UserError(
+                f"the {part} of the tokenizer of '{source}' can make a text {growth:.2g} times as long: use another one"
+            )
+
+
+def _replacements(state: object) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        if state.get("type") == "Replace":
+            yield state
+        state = list(state.values())
+    if isinstance(state, list):
+        for each in state:
+            yield from _replacements(each)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
