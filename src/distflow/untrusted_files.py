@@ -167,7 +167,7 @@ def load_image(path: str) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(check_file(Path(path))) as file:
+        with Image.open(check_file(Path(path)), formats=("PNG",)) as file:
             image = file.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"the image '{path}' of the run cannot be read: {error}; start the run again") from error

@@ -1,6 +1,7 @@
 """Images of rows: every form, every fault, and their places in prompts."""
 
 import base64
+import io
 import os
 import struct
 import zlib
@@ -67,6 +68,7 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "cannot be decoded"),
         (b"no image at all", "image 1 .column 'images'. cannot be decoded"),
         (png(square("r"))[:80], "cannot be decoded"),
         (bomb(30_000, 30_000), "cannot be decoded: .*decompression bomb"),
@@ -153,6 +155,14 @@ def test_without_the_column_rows_are_text(tmp_path: Path) -> None:
     record = Record("here", {"prompt": "q", "answer": "g", "images": ["a.png"]})
     (row,) = read_rows(iter([record]), Columns(), BadRows(), "rows")
     assert row.images == () and row.prompt == "q" and row.extra_info == {"images": ["a.png"]}
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_usual_formats_are_read(tmp_path: Path, kind: str) -> None:
+    memory = io.BytesIO()
+    square("b").save(memory, format=kind)
+    (path,) = read_images(memory.getvalue(), "images", None, tmp_path)
+    assert load_image(path).size == (28, 28)
 
 
 def test_modes_of_colour_become_rgb(tmp_path: Path) -> None:

@@ -177,9 +177,7 @@ def test_a_tokenizer_that_would_fill_the_memory_is_refused(tmp_path: Path, times
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("b"), *grows])
     tokenizer.save_pretrained(tmp_path)
     if refused:
-        with pytest.raises(
-            UserError, match="the normalizer of the tokenizer of .* a text 1e.12 times as long"
-        ):
+        with pytest.raises(UserError, match="the normalizer of the tokenizer of .* a text 1e.12 times as long"):
             load_tokenizer(tmp_path)
     else:
         assert len(load_tokenizer(tmp_path)("a")["input_ids"]) == 101

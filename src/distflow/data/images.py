@@ -15,6 +15,8 @@ from distflow.untrusted_files import check_file, image_hash
 
 IMAGE_MARK = "<image>"
 """The place of an image in a row's prompt."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Others are not opened: Pillow runs programs for some of them."""
 MAX_PIXELS, MAX_BYTES = 2**26, 2**26
 """Of one image; a larger one makes its row a bad row."""
 _DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -126,7 +128,7 @@ def _decoded(content: bytes, what: str) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as file:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as file:
             width, height = file.size
             if width * height > MAX_PIXELS or len(content) > MAX_BYTES:
                 raise RowError(f"{what} has {width} x {height} pixels, more than {MAX_PIXELS:,} together")
