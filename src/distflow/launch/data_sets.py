@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
+from importlib.util import find_spec
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -379,6 +380,8 @@ def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[Data
     model = config.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
     if path is not None and has_image_processor(resolve_path(path), model.revision):
+        if config.data.image_key is not None and find_spec("PIL") is None:
+            raise UserError("data.image_key: images need the extra: pip install 'distflow[images]'")
         return list(sources)
     if config.data.image_key not in (None, DataConfig.image_key):
         raise UserError(
