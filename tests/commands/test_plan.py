@@ -175,6 +175,7 @@ def test_a_simulated_run_is_in_text_and_json(capsys: pytest.CaptureFixture[str])
     assert planned(capsys, *words[:-2])["simulated"]["step_seconds"] < found["step_seconds"]
 
 
+@pytest.mark.slow
 def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
     words += ["data.train_files=builtin:arithmetic-rl", "actor_rollout_ref.model.init=random"]

@@ -125,6 +125,7 @@ def test_too_little_memory_names_what_lacks_least() -> None:
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
 
 
+@pytest.mark.slow
 def test_many_devices_are_split_in_64ths() -> None:
     found = Cluster("async_grpo", 128, staleness=(1,)).search()
     assert all(int(each.text.partition(":d")[2].split("+")[0].split("t")[0]) > 0 for each in found.best)
