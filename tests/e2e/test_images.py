@@ -114,7 +114,7 @@ def test_the_engine_must_see_the_images_of_the_row(playground: Playground, monke
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("actor_rollout_ref.rollout.name=embedded", "rollout.name=embedded: rows have images .*: set it to hf"),
+        ("actor_rollout_ref.rollout.name=embedded", "the embedded engine cannot run this model: it reads images"),
         ("actor_rollout_ref.rollout.workflow=multi_turn", "episodes have no images"),
     ],
 )
@@ -136,6 +136,10 @@ def test_a_column_of_images_needs_a_model_that_reads_them(tmp_path: Path) -> Non
 def test_text_alone_needs_a_word(playground: Playground) -> None:
     _, spec = playground.spec("grpo", *HF, "data.image_key=null")
     assert not any(row.images for row in spec.rows)
+
+
+def test_the_engine_that_reads_images_is_chosen(playground: Playground) -> None:
+    assert playground.spec("grpo", *HF[1:])[1].config.actor_rollout_ref.rollout.name == "hf"
 
 
 @pytest.mark.parametrize(

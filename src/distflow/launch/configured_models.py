@@ -20,9 +20,16 @@ from distflow.graph.node_spec import ENGINES
 from distflow.hugging_face_hub import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.device_and_threads import accelerator, choose_device
 from distflow.models.cached_decoder import why_not_embedded
-from distflow.models.loading import ModelSource, SourceOptions, context_length, load_model, load_tokenizer
+from distflow.models.loading import (
+    ModelSource,
+    SourceOptions,
+    context_length,
+    has_image_processor,
+    load_model,
+    load_tokenizer,
+)
 from distflow.models.lora import add_lora
-from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX
+from distflow.models.paths import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
 from distflow.planning.known_models_and_devices import ModelShape, find_device
@@ -70,7 +77,9 @@ def policy_limits(config: Config) -> RunLimits:
     source = policy_source(config)
     with blaming("actor_rollout_ref.model.path"):
         model = ModelSource(**source).config().get_text_config()
-        return RunLimits(context=context_length(**source), not_embedded=why_not_embedded(model))
+        reads_images = has_image_processor(resolve_path(source["path"]), source["revision"])
+        why = why_not_embedded(model) or ("it reads images" if reads_images else None)
+        return RunLimits(context=context_length(**source), not_embedded=why)
 
 
 def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -323,13 +324,19 @@ def _check_images(model: nn.Module) -> None:
 
 def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
     """Whether the model reads images: its config is of such a family, and its folder has a processor of images."""
-    if not any(cached_file(str(path), name, revision=revision, **_IF_THERE) for name in IMAGE_PROCESSOR_FILES):
+    there = (Path(path) / name for name in IMAGE_PROCESSOR_FILES)
+    if not (any(file.is_file() for file in there) if is_local(str(path)) else _hub_has_processor(str(path), revision)):
         return False
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError):  # reported by who loads the model
         return False
     return type(config) in AutoModelForImageTextToText._model_mapping and hasattr(config, "vision_config")
+
+
+@cache
+def _hub_has_processor(path: str, revision: str | None) -> bool:
+    return any(cached_file(path, name, revision=revision, **_IF_THERE) for name in IMAGE_PROCESSOR_FILES)
 
 
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
