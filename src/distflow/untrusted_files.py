@@ -55,7 +55,7 @@ def matching_files(source: str) -> list[Path]:
 
 def pointer_fault(path: Path) -> tuple[str, str] | None:
     """The problem and the advice if git has not downloaded a large file: a few lines of text stand in its place."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_file(path) as file:
         if file.read(len(_POINTER)) == _POINTER:
             return f"{path.name} is a pointer of git-lfs, not the file itself", "download it with `git lfs pull`"
     return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from distflow.audit.model_forward import Turns, logits_of, plainly
+from distflow.audit.model_forward import Ids, Turns, logits_of, plainly
 from distflow.audit.optimizer_steps import audit_gradients, audit_optimizer
 from distflow.audit.record_calls_and_updates import UpdateRecord, UpdateWatch, striped, trained
 from distflow.audit.recorded_step import Wrong
@@ -24,7 +24,7 @@ from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss, ragged_batch
 
-SEQUENCES = [((3, 4, 5), (6, 7)), ((8,), (9, 10, 11))]
+SEQUENCES = [Ids((3, 4, 5), (6, 7)), Ids((8,), (9, 10, 11))]
 SHARES = (list(range(6)), [6, 7])
 
 
