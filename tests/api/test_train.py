@@ -266,6 +266,7 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
         distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0)
 
 
+@pytest.mark.slow
 def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) -> None:
     squares = [{"prompt": f"{a}*{a}=", "answer": str(a * a)} for a in range(1, 9)]
 
@@ -314,6 +315,7 @@ def test_what_is_wrong_with_one_of_several_is_said_before_any_is_written(tmp_pat
         several({}, **{"trainer.n_gpus_per_node": 1})
 
 
+@pytest.mark.slow
 def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path) -> None:
     def broken(token_level_rewards, response_mask):
         raise OSError("no such advantage")

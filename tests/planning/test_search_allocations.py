@@ -96,6 +96,7 @@ def test_the_best_is_the_best_of_all(preset: str, num_devices: int) -> None:
     assert all(every[each.text, each.staleness] == each.step_seconds and each.run.fits for each in found.best)
 
 
+@pytest.mark.slow
 def test_it_is_deterministic_and_says_why_the_first_wins() -> None:
     found, again = (Cluster("async_grpo", 4).search() for _ in range(2))
     assert [each.line() for each in found.best] == [each.line() for each in again.best]
@@ -104,6 +105,7 @@ def test_it_is_deterministic_and_says_why_the_first_wins() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays() -> None:
     first = Cluster("grpo", 4).search().best[0].text
     assert first not in [each.text for each in Cluster("grpo", 4).search((first,)).best]
@@ -112,6 +114,7 @@ def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays() -> None:
     assert texts and all("torch[actor]" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
     found = Cluster("async_grpo", 4, staleness=(0, 1, 4)).search()
     first = found.best[0]
