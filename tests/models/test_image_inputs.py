@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
         return load_model(write_tiny_llava(tmp_path / "model"), dtype=torch.float64)
     processor = TinyQwenProcessor()
     made = tiny_qwen(processor)
-    made.image_processor = ImageProcessor(processor, "tiny")
+    made.image_processor = ImageProcessor(processor)
     return ready(made, torch.float64, "cpu")
 
 

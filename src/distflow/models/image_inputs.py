@@ -29,11 +29,12 @@ class ImageProcessor:
     token_id: of the placeholders of an image in the token ids, one for each vector that the model computes of it.
     """
 
-    def __init__(self, processor: Any, who: str) -> None:
-        self._processor, self._who = processor, who
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
         self.token_id = int(processor.image_token_id)
         self.mark = str(getattr(processor, "boi_token", None) or processor.image_token)
         self._kept: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._num_bytes = 0  # of those that are kept
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ImageProcessor":
         return self  # a copy of a model reads the same images
@@ -59,13 +60,15 @@ class ImageProcessor:
         return {name: torch.cat([inputs[name] for inputs in each]) for name in each[0]}
 
     def _processed(self, path: str) -> dict[str, Tensor]:
-        if path not in self._kept:
+        inputs = self._kept.pop(path, None)
+        if inputs is None:
             made = self._processor.image_processor(images=[load_image(path)], return_tensors="pt")
-            self._kept[path] = {name: value for name, value in made.items() if isinstance(value, Tensor)}
-            while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(path)
-        return self._kept[path]
+            inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+            self._num_bytes += _size(inputs)
+        self._kept[path] = inputs  # the last one used is the last to go
+        while self._num_bytes > _KEPT_BYTES and len(self._kept) > 1:
+            self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+        return inputs
 
 
 def _size(inputs: Mapping[str, Tensor]) -> int:
@@ -93,7 +96,7 @@ def load_image_processor(path: str, revision: str | None = None) -> ImageProcess
             f"the model '{path}' reads images, but its folder has no processor of text and images "
             "(processor_config.json, preprocessor_config.json): save its AutoProcessor there"
         )
-    return ImageProcessor(processor, f"model '{path}'")
+    return ImageProcessor(processor)
 
 
 @dataclass(frozen=True)
