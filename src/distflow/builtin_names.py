@@ -86,11 +86,10 @@ class TrainEngineEntry(Entry):
 
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
-    """A rollout engine. in_flight: it accepts new weights while responses are being generated. sizes: as for a train
-    engine. in_server: it computes in a server, to which weights are sent. draws_by_stream: it draws with the sample's
-    own random stream, which an audit repeats. takes_weights: otherwise it cannot be used for training."""
+    """A rollout engine. sizes: as for a train engine. in_server: it computes in a server, to which weights are sent.
+    draws_by_stream: it draws with the sample's own random stream, which an audit repeats. takes_weights: otherwise it
+    cannot be used for training."""
 
-    in_flight: bool = False
     sizes: str = "d"
     in_server: bool = False
     draws_by_stream: bool = True

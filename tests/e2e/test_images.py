@@ -12,10 +12,10 @@ from distflow.errors import TrustError, UserError
 from distflow.launch.export_checkpoint import export_checkpoint
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
+from distflow.models import image_inputs
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.pipelines.nodes import rollout_reward_filter
-from distflow.training import torch_engine
 from tests.e2e.runs import Playground, Run
 from tests.tiny_vision_models import png, square, write_tiny_llava
 
@@ -40,9 +40,10 @@ def playground(tmp_path: Path) -> Playground:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["grpo", "dapo"])
-def test_every_audit_of_a_run_passes(playground: Playground, preset: str) -> None:
-    run = playground.run(preset, *HF, *EVERY, "actor_rollout_ref.rollout.n=2")
+@pytest.mark.parametrize("preset, staleness", [("grpo", 0), ("dapo", 0), ("grpo", 1)])
+def test_every_audit_of_a_run_passes(playground: Playground, preset: str, staleness: int) -> None:
+    stale = f"async.max_staleness={staleness}"
+    run = playground.run(preset, *HF, *EVERY, "actor_rollout_ref.rollout.n=2", stale)
     passed = {name for audit in run.audits() for name in audit["proven"]}
     assert {"data", "gradients", "log_probs", "responses", "versions"} <= passed
     assert not run.notes("warning")
@@ -86,15 +87,15 @@ def test_an_exported_model_has_its_processor(playground: Playground) -> None:
 
 
 def test_the_trainer_must_see_the_images_of_the_engine(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torch_engine._images
+    right = image_inputs._inputs_of
 
-    def others(micro, processor, device):  # type: ignore[no-untyped-def]
-        found = right(micro, processor, device)
-        if found is not None:
-            found.tensors["pixel_values"] = found.tensors["pixel_values"].flip(-1)
+    def others(model, images, device):  # type: ignore[no-untyped-def]
+        found = right(model, images, device)
+        if any("data/images" in path for paths in images.paths for path in paths):  # those at loading are right
+            found = found | {"pixel_values": found["pixel_values"].flip(-1)}
         return found
 
-    monkeypatch.setattr(torch_engine, "_images", others)
+    monkeypatch.setattr(image_inputs, "_inputs_of", others)
     with pytest.raises(TrustError, match="canary|mismatch|log_probs"):
         playground.run("grpo", *HF, *EVERY)
 

@@ -11,20 +11,23 @@ from distflow.data.batch import Batch
 from distflow.data.images import read_images
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.models.image_inputs import ImageProcessor, image_error, images_of, own_inputs
+from distflow.models.image_inputs import IN_OWN_PASSES, ImageProcessor, image_error, images_of, own_inputs
 from distflow.models.loading import load_model, load_tokenizer, ready
 from distflow.models.packed_forward import TOLERANCE
 from distflow.training.torch_engine import TorchScorer
 from tests.tiny_models import write_tiny_model
-from tests.tiny_vision_models import TinyQwenProcessor, png, square, tiny_qwen, write_tiny_llava
+from tests.tiny_vision_models import FAMILIES, png, square, tiny_vision_model, write_tiny_llava
+
+IN_EACH_RUN = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
+"""Square positions, those by time, height and width, vectors for deeper layers, and images that look both ways."""
+LATER = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in IN_EACH_RUN]
 
 
-@pytest.fixture(params=["llava", "qwen2_5_vl"])
+@pytest.fixture(params=[*IN_EACH_RUN, *LATER])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
     if request.param == "llava":
         return load_model(write_tiny_llava(tmp_path / "model"), dtype=torch.float64)
-    processor = TinyQwenProcessor()
-    made = tiny_qwen(processor)
+    processor, made = tiny_vision_model(request.param)
     made.image_processor = ImageProcessor(processor)
     return ready(made, torch.float64, "cpu")
 
@@ -101,26 +104,44 @@ def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) 
     assert any(grad is not None and bool(grad.any()) for grad in of_images)
 
 
-def test_the_check_at_loading_sees_a_shift(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert image_error(model)[0] < TOLERANCE[torch.float64]
+    if getattr(model, IN_OWN_PASSES):
+        return
     from distflow.models import packed_forward
 
     right = packed_forward.embeddings
 
-    def turned(*arguments: object) -> torch.Tensor:
-        return right(*arguments).roll(1, 0)  # type: ignore[arg-type]
+    def turned(*arguments: object) -> dict[str, torch.Tensor]:
+        given = right(*arguments)  # type: ignore[arg-type]
+        return given | {"inputs_embeds": given["inputs_embeds"].roll(1, 1)}
 
     monkeypatch.setattr(packed_forward, "embeddings", turned)
     assert image_error(model)[0] > TOLERANCE[torch.float64]
-    with pytest.raises(UserError, match="cannot be trained with images: packed sequences have other results"):
-        ready(model, torch.float64, "cpu")
+    assert getattr(ready(model, torch.float64, "cpu"), IN_OWN_PASSES)
+
+
+def test_families_differ_in_how_they_run(model: nn.Module) -> None:
+    one_by_one = {"gemma3", "qwen3_5"}  # attention in both directions within an image; recurrent layers
+    assert getattr(model, IN_OWN_PASSES) == (model.config.model_type in one_by_one)
+
+
+def test_a_model_whose_response_changes_its_prompt_is_refused() -> None:
+    processor, made = tiny_vision_model("paligemma")
+    made.image_processor = ImageProcessor(processor)
+    with pytest.raises(UserError, match="'paligemma' cannot be trained with images: a response changes what comes"):
+        ready(made, torch.float64, "cpu")
 
 
 def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) -> None:
     a, b = stored(tmp_path, "r", "g")
     one = sample(model, 0, (a,), [5])
     more = Sample("0-0", 0, [Segment("prompt", one.prompt_ids, images=(a, b)), *one.response_segments])
-    with pytest.raises(ValueError, match="placeholders stand for images of"):
+    with pytest.raises(
+        ValueError, match="placeholders stand for images of|Image features and image tokens do not match"
+    ):
         TorchScorer(model).forward(Batch.from_samples([more]), ("log_probs",))
     processor = images_of(model)
     assert processor is not None

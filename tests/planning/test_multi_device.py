@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from distflow.config import Config, Loaded
 from distflow.config.compose.fit_defaults import apply_changes
 from distflow.config.keys.schema import schema_keys
-from distflow.config.keys.trainer_async_dag import AsyncConfig
-from distflow.errors import ConfigError, UserError
+from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.independent_parts import pipeline_parts
@@ -462,9 +461,6 @@ def test_keys_that_somebody_set_stay_and_are_refused() -> None:
 
 
 def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
-    stale = replace(loaded({}), config=replace(loaded({}).config, async_=AsyncConfig(max_staleness=2)))
-    with pytest.raises(ConfigError, match="the engine 'hf' does not support"):
-        follow_allocation(stale)
     megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
     with pytest.raises(UserError, match="the engine 'megatron' is not implemented yet; choose from torch"):
         follow_allocation(megatron)

@@ -119,13 +119,12 @@ ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
 MARKS = {"embedded": (), "sglang": (pytest.mark.slow, pytest.mark.by_hand), "vllm": test_vllm.pytestmark}
 """Of engines; the others are slow. A fleet asks each of its servers what `sglang` is asked."""
 TOP_K_ALONE = {"top_p", "min_p", "repetition_penalty"}
-UNSUPPORTED = {"hf": {"weights in flight"}, "sglang": TOP_K_ALONE, "sglang, fleet": TOP_K_ALONE}
+UNSUPPORTED = {"sglang": TOP_K_ALONE, "sglang, fleet": TOP_K_ALONE}
 IN_FLIGHT = {
     "embedded, recompute": "recompute",
     "sglang": "recompute",
     "sglang, fleet": "recompute",
     "vllm": "recompute",
-    "hf": "new weights wait",
 }
 
 

@@ -189,8 +189,8 @@ def dtype_of(engine: object) -> torch.dtype | None:
 
 
 def ids_of(sample: Sample) -> model_forward.Ids:
-    """The sample's prompt and response."""
-    return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
+    """The sample's prompt and response, with the images of the prompt."""
+    return model_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist(), sample.get("images", ()))
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distflow.models.image_inputs import sequence_inputs, text_decoder
+from distflow.models.image_inputs import own_pass, text_decoder
 from distflow.models.lora import adapter_off, unwrapped
 from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.sharding import is_spread, own_part
@@ -94,14 +94,8 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
         ids = torch.zeros(mask.shape, dtype=torch.int64)
         ids[mask] = torch.tensor([token for each in part for token in (*each.prompt, *each.response)])
         device = next(model.parameters()).device
-        inputs: dict[str, Any] = {
-            "input_ids": ids.to(device),
-            "attention_mask": mask.long().to(device),
-            "use_cache": False,
-        }
-        if images := part[0].images:
-            inputs |= sequence_inputs(model, inputs.pop("input_ids"), len(part[0].prompt), images)
-        logits = run(model, **inputs).logits
+        with own_pass(model, ids.to(device), len(part[0].prompt), part[0].images) as inputs:
+            logits = run(model, **inputs, attention_mask=mask.long().to(device), use_cache=False).logits
         for row, each in zip(logits, part, strict=True):
             yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()
 

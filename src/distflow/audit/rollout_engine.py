@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from distflow.audit.recorded_step import (
 )
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config.derived_settings import agent_sampling
-from distflow.models.image_inputs import UNUSED
+from distflow.models.image_inputs import UNUSED, own_pass
 from distflow.models.lora import unwrapped
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.training.policies import models_of
@@ -147,7 +147,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
     older = recorded.run.older_weights
     weights = [PRESENT if version == present else older.of(version) for version in sample["versions"].tolist()]
     known = torch.tensor([one is not None for one in weights])
-    response, policy = ids_of(sample)[1], sample["response_mask"] > 0
+    (_, response, images), policy = ids_of(sample), sample["response_mask"] > 0
     if sample["uid"] in recorded.plain and all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist()):
         return recorded.plain[sample["uid"]], policy
     models, runs = models_of(actor.model), recorded.run.turns
@@ -162,7 +162,7 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
             for talk in talks:
                 start, end = max(talk.first + 1, 0), talk.first + len(talk.ids)
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
-                logits[start:end] = _over_own_keys(runs, model, talk.ids, own[start:end])
+                logits[start:end] = _over_own_keys(runs, model, talk.ids, own[start:end], images)
         else:
             whole = talks[0]
             turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
@@ -171,7 +171,8 @@ def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recompute
             for start, end, talk in turns or [(0, len(whole.ids) + whole.first, whole)]:
                 known[start:end] = known[start:end].cummin(0).values
                 model, own = models[owners[talk.name]], by_policy[owners[talk.name]]
-                logits[start:end] = _over_older_keys(runs, model, talk.ids[: end - talk.first], own[start:end])
+                ids = talk.ids[: end - talk.first]
+                logits[start:end] = _over_older_keys(runs, model, ids, own[start:end], images)
     return plain_scores(logits, response, recorded.sampling_of_tokens(sample)), known & policy
 
 
@@ -186,7 +187,9 @@ def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights |
     return [own[id(each)] if each else each for each in weights]
 
 
-def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
+def _over_older_keys(
+    turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None], images: Sequence[str]
+) -> Tensor:
     """Logits `(tokens, vocabulary)` that each token was drawn from, if the engine keeps keys and values over weight
     syncs: a position's keys and values come from the weights that drew the next token, the prompt's from those of the
     first token. Zeros from the first token with unknown weights on."""
@@ -197,27 +200,41 @@ def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights
         if own is None:
             break
         until = done + 1 + len(more)
-        logits = _forward(turns, model, own, ids[fed : first + until], past_key_values=cache, use_cache=True)
+        prompt, new = Prompt(first + 1, images if not fed else ()), ids[fed : first + until]
+        logits = _forward(turns, model, own, new, prompt, past_key_values=cache, use_cache=True)
         found[done:until] = logits[done - until :]
         fed, done = first + until, until
     return found
 
 
-def _over_own_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
+def _over_own_keys(
+    turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None], images: Sequence[str]
+) -> Tensor:
     """The same if all keys and values are recomputed after a weight sync."""
     found, start = torch.zeros(len(weights), vocabulary_of(model)), len(ids) - len(weights) - 1
     for own in {id(one): one for one in weights if one is not None}.values():
         mine = torch.tensor([one is own for one in weights])
-        found[mine] = _forward(turns, model, own, ids[:-1], use_cache=False)[start:][mine]
+        logits = _forward(turns, model, own, ids[:-1], Prompt(start + 1, images), use_cache=False)
+        found[mine] = logits[start:][mine]
     return found
 
 
-def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int], **options: object) -> Tensor:
+class Prompt(NamedTuple):
+    """The number of its tokens, and its images."""
+
+    length: int
+    images: Sequence[str]
+
+
+def _forward(
+    turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int], prompt: Prompt, **options: object
+) -> Tensor:
     """Logits of all positions, float32 on the CPU."""
     device = next(model.parameters()).device
     swapped = {name: weight.to(device) for name, weight in weights.items()}
-    inputs = {"input_ids": torch.tensor([list(ids)], device=device), **options}
-    output: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
+    with own_pass(model, torch.tensor([list(ids)], device=device), *prompt) as given:
+        inputs = {**given, **options}
+        output: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
     logits: Tensor = output.logits[0]
     return logits.float().cpu()
 

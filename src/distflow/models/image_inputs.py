@@ -4,8 +4,9 @@ positions that their model gives them; a check of both against the model's own f
 import inspect
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class ImageProcessor:
         """The model's inputs for these images, in their order, joined along the first dimension. Raises UserError for a
         file that is missing or has changed."""
         each = [self._processed(path) for path in paths]
-        return {name: torch.cat([inputs[name] for inputs in each]) for name in each[0]}
+        return {name: _joined([inputs[name] for inputs in each]) for name in each[0]}
 
     def _processed(self, path: str) -> dict[str, Tensor]:
         inputs = self._kept.pop(path, None)
@@ -69,6 +70,16 @@ class ImageProcessor:
         while self._num_bytes > _KEPT_BYTES and len(self._kept) > 1:
             self._num_bytes -= _size(self._kept.popitem(last=False)[1])
         return inputs
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """One after another; smaller images are padded with zeros at their ends, as their processor does (Pixtral)."""
+    shapes = torch.tensor([value.shape[1:] for value in values])
+    largest = shapes.amax(0).tolist() if shapes.numel() else []
+    padded = [values[0].new_zeros(len(value), *largest) for value in values]
+    for whole, value in zip(padded, values, strict=True):
+        whole[tuple(slice(size) for size in value.shape)] = value
+    return torch.cat(padded)
 
 
 def _size(inputs: Mapping[str, Tensor]) -> int:
@@ -103,17 +114,11 @@ def load_image_processor(path: str, revision: str | None = None) -> ImageProcess
 class ImageInputs:
     """The images of packed sequences.
 
-    tensors: the processor's output for all of them, in order. places: int64 `(n,)`, the packed positions of their
-    placeholders. counts: how many images each sequence has.
+    paths: of each sequence's images. places: int64 `(n,)`, the packed positions of their placeholders.
     """
 
-    tensors: Mapping[str, Tensor]
+    paths: tuple[tuple[str, ...], ...]
     places: Tensor
-    counts: tuple[int, ...]
-
-    def to(self, device: torch.device) -> "ImageInputs":
-        moved = {name: send(tensor, device) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=moved, places=send(self.places, device))
 
 
 def text_decoder(model: nn.Module) -> Any:
@@ -123,19 +128,32 @@ def text_decoder(model: nn.Module) -> Any:
     return getattr(decoder, "language_model", decoder)
 
 
-def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> Tensor:
-    """Embeddings `(tokens, hidden)` of packed tokens, with the images' vectors at their places; differentiable.
+def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
+    """What the layers take of packed tokens: `inputs_embeds` `(1, tokens, hidden)`, with the images' vectors at their
+    places, and the vectors that Qwen3-VL adds after its first layers; differentiable.
 
     Raises ValueError if there are more or fewer places than vectors.
     """
-    causal = unwrapped(model)
-    found = causal.model.get_image_features(**_accepted(causal.model.get_image_features, images.tensors))
-    found = getattr(found, "pooler_output", found)
+    causal, tensors = unwrapped(model), _inputs_of(model, images, input_ids.device)
+    output = causal.model.get_image_features(**_accepted(causal.model.get_image_features, tensors))
+    found = getattr(output, "pooler_output", output)
     vectors = torch.cat([*found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
     if len(vectors) != len(images.places):
         raise ValueError(f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors")
     embedded = causal.get_input_embeddings()(input_ids)
-    return embedded.index_copy(0, images.places, vectors.to(embedded.dtype))
+    given = {"inputs_embeds": embedded.index_copy(0, images.places, vectors.to(embedded.dtype))[None]}
+    if deeper := getattr(output, "deepstack_features", None):
+        is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
+        given["visual_pos_masks"] = is_image[None]
+        given["deepstack_visual_embeds"] = [torch.cat([*each]) for each in deeper]
+    return given
+
+
+def _inputs_of(model: nn.Module, images: ImageInputs, device: torch.device) -> dict[str, Tensor]:
+    processor = images_of(unwrapped(model))
+    assert processor is not None, "only prompts for models of images have images"
+    tensors = processor.inputs([path for paths in images.paths for path in paths])
+    return {name: send(tensor, device) for name, tensor in tensors.items()}
 
 
 def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor | None:
@@ -146,22 +164,23 @@ def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images
     if find is None:
         return None
     kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
-    grids, first, found = images.tensors["image_grid_thw"], 0, []
-    for ids, own, count in zip(
-        input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.counts, strict=True
+    grids, first, found = _inputs_of(model, images, input_ids.device)["image_grid_thw"], 0, []
+    for ids, own, paths in zip(
+        input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.paths, strict=True
     ):
         inputs = {"input_ids": ids[None], "mm_token_type_ids": own[None]}
-        if count:
-            inputs["image_grid_thw"] = grids[first : first + count]
+        if paths:
+            inputs["image_grid_thw"] = grids[first : first + len(paths)]
         found.append(find(**inputs)[0][:, 0])
-        first += count
+        first += len(paths)
     return torch.cat(found, dim=1)
 
 
 def own_inputs(
     model: nn.Module, input_ids: Tensor, paths: Sequence[str], rows: int = 1, num_prompt: int | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of the model's own forward for a prompt `(tokens,)` with its images, or for `rows` equal ones.
+    """Arguments of the model's own forward, besides the tokens, for a prompt `(tokens,)` with its images, or for `rows`
+    equal ones.
 
     num_prompt: the tokens of the prompt, if a response follows.
     """
@@ -174,24 +193,54 @@ def own_inputs(
     return {name: send(torch.cat([value] * rows), device) for name, value in accepted.items()}
 
 
-def sequence_inputs(model: nn.Module, input_ids: Tensor, num_prompt: int, paths: Sequence[str]) -> dict[str, Tensor]:
+@contextmanager
+def own_pass(model: nn.Module, input_ids: Tensor, num_prompt: int, paths: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the same images,
     and a response each.
 
-    If a response has the placeholder of an image, which the model would take for one, the tokens are embedded here.
+    If a response has the placeholder of an image, which the model would take for one, another token stands for it,
+    which is embedded as the placeholder within this context.
     """
-    processor, (rows, length) = images_of(unwrapped(model)), input_ids.shape
-    assert processor is not None, "only prompts for models of images have images"
-    if not bool((input_ids[:, num_prompt:] == processor.token_id).any()):
-        return {"input_ids": input_ids, **own_inputs(model, input_ids[0], paths, rows, num_prompt)}
-    is_image = input_ids == processor.token_id
-    is_image[:, num_prompt:] = False
-    ids, places = input_ids.reshape(-1), is_image.reshape(-1).nonzero()[:, 0]
-    inputs = {name: torch.cat([value] * rows) for name, value in processor.inputs(paths).items()}
-    images = ImageInputs(inputs, places, (len(paths),) * rows).to(input_ids.device)
-    found = {"inputs_embeds": embeddings(model, ids, images).view(rows, length, -1)}
-    positions = image_positions(model, ids, torch.full((rows,), length), images)
-    return found if positions is None else {**found, "position_ids": positions.view(3, rows, length)}
+    causal, processor = unwrapped(model), images_of(unwrapped(model))
+    if processor is None or not paths:
+        yield {"input_ids": input_ids}
+        return
+    given = own_inputs(model, input_ids[0], paths, len(input_ids), num_prompt)
+    placeholder, text = processor.token_id, causal.config.get_text_config()
+    drawn = input_ids == placeholder
+    drawn[:, :num_prompt] = False
+    if not bool(drawn.any()):
+        yield {"input_ids": input_ids, **given}
+        return
+    named = (*causal.config.to_dict().values(), *text.to_dict().values())  # some are ids of special tokens
+    used = {*input_ids.flatten().tolist(), *(value for value in named if isinstance(value, int))}
+    spare = next(token for token in range(text.vocab_size) if token not in used)
+
+    def embed_placeholder(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+        return (torch.where(arguments[0] == spare, placeholder, arguments[0]),)
+
+    hook = causal.get_input_embeddings().register_forward_pre_hook(embed_placeholder)
+    try:
+        yield {"input_ids": torch.where(drawn, spare, input_ids), **given}
+    finally:
+        hook.remove()
+
+
+IN_OWN_PASSES = "images_in_own_passes"
+"""The attribute of a model whose sequences cannot be packed if they have images."""
+
+
+def states_in_own_passes(model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor:
+    """Last hidden states `(tokens, hidden)` of packed sequences, each by the model's own forward."""
+    inner, found = unwrapped(model).model, list[Tensor]()
+    is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
+    parts = zip(input_ids.split(lengths.tolist()), is_image.split(lengths.tolist()), images.paths, strict=True)
+    for ids, own, paths in parts:
+        num_prompt = int(own.nonzero()[-1]) + 1 if paths else 0
+        with own_pass(model, ids[None], num_prompt, paths) as inputs:
+            accepted = _accepted(inner.forward, inputs)
+            found.append(inner(**accepted, use_cache=False).last_hidden_state[0])
+    return torch.cat(found)
 
 
 UNUSED = "weights_that_no_image_uses"
@@ -200,8 +249,8 @@ UNUSED = "weights_that_no_image_uses"
 
 def image_error(model: nn.Module) -> tuple[float, list[str]]:
     """Largest difference of a logit between packed sequences, with and without images, and the model's own forward of
-    each alone, relative to the largest logit; and the names of weights that no image uses. Raises
-    what a model of another form raises."""
+    each alone, or of its beginning (a response must not change what comes before it), relative to the largest logit;
+    and the names of weights that no image uses. Raises what a model of another form raises."""
     processor, causal = images_of(unwrapped(model)), unwrapped(model)
     assert processor is not None
     words, device = [token for token in range(4) if token != processor.token_id], next(model.parameters()).device
@@ -209,21 +258,24 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
         paths = _noise(Path(folder), ((56, 84), (84, 56)))
         texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
         ids = [torch.tensor(text, device=device) for text in (texts[0], words, texts[1])]
+        held = (paths[:1], (), paths[1:])
         packed, lengths = torch.cat(ids), torch.tensor([len(each) for each in ids])
-        places = (packed == processor.token_id).nonzero()[:, 0]
-        images = ImageInputs(processor.inputs(paths), places, (1, 0, 1)).to(device)
+        images = ImageInputs(held, (packed == processor.token_id).nonzero()[:, 0])
         with torch.enable_grad():
             ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]  # attached
-        theirs = []
-        with torch.no_grad():
-            for each, own in zip(ids, (paths[:1], (), paths[1:]), strict=True):
-                extra = own_inputs(model, each, own) if own else {}
-                theirs.append(model(input_ids=each[None], use_cache=False, **extra).logits[0])
-    error = float((ours.detach() - torch.cat(theirs)).abs().max() / torch.cat(theirs).abs().max())
+        differences, largest = list[Tensor](), list[Tensor]()
+        for own, each, own_paths in zip(ours.detach().split(lengths.tolist()), ids, held, strict=True):
+            for cut in (len(each), len(each) - 2):
+                extra = own_inputs(model, each[:cut], own_paths) if own_paths else {}
+                with torch.no_grad():
+                    theirs = model(input_ids=each[None, :cut], use_cache=False, **extra).logits[0]
+                differences.append((own[:cut] - theirs).abs().max())
+                largest.append(theirs.abs().max())
     named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
     seeing = {name: weight for name, weight in named if not name.startswith(("model.language_model.", "lm_head."))}
     gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
-    return error, [name for name, own in zip(seeing, gradients, strict=True) if own is None]
+    unused = [name for name, own in zip(seeing, gradients, strict=True) if own is None]
+    return float(torch.stack(differences).max() / torch.stack(largest).max()), unused
 
 
 def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:

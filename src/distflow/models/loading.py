@@ -30,8 +30,16 @@ from transformers.utils import logging as transformers_logging
 
 from distflow.errors import UserError
 from distflow.hugging_face_hub import WEIGHT_PATTERNS
-from distflow.models.image_inputs import UNUSED, image_error, images_of, load_image_processor
+from distflow.models.image_inputs import (
+    IN_OWN_PASSES,
+    UNUSED,
+    image_error,
+    images_of,
+    load_image_processor,
+    text_decoder,
+)
 from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
+from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
 from distflow.models.paths import (
     TOKENIZER_FILES,
@@ -305,13 +313,18 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
 
 
 def _check_images(model: nn.Module) -> None:
-    """Raises UserError if the packed forward places images otherwise than the model's own. Weights that no image uses
-    are not trained."""
+    """Choose whether sequences with images are packed. Raises UserError if the forward differs from the model's own in
+    either way. Weights that no image uses are not trained."""
     limit = TOLERANCE[next(model.parameters()).dtype]
-    try:
-        (error, unused), why = image_error(model), "packed sequences have other results than the model's own forward"
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:  # a family of another form
-        error, unused, why = math.inf, [], first_lines(reason)
+    can_pack = text_decoder(model).config._attn_implementation == PACKED_ATTENTION
+    for in_own_passes in (False, True) if can_pack else (True,):
+        setattr(unwrapped(model), IN_OWN_PASSES, in_own_passes)
+        try:
+            (error, unused), why = image_error(model), "a response changes what comes before it"
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:  # a family of another form
+            error, unused, why = math.inf, [], first_lines(reason)
+        if error <= limit:
+            break
     if not error <= limit:
         raise UserError(
             f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: {why} "

@@ -34,7 +34,14 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels import training_layer as cpu_layer
 from distflow.models.cpu_kernels.training_layer import after_attention, before_attention
 from distflow.models.cpu_kernels.weight_layout import check_modules, layer_modules, side_by_side
-from distflow.models.image_inputs import ImageInputs, embeddings, image_positions, text_decoder
+from distflow.models.image_inputs import (
+    IN_OWN_PASSES,
+    ImageInputs,
+    embeddings,
+    image_positions,
+    states_in_own_passes,
+    text_decoder,
+)
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
@@ -215,8 +222,9 @@ def _positions(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - starts
 
 
-def _transformers_layers(decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Tensor) -> Tensor:
-    """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids or embeddings of one packed row."""
+def _transformers_layers(decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Any) -> Tensor:
+    """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids of one packed row, or what
+    `embeddings` gives."""
     states: Tensor = decoder(
         **tokens,
         position_ids=send(position_ids, packing.device),
@@ -232,21 +240,19 @@ def _transformers_layers(decoder: Any, packing: Packing, position_ids: Tensor, *
 def _with_images(
     model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs, wanted: Tensor | None
 ) -> Tensor:
-    """As `packed_hidden_states`. Raises UserError if the family's sequences cannot be packed."""
+    """As `packed_hidden_states`."""
+    if getattr(unwrapped(model), IN_OWN_PASSES):
+        states = states_in_own_passes(model, input_ids, lengths, images)
+        return states if wanted is None else take_rows(states, wanted)
     decoder, packing = text_decoder(model), Packing(lengths, input_ids.device)
-    if decoder.config._attn_implementation != PACKED_ATTENTION:
-        raise UserError(
-            f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: their "
-            "attention cannot keep packed sequences apart"
-        )
     embedded = embeddings(model, input_ids, images)
     by_family, own = image_positions(model, input_ids, lengths, images), _positions(lengths)
     if by_family is not None:
-        states = _transformers_layers(decoder, packing, by_family[:, None], inputs_embeds=embedded[None])
+        states = _transformers_layers(decoder, packing, by_family[:, None], **embedded)
     elif runs_natively(decoder):
-        states = packed_layers(decoder, embedded, send(own, input_ids.device), packing)
+        states = packed_layers(decoder, embedded["inputs_embeds"][0], send(own, input_ids.device), packing)
     else:
-        states = _transformers_layers(decoder, packing, own[None], inputs_embeds=embedded[None])
+        states = _transformers_layers(decoder, packing, own[None], **embedded)
     return states if wanted is None else take_rows(states, wanted)
 
 

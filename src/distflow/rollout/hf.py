@@ -1,6 +1,7 @@
 """The reference engine: `generate` of transformers, for any of its causal language models."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from distflow.models.image_inputs import own_inputs, sequence_inputs
+from distflow.models.image_inputs import own_inputs
+from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import (
     FinishReason,
     GenerateRequest,
@@ -33,9 +35,9 @@ T = TypeVar("T")
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
-    Requests run one after another, each as one call of `generate`; log-probs come from a plain forward over the
-    finished sequences. Only the draw is ours, as the last logits processor: one counter-based uniform number per token,
-    the same as in the embedded engine, so both draw the same tokens up to rounding.
+    Requests run one after another, each as one call of `generate`. Only the draw is ours, as the last logits processor:
+    one counter-based uniform number per token, the same as in the embedded engine, so both draw the same tokens up to
+    rounding. New weights are loaded between two tokens; keys and values of old ones are kept.
     """
 
     def __init__(
@@ -45,18 +47,24 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         *,
         version: Version,
         shares_weights: bool = False,
+        num_threads: int | None = None,
     ) -> None:
-        """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights` copies nothing."""
+        """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights` copies nothing.
+        num_threads: of torch; None leaves the number unchanged."""
         self.version = version
         self.num_generated_tokens = 0
         self._model: Any = model
         self.tokenizer = tokenizer
         self._weights = EngineWeights(model, shares_weights)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
-        self._open = asyncio.Event()
-        self._open.set()
+        self._worker = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="hf-rollout",
+            initializer=partial(torch.set_num_threads, num_threads) if num_threads else None,
+        )
+        self.between_tokens = _BetweenTokens()
 
     async def __aexit__(self, *exception: object) -> None:
+        self.between_tokens.resume()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -67,41 +75,49 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         config = self._model.config.get_text_config()
         sizes = (config.vocab_size, getattr(config, "max_position_embeddings", None))
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
-        await self._open.wait()
         cancelled = threading.Event()
+        work = partial(self._generate, request, cancelled)
         try:
-            return await self._call(partial(self._generate, request, cancelled))
+            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Wait for running requests, since transformers' loop cannot be halted. They leave no KV to release."""
-        self._open.clear()
+        """Halt requests before their next token. Keys and values of a running one stay, also with `release`."""
+        self.between_tokens.pause()
         await self._call(self._weights.release if release else lambda: None)
 
     async def resume(self) -> None:
-        self._open.set()
+        self.between_tokens.resume()
 
     async def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
         return self._weights.hashes()
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Load weights between two requests, never during one; raises ValueError as the embedded engine does."""
+        """Load weights between two tokens; raises ValueError as the embedded engine does."""
         return await self._call(partial(self._load_weights, version, weights))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        """Do this in the engine's thread, before the next token."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self.between_tokens.ask(lambda: settle(future, outcome_of(work)))
+        loop.run_in_executor(self._worker, self.between_tokens.do_asked)
+        return await future
 
     @torch.no_grad()
     def _generate(self, request: GenerateRequest, cancelled: threading.Event) -> GenerateResult:
+        self.between_tokens.wait(cancelled)
+        if cancelled.is_set():
+            raise asyncio.CancelledError
         self._weights.check_whole()
         self._model.eval()
         params, num_samples = request.params, len(request.samples)
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
         keys = [sample_key(request.stream, sample) for sample in request.samples]
-        draw = _Draw(keys, request.num_drawn, params.greedy)
+        draw = _Draw(self, keys, request.num_drawn, params)
         stop = _Stop(self, len(request.prompt_ids), params, cancelled)
         images = own_inputs(self._model, prompt[0], request.images, num_samples) if request.images else {}
         ids = self._model.generate(
@@ -113,35 +129,56 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             repetition_penalty=1.0,
             eos_token_id=None,
             pad_token_id=0,
-            logits_processor=transformers.LogitsProcessorList([*_warpers(params), draw]),
+            logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
             stopping_criteria=transformers.StoppingCriteriaList([stop]),
             **images,
         )
         if cancelled.is_set():
             raise asyncio.CancelledError
-        # From a forward without cache, `(samples, response_length)`; entries after a stop token are meaningless.
-        length = prompt.shape[1]
-        inputs = {"input_ids": ids}
-        if request.images:
-            inputs = sequence_inputs(self._model, ids, length, request.images)
-        logits = self._model(**inputs, use_cache=False).logits[:, length - 1 : -1].float()
-        policy = (logits / params.temperature).log_softmax(dim=-1)
-        log_probs = policy.gather(-1, ids[:, prompt.shape[1] :, None]).squeeze(-1)
         generations = []
         for row, sample in enumerate(request.samples):
             assert row in stop.ends, "transformers stopped where we would not have"
             length, reason = stop.ends[row]
             response = ids[row, prompt.shape[1] :].tolist()[:length]
-            sampling = [step[row] for step in draw.log_probs[:length]]
-            versions = [self.version.step] * length
-            rollout = log_probs[row, :length].tolist()
-            generations.append(Generation(sample, response, rollout, sampling, versions, reason))
+            rollout, sampling = ([step[row] for step in each[:length]] for each in (draw.log_probs, draw.sampling))
+            generations.append(Generation(sample, response, rollout, sampling, draw.versions[:length], reason))
         return GenerateResult(tuple(generations))
 
     def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
         receipt = self._weights.load(self.version, version, weights)
         self.version = version
         return receipt
+
+
+class _BetweenTokens:
+    """Holds the thread that generates between two tokens, and does there what others ask for."""
+
+    def __init__(self) -> None:
+        self._asked = queue.SimpleQueue[Callable[[], None]]()
+        self._paused = False
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._asked.put(lambda: None)  # wakes the thread
+
+    def ask(self, work: Callable[[], None]) -> None:
+        self._asked.put(work)
+
+    def do_asked(self) -> None:
+        while not self._asked.empty():
+            self._asked.get()()
+
+    def wait(self, cancelled: threading.Event) -> None:
+        """Do what was asked, and more while paused, unless the request is cancelled."""
+        self.do_asked()
+        while self._paused and not cancelled.is_set():
+            try:
+                self._asked.get(timeout=0.05)()
+            except queue.Empty:
+                continue
 
 
 def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
@@ -161,22 +198,35 @@ def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
 
 @dataclass
 class _Draw(transformers.LogitsProcessor):
-    """Chooses one token per row by its uniform number, and masks the rest. log_probs: of each step, one per row."""
+    """Chooses one token per row by its uniform number, and masks the rest.
 
+    log_probs, sampling: of each step, one per row, before and after truncation. versions: of the weights of each step.
+    """
+
+    engine: HFEngine
     keys: list[int]
     num_drawn: int
-    greedy: bool
+    params: SamplingParams
     log_probs: list[list[float]] = field(default_factory=list)
+    sampling: list[list[float]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def see(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The first of the processors, to which the model's own scores come."""
+        self._policy = (scores.float() / self.params.temperature).log_softmax(dim=-1)
+        return scores
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = np.full(len(self.keys), self.num_drawn + len(self.log_probs), dtype=np.int64)
+        position = np.full(len(self.keys), self.num_drawn + len(self.versions), dtype=np.int64)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
         target = torch.minimum(uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform)))
         drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
-        chosen = scores.argmax(dim=-1) if self.greedy else drawn
-        self.log_probs.append(probs.gather(-1, chosen[:, None]).log().squeeze(-1).tolist())
+        chosen = scores.argmax(dim=-1) if self.params.greedy else drawn
+        self.log_probs.append(self._policy.gather(-1, chosen[:, None]).squeeze(-1).tolist())
+        self.sampling.append(probs.gather(-1, chosen[:, None]).log().squeeze(-1).tolist())
+        self.versions.append(self.engine.version.step)
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
 
@@ -196,5 +246,6 @@ class _Stop(transformers.StoppingCriteria):
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
             if row not in self.ends and (reason := finish_reason(response, self.params, self.engine.tokenizer)):
                 self.ends[row] = len(response), reason
+        self.engine.between_tokens.wait(self.cancelled)
         done = [self.cancelled.is_set() or row in self.ends for row in range(len(input_ids))]
         return torch.tensor(done, device=input_ids.device)

@@ -233,9 +233,7 @@ def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> Im
         return None
     is_placeholder = micro.flat("input_ids") == processor.token_id
     is_placeholder[send(micro.response_positions(), is_placeholder.device)] = False
-    tensors = processor.inputs([path for paths in held for path in paths])
-    places = is_placeholder.nonzero()[:, 0]
-    return ImageInputs(tensors, places, tuple(map(len, held))).to(device)
+    return ImageInputs(tuple(map(tuple, held)), send(is_placeholder.nonzero()[:, 0], device))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:

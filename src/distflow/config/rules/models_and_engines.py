@@ -108,7 +108,7 @@ def sampling(config: Config) -> Iterator[Finding]:
 
 
 def weight_sync(config: Config) -> Iterator[Finding]:
-    """Weight syncs are frequent enough for the staleness, and possible while responses are running."""
+    """Weight syncs are frequent enough for the staleness."""
     if not is_rl(config):
         return
     every, staleness = config.actor_rollout_ref.actor.model_update_frequency, config.async_.max_staleness
@@ -118,15 +118,6 @@ def weight_sync(config: Config) -> Iterator[Finding]:
             f"a weight sync every {every} steps makes samples up to {count_of(every - 1, 'step')} old, but {staleness} "
             "is allowed",
             f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
-        )
-    engine = config.actor_rollout_ref.rollout.name
-    entry = ROLLOUT_ENGINES.get(engine)
-    if staleness > 0 and entry is not None and entry.takes_weights and not entry.in_flight:
-        able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_flight and entry.target)
-        yield Finding(
-            ("async.max_staleness", f"{ROLLOUT}.name"),
-            f"weights would change while responses are running, which the engine '{engine}' does not support",
-            f"set {ROLLOUT}.name={able}, or async.max_staleness=0",
         )
 
 

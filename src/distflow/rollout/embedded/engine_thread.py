@@ -69,7 +69,7 @@ class StepLoop:
     async def call(self, command: Callable[[], T]) -> T:
         """Run `command` between two steps and wait for its result or exception."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.post(lambda: settle(future, _outcome(command)))
+        self.post(lambda: settle(future, outcome_of(command)))
         return await future
 
     async def stop(self) -> None:
@@ -126,7 +126,7 @@ class StepLoop:
         """Run an action on the computing thread; every waiting request gets its error."""
         is_done = False
         try:
-            outcome = _outcome(action)
+            outcome = outcome_of(action)
             is_done = True
         finally:
             if not is_done:  # the thread is interrupted or ended: nothing can continue from half-done work
@@ -135,7 +135,7 @@ class StepLoop:
             self._fail(outcome)
 
 
-def _outcome(action: Callable[[], T]) -> T | Exception:
+def outcome_of(action: Callable[[], T]) -> T | Exception:
     """The action's result, or the exception that it raised."""
     try:
         return action()
