@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import time
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -389,3 +391,21 @@ def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_ar
     assert [chart["unit"] for chart in charts] == ["GiB", "GiB"] and len(left) == len(names) - 16
     for chart, where in zip(charts, ("cuda", "process"), strict=True):
         assert {f"memory/{where}/{phase}" for phase in large} < set(chart["names"])
+
+
+def test_small_images_of_prompts_are_taken_once_and_nothing_else_is_read(tmp_path: Path) -> None:
+    names = ["a.png", "big.png", "link.png", "text.png", "fifo.png", "gone.png"]
+    with RunFolder(tmp_path, 0) as run:
+        images = [f"/elsewhere/{name}" for name in names]
+        run.samples(1, [{"uid": f"{i}-0", "prompt": "p", "response": "r", "images": images} for i in range(3)])
+    store, secret = tmp_path / "data" / "images", tmp_path.parent / "secret.png"
+    store.mkdir(parents=True)
+    for path, content in ((store / "a.png", b"\x89PNG small"), (store / "big.png", b"\x89PNG" + bytes(2**20))):
+        path.write_bytes(content)
+    secret.write_bytes(b"\x89PNG secret")
+    (store / "link.png").symlink_to(secret)
+    (store / "text.png").write_text("no image")
+    os.mkfifo(store / "fifo.png")
+    found = thin_samples(tmp_path, Timeline(), 40_000)
+    assert [group["images"] for group in found["groups"]] == [names] * 3
+    assert found["images"] == {"a.png": b64encode(b"\x89PNG small").decode()}

@@ -3,12 +3,14 @@
 import base64
 import http.server
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.run_folder import RunFolder
@@ -338,4 +340,22 @@ def test_an_empty_run_gives_a_page_without_errors(browser: Any, tmp_path: Path) 
     browser.open(write_report(tmp_path / "run").as_uri())
     assert "No step has been recorded yet." in browser.script("document.body.innerText")
     assert "no end yet" in browser.script("document.querySelector('#status').textContent")
+    assert browser.complaints() == []
+
+
+def test_the_images_of_a_prompt_are_drawn_beside_it(browser: Any, tmp_path: Path) -> None:
+    paths = [f"{tmp_path}/data/images/{name}.png" for name in ("a", "gone")]
+    with RunFolder(tmp_path, 0) as run:
+        run.samples(1, [{"uid": "0-0", "prompt": "which?", "response": "r", "score": 1.0, "images": paths}])
+    (tmp_path / "data" / "images").mkdir(parents=True)
+    Image.new("RGB", (28, 28), (230, 40, 40)).save(tmp_path / "data" / "images" / "a.png")
+    browser.open(write_report(tmp_path).as_uri())
+    browser.script("document.querySelector('tr.sample .open').click()")
+    assert browser.script("document.querySelector('.images').textContent") == "[image 2: gone.png]"
+    size = "(() => { const { naturalWidth, naturalHeight } = document.querySelector('.images img'); "
+    size += "return [naturalWidth, naturalHeight]; })()"
+    deadline = time.monotonic() + 60
+    while browser.script(size) == [0, 0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert browser.script(size) == [28, 28]
     assert browser.complaints() == []

@@ -1,14 +1,17 @@
 """The samples in the report: responses with long texts cut, thinned by whole groups to fit; validations compared."""
 
 import math
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, to_number
 from distflow.observe.writing.run_folder import DROPPED
+from distflow.untrusted_files import read_file
 
 MAX_TEXT = 4000
 MAX_STEPS = 40
@@ -18,6 +21,9 @@ _MAX_RESPONSES = 256
 _MAX_ENDS = 100
 _LEAST_TEXT = 100
 _FAILED_FIRST = 2
+_MAX_IMAGE_BYTES = 64 * 2**10
+_MAX_IMAGES = 8
+"""Of a prompt."""
 _TEXT_KEYS = ("response", "conversation", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
 
@@ -80,7 +86,9 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
     shown: list[SampleGroup] = []
     num_groups = num_responses = 0
-    left_bytes = max_bytes
+    store = run_dir / "data" / "images"
+    for_images = max_bytes // 3 if store.is_dir() else 0
+    left_bytes = max_bytes = max_bytes - for_images
     for position, (split, step) in enumerate(chosen):
         rows = run_reader.read_samples(run_dir, step, split, timeline, read_bytes)
         share = left_bytes // (len(chosen) - position)
@@ -96,6 +104,7 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
         left_bytes -= sum(sizes[i] for i in fitting)
     return {
         "groups": shown,
+        "images": _images(store, shown, for_images),
         "num_groups": num_groups,
         "num_responses": num_responses,
         "num_files": len(chosen),
@@ -122,10 +131,30 @@ def sample_groups(
             "truth": cut(responses[0].get("ground_truth"), max_text),
             "domain": cut(responses[0].get("domain"), 200),
             "prompt_length": cut(responses[0].get("prompt_length"), 200),
+            "images": _names_of_images(responses[0].get("images")),
             "responses": [cut_response(response, max_text) for response in responses[:_MAX_RESPONSES]],
         }
         for key, responses in groups.items()
     ]
+
+
+def _names_of_images(paths: object) -> list[str]:
+    found = paths if isinstance(paths, list) else []
+    return [Path(path).name[:100] for path in found[:_MAX_IMAGES] if isinstance(path, str)]
+
+
+def _images(folder: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict[str, str]:
+    """Small images of these groups' prompts as text in base 64, by their names, as many as fit."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for group in groups for name in group["images"]):
+        with suppress(OSError):
+            content = read_file(folder / name, folder, _MAX_IMAGE_BYTES)
+            max_bytes -= len(content) * 4 // 3 + len(name)
+            if max_bytes < 0:
+                break
+            if content.startswith(b"\x89PNG"):
+                found[name] = b64encode(content).decode()
+    return found
 
 
 def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int) -> list[int]:

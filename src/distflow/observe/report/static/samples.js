@@ -183,6 +183,12 @@ class Samples {
     return el("span", { class: "dots", role: "img", "aria-label": `rewards ${known.map(number).join(", ") || "unknown"}` }, ...squares, more > 0 ? `+${more}` : "");
   }
 
+  images(group) {
+    const { images } = data.samples;
+    const shown = group.images.map((name, i) => (images[name] ? el("img", { src: `data:image/png;base64,${images[name]}`, alt: `image ${i + 1} of the prompt` }) : inert(`[image ${i + 1}: ${name}]`)));
+    return shown.length ? [el("div", { class: "images" }, ...shown)] : [];
+  }
+
   expand(row, group, open) {
     const isOpen = open.getAttribute("aria-expanded") === "true";
     open.setAttribute("aria-expanded", String(!isOpen));
@@ -192,7 +198,7 @@ class Samples {
       return;
     }
     const cell = el("td", { colspan: [...row.cells].filter((cell) => cell.offsetWidth).length });
-    const asked = el("div", { class: "asked" }, el("div", {}, el("h4", {}, "prompt"), textBox(group.prompt)));
+    const asked = el("div", { class: "asked" }, el("div", {}, el("h4", {}, "prompt"), textBox(group.prompt), ...this.images(group)));
     if (group.truth !== null) asked.append(el("div", {}, el("h4", {}, "ground truth"), textBox(group.truth)));
     const about = [];
     if (group.name) about.push(["group", group.name]);
