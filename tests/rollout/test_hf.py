@@ -88,18 +88,22 @@ def test_other_families_run() -> None:
         run_all(make_hf(model), [request_of(prompt_of(4), max_tokens=61)])
 
 
-def test_pause_finishes_what_runs_and_holds_what_comes() -> None:
+def test_pause_holds_requests_until_resume_and_a_cancelled_one_ends() -> None:
     async def run() -> None:
+        request = request_of(prompt_of(4))
         async with make_hf(make_model()) as engine:
-            first = asyncio.create_task(engine.generate(request_of(prompt_of(4))))
+            first = asyncio.create_task(engine.generate(request))
             await asyncio.sleep(0)
-            await engine.pause()
+            await engine.pause()  # before its first token or between two
             before = engine.num_generated_tokens
-            assert before == 12
-            held = asyncio.create_task(engine.generate(request_of(prompt_of(4))))
+            held, cancelled = (asyncio.create_task(engine.generate(request)) for _ in range(2))
             await asyncio.sleep(0.05)
             assert engine.num_generated_tokens == before and not held.done()
+            assert await engine.hashes()  # it answers while it is paused
+            cancelled.cancel()
             await engine.resume()
             assert await held == await first
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
 
     asyncio.run(run())

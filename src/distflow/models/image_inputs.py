@@ -134,7 +134,8 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
 
     Raises ValueError if there are more or fewer places than vectors.
     """
-    causal, tensors = unwrapped(model), _inputs_of(model, images, input_ids.device)
+    causal = unwrapped(model)
+    tensors = _inputs_of(causal, images, input_ids.device)
     output = causal.model.get_image_features(**_accepted(causal.model.get_image_features, tensors))
     found = getattr(output, "pooler_output", output)
     vectors = torch.cat([*found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
@@ -149,8 +150,8 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
     return given
 
 
-def _inputs_of(model: nn.Module, images: ImageInputs, device: torch.device) -> dict[str, Tensor]:
-    processor = images_of(unwrapped(model))
+def _inputs_of(causal: nn.Module, images: ImageInputs, device: torch.device) -> dict[str, Tensor]:
+    processor = images_of(causal)
     assert processor is not None, "only prompts for models of images have images"
     tensors = processor.inputs([path for paths in images.paths for path in paths])
     return {name: send(tensor, device) for name, tensor in tensors.items()}
@@ -159,12 +160,12 @@ def _inputs_of(model: nn.Module, images: ImageInputs, device: torch.device) -> d
 def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor | None:
     """Positions `(3, tokens)` by time, height and width, for a family that has them; else None. lengths: see
     `packed_hidden_states`."""
-    inner = unwrapped(model).model
-    find = getattr(inner, "get_rope_index", None)
+    causal = unwrapped(model)
+    find = getattr(causal.model, "get_rope_index", None)
     if find is None:
         return None
     kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
-    grids, first, found = _inputs_of(model, images, input_ids.device)["image_grid_thw"], 0, []
+    grids, first, found = _inputs_of(causal, images, input_ids.device)["image_grid_thw"], 0, []
     for ids, own, paths in zip(
         input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.paths, strict=True
     ):
@@ -230,14 +231,14 @@ IN_OWN_PASSES = "images_in_own_passes"
 """The attribute of a model whose sequences cannot be packed if they have images."""
 
 
-def states_in_own_passes(model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor:
+def states_in_own_passes(causal: Any, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor:
     """Last hidden states `(tokens, hidden)` of packed sequences, each by the model's own forward."""
-    inner, found = unwrapped(model).model, list[Tensor]()
+    inner, found = causal.model, list[Tensor]()
     is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
     parts = zip(input_ids.split(lengths.tolist()), is_image.split(lengths.tolist()), images.paths, strict=True)
     for ids, own, paths in parts:
         num_prompt = int(own.nonzero()[-1]) + 1 if paths else 0
-        with own_pass(model, ids[None], num_prompt, paths) as inputs:
+        with own_pass(causal, ids[None], num_prompt, paths) as inputs:
             accepted = _accepted(inner.forward, inputs)
             found.append(inner(**accepted, use_cache=False).last_hidden_state[0])
     return torch.cat(found)

@@ -192,6 +192,9 @@ def packed_hidden_states(
     """
     causal, decoder = unwrapped(model), text_decoder(model)
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
+    if images is not None and getattr(causal, IN_OWN_PASSES):
+        states = states_in_own_passes(causal, input_ids, lengths, images)
+        return states if wanted is None else take_rows(states, wanted)
     if images is not None:
         return _with_images(model, input_ids, lengths, images, wanted)
     if getattr(causal, _IN_ROWS, False):
@@ -241,9 +244,6 @@ def _with_images(
     model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs, wanted: Tensor | None
 ) -> Tensor:
     """As `packed_hidden_states`."""
-    if getattr(unwrapped(model), IN_OWN_PASSES):
-        states = states_in_own_passes(model, input_ids, lengths, images)
-        return states if wanted is None else take_rows(states, wanted)
     decoder, packing = text_decoder(model), Packing(lengths, input_ids.device)
     embedded = embeddings(model, input_ids, images)
     by_family, own = image_positions(model, input_ids, lengths, images), _positions(lengths)
