@@ -245,10 +245,8 @@ class UpdateWatch:
         self._handles, self._quick = list[Any](), quick
         self._summed = set[str]()
         self._group: Collective = getattr(engine, "group", OneRank())
-        counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
-        scored = torch.zeros(len(batch)).index_add(
-            0, rows.repeat_interleave(batch.lengths("response")), counted.float()
-        )
+        counted = batch.flat("loss_mask") > 0
+        scored = torch.zeros(len(batch)).index_add(0, batch.rows(), counted.float())
         totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
         self.record.totals = _over_ranks({name: float(total) for name, total in totals.items()}, self._group)
         if not isinstance(engine, OpenEngine):
