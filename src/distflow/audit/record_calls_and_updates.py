@@ -258,7 +258,7 @@ class UpdateWatch:
         self._striped += [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
         self.record.leftover = _leftover(self._trained)
         for name, parameter in self._striped:
-            own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
+            own, moments = _no_sum(parameter), _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
             if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(self.record.stripes[name].contribute))
@@ -353,7 +353,7 @@ class GradientWatch:
             return
         optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
         name, parameter = self._striped[(turn + 1) // 2 % len(self._striped)]
-        own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(optimizer, parameter)
+        own, moments = _no_sum(parameter), _moments(optimizer, parameter)
         stripe = record.stripes[name] = Stripe(_stripe(parameter), moments, own)
         if self._last is not None and self._last[:2] == (turn - 1, name):
             now, was = {name: stripe.before, **moments}, {name: self._last[2].after, **self._last[2].moved_moments}
@@ -436,6 +436,11 @@ def striped(
 def _places(tensor: Tensor) -> Tensor:
     """At most `STRIPE` positions, evenly spaced over the whole tensor."""
     return torch.arange(0, tensor.numel(), _spacing(tensor))
+
+
+def _no_sum(tensor: Tensor) -> Tensor:
+    """`Stripe.own` before any backward pass."""
+    return torch.zeros(-(-tensor.numel() // _spacing(tensor)) + 1, dtype=torch.float64)
 
 
 def _spacing(tensor: Tensor) -> int:

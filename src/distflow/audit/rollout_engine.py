@@ -130,7 +130,9 @@ def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
         if adapts:
             raise Wrong(f"{what}, but adapters and nothing else should be trained")
         recorded.run.warn(f"{what}, and no key freezes any: this is correct only if the model's own code freezes them")
-    if adapts and not recorded.num_updates and recorded.run.inputs.resumed is None:
+    if not adapts:
+        return
+    if not recorded.num_updates and recorded.run.inputs.resumed is None:
         _check_start(recorded, unwrapped(model))
     expected, modules = settings.lora_alpha / max(settings.lora_rank, 1), dict(unwrapped(model).named_modules())
     for name, module in modules.items():
@@ -140,7 +142,7 @@ def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
     head = unwrapped(model).get_output_embeddings()
     found = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head]
     plain = [name for name in found if not re.search(r"\.base_layer$|\.lora_", name)]
-    if adapts and settings.target_modules == "all-linear" and plain:
+    if settings.target_modules == "all-linear" and plain:
         raise Wrong(f"target_modules is all-linear, but {plain[0]} and {len(plain) - 1} more have no adapter")
 
 
