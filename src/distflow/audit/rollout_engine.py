@@ -132,7 +132,7 @@ def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
         recorded.run.warn(f"{what}, and no key freezes any: this is correct only if the model's own code freezes them")
     if not adapts:
         return
-    if not recorded.num_updates and recorded.run.inputs.resumed is None:
+    if recorded.step == 0 and not recorded.num_updates:
         _check_start(recorded, unwrapped(model))
     expected, modules = settings.lora_alpha / max(settings.lora_rank, 1), dict(unwrapped(model).named_modules())
     for name, module in modules.items():
