@@ -166,7 +166,7 @@ class Stripe:
 
     own: for all sampled elements, the sum of the gradients of this rank's backward passes, followed by their number.
     contributions: the sum over all ranks. gradient: the optimizer's input. moments: the optimizer's tensors for the
-    weight before the step, and its number of steps; moved_moments: after it.
+    weight before the step, and its number of steps; moved_moments: after it. passes: gradients not yet in `own`.
     """
 
     before: Tensor
@@ -176,6 +176,7 @@ class Stripe:
     gradient: Tensor | None = None
     after: Tensor | None = None
     moved_moments: dict[str, Any] = field(default_factory=dict)
+    passes: list[Tensor] = field(default_factory=list)
 
     def contribute(self, gradient: Tensor) -> None:
         """gradient: of a backward pass, before summation over the ranks; for a layer that ranks compute together, each
@@ -185,9 +186,17 @@ class Stripe:
         if isinstance(gradient, DTensor):
             here, values = at_places(gradient, _places(gradient))
             self.own[here] += values.cpu().double()
+            self.own[-1] += 1
         else:
-            self.own[:-1] += _stripe(gradient)
-        self.own[-1] += 1
+            self.passes.append(gradient.detach().reshape(-1)[:: _spacing(gradient)].clone())
+
+    def total(self) -> Tensor:
+        """`own`, with the backward passes that were only copied."""
+        if self.passes:
+            self.own[:-1] += torch.stack(self.passes).cpu().double().sum(0)
+            self.own[-1] += len(self.passes)
+            self.passes = []
+        return self.own
 
 
 @dataclass
@@ -304,7 +313,7 @@ class UpdateWatch:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
-            sums = self._group.sum(stripe.own) if name in self._summed else stripe.own
+            sums = self._group.sum(stripe.total()) if name in self._summed else stripe.own
             if sums[-1] > 0:
                 is_part = isinstance(parameter, DTensor)
                 stripe.contributions = sums[at_places(parameter, _places(parameter))[0] if is_part else slice(-1)]
@@ -394,7 +403,7 @@ class GradientWatch:
             self._last = None
         for name, stripe in record.stripes.items():
             if not self._spread:
-                sums = self._group.sum(stripe.own)
+                sums = self._group.sum(stripe.total())
                 stripe.contributions = sums[:-1] if sums[-1] > 0 else None
             parameter = next(p for other, p in self._striped if other == name)
             stripe.after = _stripe(parameter)
