@@ -52,7 +52,8 @@ PRESENT: Weights = {}
 @check(
     "weights",
     "the rollout engine's tensors are the trainer's of the same version, cast to its dtype; with LoRA only adapters "
-    "are trained, on all linear layers if target_modules=all-linear; without LoRA frozen weights cause a warning",
+    "are trained, from the start that trainer.seed draws, on all linear layers if target_modules=all-linear; without "
+    "LoRA frozen weights cause a warning",
     needs="an engine on this worker; no unmerged adapter",
     limit="equal hashes of sampled elements of each tensor",
 )
