@@ -28,14 +28,16 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Scalars of any devices and types as numbers, in their order: one transfer per device."""
-    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    alike: dict[torch.device, dict[torch.dtype, list[tuple[int, Tensor]]]] = {}
+    numbers, alike = [0.0] * len(values), dict[torch.device, dict[torch.dtype, dict[int, Tensor]]]()
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
-            alike.setdefault(value.device, {}).setdefault(value.dtype, []).append((place, value.detach()))
+            alike.setdefault(value.device, {}).setdefault(value.dtype, {})[place] = value
+        else:
+            numbers[place] = float(value)
     for by_type in alike.values():
-        stacked = [torch.stack([value for _, value in same]).double() for same in by_type.values()]
-        places = [place for same in by_type.values() for place, _ in same]
+        with torch.no_grad():
+            stacked = [torch.stack([*same.values()]).double() for same in by_type.values()]
+        places = [place for same in by_type.values() for place in same]
         for place, number in zip(places, torch.cat(stacked).tolist(), strict=True):
             numbers[place] = number
     return numbers

@@ -91,6 +91,22 @@ def test_keys_and_values_that_were_made_anew_are_no_cause() -> None:
     assert shares == {"same_version": 0.5, "older_version": 0.5, "older_kv": None}
 
 
+def test_keys_and_values_that_should_be_made_anew_and_were_not() -> None:
+    """Tokens of the trainer's weights behind a weight sync, against others of the same weights."""
+    batch = sampled_batch(version=3)
+    versions = batch["versions"]
+    versions[:, 1:] = 4
+    versions[2] = 4
+    batch["versions"] = versions
+    check_mismatch(moved(batch, 5e-5), 4, EXACT, keeps_kv=False)
+    wrong = batch["rollout_log_probs"] + 9e-4 * (versions == 4)
+    wrong[2] = batch["rollout_log_probs"][2]
+    batch["old_log_probs"] = wrong
+    check_mismatch(batch, 4, EXACT)
+    with pytest.raises(TrustError, match=r"0\.0009 nats a token on \d+ tokens behind a weight sync, and by \S+ on"):
+        check_mismatch(batch, 4, EXACT, keeps_kv=False)
+
+
 def test_the_limits_are_those_of_the_trainers_own_version() -> None:
     _, warning = check_mismatch(spans_an_update(0.6, of_now=5e-4), 4, EXACT)
     assert warning is not None and "differ by 0.0005" in warning and "older weights: 0.6" in warning

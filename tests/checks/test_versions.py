@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.checks.step_invariants import check_lowest, check_versions
+from distflow.checks.step_invariants import check_queued, check_versions
 from distflow.errors import TrustError
 from tests.checks.batches import sampled_batch
 
@@ -38,7 +38,7 @@ def test_others_stop_the_run(sample: list[int], synced: int, message: str) -> No
         check([5] * 5, [5], [6] * 4, sample, synced=synced)
 
 
-def test_the_queue_must_have_recorded_the_lowest_version_of_each_group() -> None:
+def test_the_queue_must_have_recorded_tokens_and_lowest_version_of_each_group() -> None:
     batch = sampled_batch()
     lengths = batch.lengths("response").tolist()
     batch["versions"] = torch.tensor(
@@ -53,11 +53,17 @@ def test_the_queue_must_have_recorded_the_lowest_version_of_each_group() -> None
         )
         for number in numbers
     }
-    check_lowest(batch, {})
-    check_lowest(batch, least | {numbers[0]: None})
-    check_lowest(batch, least)
+    tokens = {number: 0 for number in numbers}
+    for number, length in zip(numbers, batch.lengths("sequence").tolist(), strict=True):
+        tokens[number] += length
+    queued = {number: (tokens[number], least[number]) for number in numbers}
+    check_queued(batch, {})
+    check_queued(batch, queued)
     first = numbers[0]
+    check_queued(batch, queued | {first: (tokens[first], None)})
     with pytest.raises(
         TrustError, match=f"version 7 as the lowest of group {first}, but its tokens begin with version"
     ):
-        check_lowest(batch, least | {first: 7})
+        check_queued(batch, queued | {first: (tokens[first], 7)})
+    with pytest.raises(TrustError, match=f"1 tokens for group {first}, but its samples have {tokens[first]}"):
+        check_queued(batch, queued | {first: (1, None)})

@@ -3,17 +3,22 @@ no whole audit is made any more. Each test is named after what happened, and nam
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit import metrics as audit_metrics
+from distflow.config.keys.trainer_async_dag import StopCondition
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
+from distflow.models import lora
 from distflow.pipelines.nodes import updates
-from distflow.runtime import step_metrics, worker
+from distflow.runtime import rollout_loop, step_metrics, worker
+from distflow.scheduling.group_states import PromptGroup
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
 from tests.e2e.runs import Playground
@@ -223,6 +228,48 @@ def test_advantages_of_other_samples_in_a_micro_batch(playground: Playground, mo
         patch.setattr(PolicyObjective, "__call__", called)
 
     found(playground, monkeypatch, plant, says="another sample's advantage")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bound", "says"), [(0.0, "goes on, though it is > 0"), (2.0, "ends, though it is not > 2")])
+def test_a_condition_that_is_turned_round(playground: Playground, monkeypatch: Patch, bound: float, says: str) -> None:
+    """`trainer.stop_when`; without the fault the first run ends after a step, the second goes on."""
+    keys = ("trainer.total_training_steps=2", f"trainer.stop_when=reward/mean_score > {bound}")
+    run = playground.run("grpo", *keys, name="healthy")
+    assert run.outcome.steps == (1 if bound == 0.0 else 2) and run.notes("error") == []
+    holds = StopCondition.holds
+    monkeypatch.setattr(StopCondition, "holds", lambda self, value: not holds(self, value))
+    with pytest.raises(TrustError, match=f"after step 1 reward/mean_score is .*{says}"):
+        playground.run("grpo", *keys)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_begins_without_the_seed(playground: Playground, monkeypatch: Patch) -> None:
+    keys = ("trainer.total_training_steps=1", "actor_rollout_ref.model.lora_rank=4")
+    assert playground.run("grpo", *keys, name="healthy").notes("error") == []
+    seeds = iter(range(100, 200))
+
+    class Torch:
+        """Seeds that nobody chose."""
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda seed: torch.manual_seed(next(seeds))) if name == "manual_seed" else getattr(torch, name)
+
+    monkeypatch.setattr(lora, "torch", Torch())
+    with pytest.raises(TrustError, match=r"found \(weights\): .* does not begin with the weights that trainer.seed"):
+        playground.run("grpo", *keys)
+
+
+@pytest.mark.slow
+def test_tokens_of_responses_alone_in_the_ledger(playground: Playground, monkeypatch: Patch) -> None:
+    original = rollout_loop.finished_group
+
+    def finished(group: PromptGroup, batch: Batch, measured: Any) -> Any:
+        return replace(original(group, batch, measured), num_tokens=int(batch.lengths("response").sum()))
+
+    monkeypatch.setattr(rollout_loop, "finished_group", finished)
+    with pytest.raises(TrustError, match=r"the ledger have \d+ tokens for group 0, but its samples have \d+"):
+        playground.run("grpo", "trainer.total_training_steps=1")
 
 
 @pytest.mark.slow

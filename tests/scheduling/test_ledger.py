@@ -171,6 +171,15 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     assert verify(ledger.path) == GroupCounts(issued=4, consumed=3, dropped={"equal_rewards": 1})
 
 
+def test_a_step_consumes_the_tokens_of_its_groups(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for number in range(2):
+        issue(ledger, number)
+        ledger.append("complete", group_id=number, tokens=7)
+    with pytest.raises(CountsError, match="step 1 consumed 13 tokens, but its groups have 14"):
+        ledger.append("consumed", step=1, group_ids=[0, 1], tokens=13)
+
+
 MOVES = {
     "issued": {"group_id": 1, "epoch": 0, "row": 1, "version": 0, "attempt": 0},
     "complete": {"group_id": 1, "tokens": 1},

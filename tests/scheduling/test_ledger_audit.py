@@ -186,7 +186,7 @@ def completed(number, **version):
 def step_of(step, *group_ids, weights=None):
     weights = step if weights is None else weights
     return [
-        ("consumed", {"step": step, "group_ids": list(group_ids), "tokens": 1}),
+        ("consumed", {"step": step, "group_ids": list(group_ids), "tokens": len(group_ids)}),
         ("version", {"step": step, "weights": weights}),
     ]
 

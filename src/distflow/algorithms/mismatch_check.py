@@ -14,6 +14,11 @@ from distflow.errors import TrustError
 SHIFT_FACTOR = 4.0
 """Log-probs count as shifted if the gap to the neighbouring token's is this many times smaller."""
 
+CAUSES = ("same_version", "older_version", "older_kv")
+
+LEAST_BEHIND, BEHIND_FACTOR = 8, 10.0
+"""Tokens behind a weight sync are compared if there are this many, and may differ this many times as far as others."""
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -48,7 +53,7 @@ def causes(versions: Tensor, is_policy: Tensor, step: int, keeps_kv: bool = True
     first = versions.gather(-1, start.cummax(dim=-1).values) if versions.numel() else versions
     mixed = inside & (versions != first) & keeps_kv
     older = inside & ~mixed & (versions != step)
-    return {"same_version": inside & ~mixed & ~older, "older_version": older, "older_kv": mixed}
+    return dict(zip(CAUSES, (inside & ~mixed & ~older, older, mixed), strict=True))
 
 
 def mismatch(rollout: Tensor, trainer: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:
@@ -78,12 +83,17 @@ def check_mismatch(
     own = next((name for name in ("trainer_log_probs", "prox_log_probs", "old_log_probs") if name in batch), None)
     if "rollout_log_probs" not in batch or own is None:
         return {}, None
-    rollout, trainer, is_policy = batch["rollout_log_probs"], batch[own], batch["response_mask"] > 0
+    rollout, trainer, is_policy = batch.flat("rollout_log_probs"), batch.flat(own), batch.flat("response_mask") > 0
     if own == "trainer_log_probs":
-        is_policy = is_policy & ~(trainer.isnan() | ~is_policy).all(dim=-1, keepdim=True)
+        is_policy = is_policy & torch.isin(rows := batch.rows(), rows[is_policy & ~trainer.isnan()])
     finite = trainer.isfinite()
     counted = is_policy & finite
-    by_cause = causes(batch["versions"], batch["response_mask"], step, keeps_kv)
+    if bool((batch.flat("versions")[is_policy] == step).all()):
+        none = torch.zeros_like(is_policy)
+        by_cause = dict(zip(CAUSES, (is_policy, none, none), strict=True))
+    else:
+        by_cause = causes(batch["versions"], batch["response_mask"], step, keeps_kv)
+        by_cause = {name: tokens[batch.mask("response")] for name, tokens in by_cause.items()}
     masks = [counted, *(tokens & counted for tokens in by_cause.values())]
     total, *counts = global_sum(torch.stack([mask.sum() for mask in masks]).double(), reduce).tolist()
     every = mismatch_statistics(trainer, rollout, counted, reduce) if total else {}
@@ -93,17 +103,25 @@ def check_mismatch(
             found = every if count == total else mismatch_statistics(trainer, rollout, mask, reduce)
             metrics |= {f"mismatch/{cause}/{name}": value for name, value in found.items()}
             metrics[f"mismatch/{cause}/share"] = count / total
+    if not keeps_kv:
+        _check_recomputed(batch, rollout - trainer, by_cause["same_version"] & counted, tolerance, step, reduce)
     if not bool(finite[is_policy].all()):
         return metrics, f"{int((~finite & is_policy).sum())} tokens have no finite log-prob by the trainer ({own})"
-    if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(rollout, trainer, is_policy):
+    padded = (batch.pad(values, "response") for values in (rollout, trainer, is_policy))
+    if metrics.get("mismatch/mean_abs", 0.0) > tolerance.mean and _is_shifted(*padded):
         raise TrustError(
             f"rollout_log_probs and {own} differ by {metrics['mismatch/mean_abs']:.3g} nats a token, but agree when "
             "one is moved by a token: a node shifted them, or tokens are misaligned at the border of prompt and "
             "response"
         )
+    return metrics, _warning(batch, metrics, tolerance, stops, weighs)
+
+
+def _warning(batch: Batch, metrics: Mapping[str, float], tolerance: Tolerance, stops: bool, weighs: bool) -> str | None:
+    """Raises TrustError if tokens of the same weights differ too far."""
     mean = metrics.get("mismatch/same_version/mean_abs", 0.0)
     if mean <= tolerance.mean:
-        return metrics, None
+        return None
     if mean > tolerance.hold:
         raise TrustError(
             f"rollout engine and trainer disagree by {mean:.3g} nats a token on the same weights "
@@ -115,8 +133,25 @@ def check_mismatch(
     if stops:
         raise TrustError(f"{message}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
     if weighs or "rollout_is_weights" in batch:
-        return metrics, f"{message}; each token's loss is weighted by the ratio of the two from here on"
-    return metrics, f"{message}; algorithm.rollout_correction.rollout_is=token weighs it out"
+        return f"{message}; each token's loss is weighted by the ratio of the two from here on"
+    return f"{message}; algorithm.rollout_correction.rollout_is=token weighs it out"
+
+
+def _check_recomputed(
+    batch: Batch, gaps: Tensor, counted: Tensor, tolerance: Tolerance, step: int, reduce: Reduce | None
+) -> None:
+    """Compare tokens behind a weight sync, few among many, with other tokens of the same weights."""
+    every = causes(batch["versions"], batch["response_mask"], step)
+    behind = every["older_kv"][batch.mask("response")] & counted
+    sums = [part for mask in (behind, counted & ~behind) for part in (gaps[mask].abs().sum().double(), mask.sum())]
+    later, number, others, rest = global_sum(torch.stack([*map(torch.Tensor.double, sums)]), reduce).tolist()
+    mean, usual = later / max(number, 1.0), others / rest if rest else tolerance.mean
+    if number >= LEAST_BEHIND and mean > max(tolerance.mean, BEHIND_FACTOR * usual):
+        raise TrustError(
+            f"log-probs of engine and trainer differ by {mean:.3g} nats a token on {number:.0f} tokens behind a weight "
+            f"sync, and by {usual:.3g} on others of the same weights: the engine keeps keys and values of older "
+            "weights, and rollout.kv_on_update asks it to compute them again"
+        )
 
 
 def _cause(batch: Batch, metrics: Mapping[str, float]) -> str:

@@ -114,15 +114,19 @@ def mismatch_statistics(
     """The difference between the rollout policy and the trainer's, over the tokens of the global batch.
 
     `mean_abs` and `max_abs` of the log-probs' difference, `k3` (estimate of KL(rollout ‖ trainer)), and `ess` of the
-    uncorrected token weights. log-probs, mask: `(bs, response_length)`.
+    uncorrected token weights. log-probs, mask: of any one shape.
     """
     difference = raw_log_ratio(trainer_log_probs, rollout_log_probs, mask).double()
-    log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio, size = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), difference.abs()
+    weights, inside = log_ratio.exp(), mask > 0  # the difference is 0 and the weight 1 outside the mask
+    counted = under_mask(weights, inside)
+    sums = [size.sum(), (weights - log_ratio - 1.0).sum(), counted.sum(), counted.square().sum(), inside.sum().double()]
+    gaps, k3, total, squares, count = global_sum(torch.stack(sums), reduce).tolist()
     return {
-        "mean_abs": float(masked_mean(difference.abs(), mask, reduce)),
-        "max_abs": _global_max(difference.abs(), reduce),
-        "k3": float(masked_mean(log_ratio.exp() - log_ratio - 1.0, mask, reduce)),
-        "ess": float(effective_sample_size(log_ratio.exp(), mask, reduce)),
+        "mean_abs": gaps / max(count, 1.0),
+        "max_abs": _global_max(size, reduce),
+        "k3": k3 / max(count, 1.0),
+        "ess": total**2 / (squares * count) if squares * count > 0 else 0.0,
     }
 
 

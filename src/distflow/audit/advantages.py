@@ -27,6 +27,7 @@ from distflow.audit.recorded_step import (
 from distflow.audit.samples import functions_of, in_baselines
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.config.keys.reward import scoring_models
+from distflow.data.batch import repeated
 from distflow.graph import NodeRole
 
 Rows = list[tuple[list[float], list[float]]]
@@ -136,7 +137,7 @@ def audit_moments(recorded: RecordedStep) -> str | None:
         return NOT_APPLICABLE
     sums = dict.fromkeys(("count", "sum", "squares", "before", "squares before"), 0.0)
     if "advantages" in batch and "returns" in batch:  # a rank may have no sample, or train another model
-        counted = (batch.flat("response_mask") > 0) & batch["valid"].bool().repeat_interleave(batch.lengths("response"))
+        counted = (batch.flat("response_mask") > 0) & repeated(batch["valid"].bool(), batch.lengths("response"))
         values, before = doubles(batch.flat("advantages"))[counted], torch.zeros(1).double()
         if name == "reinforce_plus_plus" or (name in ("gae", "gae_marft") and "values" in batch):
             before = doubles(batch.flat("returns") - (batch.flat("values") if name.startswith("gae") else 0.0))[counted]

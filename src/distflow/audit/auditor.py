@@ -21,7 +21,7 @@ from distflow.audit.record_calls_and_updates import (
 )
 from distflow.audit.recorded_step import NOT_APPLICABLE, AuditedRun, Check, RecordedStep, Wrong
 from distflow.audit.resume import Memory, audit_resume
-from distflow.audit.validation import Facts, Validated, sample_facts
+from distflow.audit.validation import Facts, Validated, check_end, sample_facts
 from distflow.data import random_states
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, count_of
@@ -103,6 +103,7 @@ class Auditor:
         self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
         self._told = False  # whether it was reported what audits cannot check
+        self._ended = False  # by trainer.stop_when
 
     def _group_kept(self, record: GroupRecord, batch: Batch) -> None:
         """On a worker that only generates, which takes no step: check a group as it goes to the sample queue."""
@@ -124,6 +125,8 @@ class Auditor:
         return {**self._memory.models(), **self._memory.others(nodes, point)} if self._schedule.frequency > 0 else {}
 
     def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
+        if self._ended:
+            raise TrustError(f"step {step + 1} was taken, but trainer.stop_when has ended the run")
         # Decided once for all ranks, since clocks differ.
         due = self._schedule.is_due(step) or bool(self._run.doubts)
         agreed = self._ranks.max({"due": float(due), "looks": float(self._schedule.looks_at(step))})
@@ -240,6 +243,11 @@ class Auditor:
             leads = self._run.inputs.ports.everyone.rank == 0 and knows
             if leads and every > 0 and (step + 1) % every == 0 and self._validated != step + 1:
                 raise TrustError(f"the validation after step {step + 1} is due by trainer.test_freq, but was not made")
+
+    def end_decided(self, step: int, metrics: Mapping[str, float], ends: bool) -> None:
+        if (condition := self._run.spec.data.stop_when) and self._schedule.frequency > 0:
+            check_end(condition, metrics, ends, step)
+            self._ended = ends
 
     def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()

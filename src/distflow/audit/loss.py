@@ -36,6 +36,7 @@ from distflow.audit.recorded_step import (
 from distflow.audit.token_level_rewards import kl
 from distflow.config import Config
 from distflow.config.derived_settings import config_of, is_rl, own_losses, reads_pairs
+from distflow.data.batch import repeated
 from distflow.import_target import own_name
 
 LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
@@ -387,7 +388,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
     columns = {name: _flat([sample[name] for sample in samples]) for name in present}
     if samples and "token_level_scores" in samples[0]:
         scores = torch.stack([doubles(sample["token_level_scores"]).sum() for sample in samples])
-        columns["sample_score"] = scores.repeat_interleave(torch.tensor(lengths))
+        columns["sample_score"] = repeated(scores, torch.tensor(lengths))
     return MiniBatch(
         samples,
         update.totals,
@@ -395,7 +396,7 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
         {name: _flat(parts) for name, parts in gradients.items()},
         columns,
         _flat([sample["loss_mask"] * own_tokens(recorded.config, sample, update.role) for sample in samples]) > 0,
-        torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+        repeated(torch.arange(len(samples)), torch.tensor(lengths, dtype=torch.int64)),
     )
 
 

@@ -117,7 +117,7 @@ def audit_sample_rows(recorded: RecordedStep) -> str | None:
 
 def _sums(batch: Batch, name: str) -> list[float]:
     """The sum of a column over the policy's tokens of each sample."""
-    rows, values = torch.arange(len(batch)).repeat_interleave(batch.lengths("response")), doubles(batch.flat(name))
+    rows, values = batch.rows(), doubles(batch.flat(name))
     values = torch.where(doubles(batch.flat("response_mask")) > 0, values, 0.0)
     found: list[float] = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, rows, values).tolist()
     return found

@@ -151,7 +151,7 @@ def _left_out(algorithm: AlgorithmConfig, samples: Sequence[Sample], end: str) -
 
 
 def _rows(recorded: RecordedStep) -> Tensor:
-    return torch.arange(len(recorded.batch)).repeat_interleave(recorded.batch.lengths("response"))
+    return recorded.batch.rows()
 
 
 def _over_rows(recorded: RecordedStep, values: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from distflow.config.derived_settings import (
     trained_policies,
 )
 from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig
+from distflow.data.batch import repeated
 from distflow.models.sharding import is_spread
 
 SCORED = ("advantages", "returns", "old_log_probs", "ref_log_prob", "values", "selected_tokens")
@@ -441,45 +442,64 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, num_
                 f"the optimizer of the {update.role} has counted {steps} steps, but {num_before} were taken: its "
                 "moments were lost"
             )
-        if not len(stripe.before):
-            continue  # this rank has no part of the tensor
-        if settings.optimizer == "adamw":
-            expected, moments = _adamw(stripe, stripe.gradient, settings, rate)
-            _same_moments(update, name, stripe, moments)
-        else:
-            expected = stripe.before - rate * (stripe.gradient + settings.weight_decay * stripe.before)
-        gap, moved = (stripe.after - expected).abs(), (expected - stripe.before).abs()
-        rounding = 4e-7 * stripe.before.abs()
-        if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
-            raise Wrong(
-                f"{name} of the {update.role} moved by {float((stripe.after - stripe.before).abs().max()):.4g} at "
-                f"most, but {settings.optimizer} at the learning rate {rate:.4g} gives {float(moved.max()):.4g} for "
-                "its gradient, moments and weight decay"
-            )
+    found = {name: stripe for name, stripe in update.stripes.items() if len(stripe.before)}  # of this rank's parts
+    if found:
+        _same_moves(update, found, settings, rate, num_before)
     return True
 
 
+def _same_moves(
+    update: UpdateRecord, stripes: Mapping[str, Stripe], settings: OptimConfig, rate: float, num_before: int
+) -> None:
+    """Compare all stripes at once."""
+    names, lengths = [*stripes], torch.tensor([len(stripe.before) for stripe in stripes.values()])
+    owners = repeated(torch.arange(len(names)), lengths)
+    before, gradient, after = (
+        torch.cat([getattr(stripe, part) for stripe in stripes.values()]) for part in ("before", "gradient", "after")
+    )
+    if settings.optimizer == "adamw":
+        moments = [_joined(stripes, lengths, name, moved=False) for name in MOMENTS]
+        expected, wanted = _adamw(before, gradient, moments, settings, rate, num_before + 1)
+        for moment, (value, size) in zip(MOMENTS, wanted, strict=True):
+            near = (_joined(stripes, lengths, moment, moved=True) - value).abs() <= MOMENT_LIMIT * size + 1e-30
+            if not bool(near.all()):
+                raise Wrong(
+                    f"{update.role}: {moment} of {names[owners[near.int().argmin()]]} is not what the optimizer's "
+                    f"formula gives for the gradient and the previous {moment}: it was lost, or is kept in a lower "
+                    "precision than float32"
+                )
+    else:
+        expected = before - rate * (gradient + settings.weight_decay * before)
+    gap, moved = (after - expected).abs(), (expected - before).abs()
+    most = torch.zeros(len(names)).double().scatter_reduce(0, owners, moved, "amax")
+    far = gap > LIMIT * most[owners] + 4e-7 * before.abs() + 1e-12  # the second is rounding
+    if bool(far.any()):
+        own = int(owners[far.int().argmax()])
+        raise Wrong(
+            f"{names[own]} of the {update.role} moved by {float((after - before)[owners == own].abs().max()):.4g} at "
+            f"most, but {settings.optimizer} at the learning rate {rate:.4g} gives {float(most[own]):.4g} for its "
+            "gradient, moments and weight decay"
+        )
+
+
+def _joined(stripes: Mapping[str, Stripe], lengths: Tensor, moment: str, moved: bool) -> Tensor:
+    """A moment of all stripes, before or after the step; 0 before the first, and NaN where it is missing after one."""
+    none = math.nan if moved else 0.0
+    each = [(stripe.moved_moments if moved else stripe.moments).get(moment, none) for stripe in stripes.values()]
+    return torch.cat(
+        [torch.as_tensor(x, dtype=torch.float64).expand(n) for x, n in zip(each, lengths.tolist(), strict=True)]
+    )
+
+
 def _adamw(
-    stripe: Stripe, gradient: Tensor, settings: OptimConfig, rate: float
-) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    weights: Tensor, gradient: Tensor, moments: Sequence[Tensor], settings: OptimConfig, rate: float, step: int
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """The weights after the step, and for each moment its value then and the sum of its terms' sizes (Loshchilov and
     Hutter, arXiv:1711.05101, algorithm 2)."""
     first, second = settings.betas
-    step = float(stripe.moments.get("step", 0.0)) + 1
-    before, before_square = (stripe.moments.get(name, 0.0) for name in MOMENTS)
-    mean = first * before + (1 - first) * gradient
-    square = second * before_square + (1 - second) * gradient**2
-    decayed = stripe.before * (1 - rate * settings.weight_decay)
+    mean = first * moments[0] + (1 - first) * gradient
+    square = second * moments[1] + (1 - second) * gradient**2
+    decayed = weights * (1 - rate * settings.weight_decay)
     moved = decayed - rate * (mean / (1 - first**step)) / ((square / (1 - second**step)).sqrt() + settings.eps)
-    size = first * abs(before) + (1 - first) * gradient.abs()
-    return moved, dict(zip(MOMENTS, ((mean, size), (square, square)), strict=True))
-
-
-def _same_moments(update: UpdateRecord, name: str, stripe: Stripe, wanted: dict[str, tuple[Tensor, Tensor]]) -> None:
-    for moment, (expected, size) in wanted.items():
-        found = stripe.moved_moments.get(moment)
-        if found is None or not bool(((found - expected).abs() <= MOMENT_LIMIT * size + 1e-30).all()):
-            raise Wrong(
-                f"{update.role}: {moment} of {name} is not what the optimizer's formula gives for the gradient and the "
-                f"previous {moment}: it was lost, or is kept in a lower precision than float32"
-            )
+    size = first * moments[0].abs() + (1 - first) * gradient.abs()
+    return moved, [(mean, size), (square, square)]

@@ -166,7 +166,7 @@ class Stripe:
 
     own: for all sampled elements, the sum of the gradients of this rank's backward passes, followed by their number.
     contributions: the sum over all ranks. gradient: the optimizer's input. moments: the optimizer's tensors for the
-    weight before the step, and its number of steps; moved_moments: after it.
+    weight before the step, and its number of steps; moved_moments: after it. passes: gradients not yet in `own`.
     """
 
     before: Tensor
@@ -176,6 +176,7 @@ class Stripe:
     gradient: Tensor | None = None
     after: Tensor | None = None
     moved_moments: dict[str, Any] = field(default_factory=dict)
+    passes: list[Tensor] = field(default_factory=list)
 
     def contribute(self, gradient: Tensor) -> None:
         """gradient: of a backward pass, before summation over the ranks; for a layer that ranks compute together, each
@@ -185,9 +186,17 @@ class Stripe:
         if isinstance(gradient, DTensor):
             here, values = at_places(gradient, _places(gradient))
             self.own[here] += values.cpu().double()
+            self.own[-1] += 1
         else:
-            self.own[:-1] += _stripe(gradient)
-        self.own[-1] += 1
+            self.passes.append(gradient.detach().reshape(-1)[:: _spacing(gradient)].clone())
+
+    def total(self) -> Tensor:
+        """`own`, with the backward passes that were only copied."""
+        if self.passes:
+            self.own[:-1] += torch.stack(self.passes).cpu().double().sum(0)
+            self.own[-1] += len(self.passes)
+            self.passes = []
+        return self.own
 
 
 @dataclass
@@ -245,10 +254,8 @@ class UpdateWatch:
         self._handles, self._quick = list[Any](), quick
         self._summed = set[str]()
         self._group: Collective = getattr(engine, "group", OneRank())
-        counted, rows = batch.flat("loss_mask") > 0, torch.arange(len(batch))
-        scored = torch.zeros(len(batch)).index_add(
-            0, rows.repeat_interleave(batch.lengths("response")), counted.float()
-        )
+        counted = batch.flat("loss_mask") > 0
+        scored = torch.zeros(len(batch)).index_add(0, batch.rows(), counted.float())
         totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
         self.record.totals = _over_ranks({name: float(total) for name, total in totals.items()}, self._group)
         if not isinstance(engine, OpenEngine):
@@ -260,7 +267,7 @@ class UpdateWatch:
         self._striped += [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
         self.record.leftover = _leftover(self._trained)
         for name, parameter in self._striped:
-            own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(engine.optimizer, parameter)
+            own, moments = _no_sum(parameter), _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
             if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(self.record.stripes[name].contribute))
@@ -306,7 +313,7 @@ class UpdateWatch:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
             stripe.moved_moments = _moments(self.record.engine.optimizer, parameter)  # type: ignore[attr-defined]
-            sums = self._group.sum(stripe.own) if name in self._summed else stripe.own
+            sums = self._group.sum(stripe.total()) if name in self._summed else stripe.own
             if sums[-1] > 0:
                 is_part = isinstance(parameter, DTensor)
                 stripe.contributions = sums[at_places(parameter, _places(parameter))[0] if is_part else slice(-1)]
@@ -355,7 +362,7 @@ class GradientWatch:
             return
         optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
         name, parameter = self._striped[(turn + 1) // 2 % len(self._striped)]
-        own, moments = torch.zeros(len(_places(parameter)) + 1).double(), _moments(optimizer, parameter)
+        own, moments = _no_sum(parameter), _moments(optimizer, parameter)
         stripe = record.stripes[name] = Stripe(_stripe(parameter), moments, own)
         if self._last is not None and self._last[:2] == (turn - 1, name):
             now, was = {name: stripe.before, **moments}, {name: self._last[2].after, **self._last[2].moved_moments}
@@ -396,7 +403,7 @@ class GradientWatch:
             self._last = None
         for name, stripe in record.stripes.items():
             if not self._spread:
-                sums = self._group.sum(stripe.own)
+                sums = self._group.sum(stripe.total())
                 stripe.contributions = sums[:-1] if sums[-1] > 0 else None
             parameter = next(p for other, p in self._striped if other == name)
             stripe.after = _stripe(parameter)
@@ -438,6 +445,11 @@ def striped(
 def _places(tensor: Tensor) -> Tensor:
     """At most `STRIPE` positions, evenly spaced over the whole tensor."""
     return torch.arange(0, tensor.numel(), _spacing(tensor))
+
+
+def _no_sum(tensor: Tensor) -> Tensor:
+    """`Stripe.own` before any backward pass."""
+    return torch.zeros(-(-tensor.numel() // _spacing(tensor)) + 1, dtype=torch.float64)
 
 
 def _spacing(tensor: Tensor) -> int:

@@ -224,7 +224,8 @@ class RecordedStep:
         ranks, every = self.run.ranks, copy.copy(self)
         if self.partial or ranks.size == 1 or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED:
             return self
-        every.__dict__.pop("samples", None)
+        for name in ("samples", "_drawn"):
+            every.__dict__.pop(name, None)
         every.batch = Batch.concat(ranks.gather(self.batch))
         return every
 
@@ -240,12 +241,15 @@ class RecordedStep:
 
     def some_samples(self, most: int) -> list[Sample]:
         """At most `most` samples from as many groups as possible, drawn by the step number."""
+        return self._drawn[:most]
+
+    @cached_property
+    def _drawn(self) -> list[Sample]:
         turn = random.Random(self.step)
         by_group = list(by_group_of(self.samples).values())
         drawn = [turn.sample(group, len(group)) for group in turn.sample(by_group, len(by_group))]
         longest = max((len(group) for group in drawn), default=0)
-        order = [group[i] for i in range(longest) for group in drawn if i < len(group)]
-        return order[:most]
+        return [group[i] for i in range(longest) for group in drawn if i < len(group)]
 
     def record_of(self, sample: Sample) -> GroupRecord | None:
         """The record of the sample's group; None if this worker did not generate it."""
@@ -279,6 +283,15 @@ class RecordedStep:
                     found[start] = RecordedTurn(request, made, start, end, talk)
         return [found[start] for start in sorted(found)]
 
+    @cached_property
+    def _writers(self) -> dict[str, list[Callable[..., object]]]:
+        """By column, the functions of the nodes that write it, without their wrappers."""
+        found: dict[str, list[Callable[..., object]]] = {}
+        for node in self.run.pipeline.nodes:
+            for column in node.contract.writes:
+                found.setdefault(column, []).append(plain_function(node.fn))
+        return found
+
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
         """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
         known. A workflow itself decides what is said and, unless it is in `SCORES_LAST_REPLY`, which parts the score
@@ -287,12 +300,12 @@ class RecordedStep:
         is_scored = column == "scores" or (column in ("reward_parts", "acc") and workflow in SCORES_LAST_REPLY)
         if column in BY_WORKFLOW and workflow is not None and not is_scored:
             return False
-        writers = [plain_function(node.fn) for node in self.run.pipeline.nodes if column in node.contract.writes]
+        writers = self._writers.get(column, [])
         return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
-        return any(column in node.contract.writes for node in self.run.pipeline.nodes)
+        return bool(self._writers.get(column))
 
     def sampling(self, sample: Sample) -> SamplingParams:
         """The sampling parameters of its domain, without stop tokens."""

@@ -206,9 +206,10 @@ def _given_scores(recorded: RecordedStep, group: int, rows: Sequence[int]) -> di
     for name, arguments, own in record.scored:
         if isinstance(own, Score) and DOES_NOT_APPLY not in own.extra:
             given.setdefault((name, arguments.get("solution_str")), set()).add(own.value)
+    texts, errors, valid = batch["responses"], batch["reward_errors"], batch["valid"].tolist()
     for row in rows:
-        each = [given.get((name, batch["responses"][row]), set()) for name in weights]
-        if batch["reward_errors"][row] is None and bool(batch["valid"][row]) and all(len(own) == 1 for own in each):
+        each = [given.get((name, texts[row]), set()) for name in weights]
+        if errors[row] is None and valid[row] and all(len(own) == 1 for own in each):
             found[row] = sum(weight * min(own) for weight, own in zip(weights.values(), each, strict=True))
     return found
 

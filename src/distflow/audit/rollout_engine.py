@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import DynamicCache
 
@@ -51,7 +52,8 @@ PRESENT: Weights = {}
 @check(
     "weights",
     "the rollout engine's tensors are the trainer's of the same version, cast to its dtype; with LoRA only adapters "
-    "are trained, on all linear layers if target_modules=all-linear; without LoRA frozen weights cause a warning",
+    "are trained, from the start that trainer.seed draws, on all linear layers if target_modules=all-linear; without "
+    "LoRA frozen weights cause a warning",
     needs="an engine on this worker; no unmerged adapter",
     limit="equal hashes of sampled elements of each tensor",
 )
@@ -129,6 +131,10 @@ def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
         if adapts:
             raise Wrong(f"{what}, but adapters and nothing else should be trained")
         recorded.run.warn(f"{what}, and no key freezes any: this is correct only if the model's own code freezes them")
+    if not adapts:
+        return
+    if recorded.step == 0 and not recorded.num_updates:
+        _check_start(recorded, unwrapped(model))
     expected, modules = settings.lora_alpha / max(settings.lora_rank, 1), dict(unwrapped(model).named_modules())
     for name, module in modules.items():
         for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():
@@ -137,8 +143,30 @@ def _check_trained(recorded: RecordedStep, model: nn.Module) -> None:
     head = unwrapped(model).get_output_embeddings()
     found = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head]
     plain = [name for name in found if not re.search(r"\.base_layer$|\.lora_", name)]
-    if adapts and settings.target_modules == "all-linear" and plain:
+    if settings.target_modules == "all-linear" and plain:
         raise Wrong(f"target_modules is all-linear, but {plain[0]} and {len(plain) - 1} more have no adapter")
+
+
+def _check_start(recorded: RecordedStep, model: nn.Module) -> None:
+    """Check that the first adapter begins with the weights that PEFT draws by the run's seed."""
+    from peft import LoraConfig, get_peft_model  # an extra
+
+    adapted = ((name, module) for name, module in model.named_modules() if hasattr(module, "get_delta_weight"))
+    name, module = next(adapted, ("", model))
+    base: Any = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Linear) or isinstance(base.weight, DTensor):
+        return
+    alone = nn.Sequential(nn.Linear(base.in_features, base.out_features, device=base.weight.device))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recorded.config.trainer.seed)
+        own = get_peft_model(
+            alone, LoraConfig(r=recorded.config.actor_rollout_ref.model.lora_rank, target_modules=["0"])
+        )
+    drawn, found = ([p for n, p in each.named_parameters() if ".lora_" in f".{n}"] for each in (own, module))
+    if not all(torch.equal(*pair) for pair in zip(drawn, found, strict=True)):
+        raise Wrong(
+            f"the adapter of {name} does not begin with the weights that trainer.seed draws: the run cannot be repeated"
+        )
 
 
 def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recomputes: bool) -> _Scored:

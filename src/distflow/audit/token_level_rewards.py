@@ -234,7 +234,7 @@ def audit_totals(recorded: RecordedStep) -> str | None:
     if not (is_plain and recorded.is_ours("scores") and recorded.is_ours("reward_parts")) or "valid" not in batch:
         return NOT_APPLICABLE
     lengths = batch.lengths("response")
-    rows, scores = torch.arange(len(batch)).repeat_interleave(lengths), torch.zeros(len(batch)).double()
+    rows, scores = batch.rows(), torch.zeros(len(batch)).double()
     scores.index_add_(0, rows, doubles(batch.flat("token_level_scores")))
     columns = zip(batch["uid"], batch["domain"], batch["reward_parts"], batch["reward_errors"], strict=True)
     numbers = zip(batch["valid"].tolist(), scores.tolist(), lengths.tolist(), strict=True)

@@ -20,6 +20,7 @@ from distflow.audit.samples import accuracies, parts_of_domain
 from distflow.config import Config
 from distflow.config.derived_settings import response_limit
 from distflow.data.prompts import PromptRow
+from distflow.errors import TrustError
 from distflow.models.sharding import is_spread
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.checkpoint.files import DamagedError, by_age, read_manifest
@@ -276,3 +277,16 @@ def _metrics(rows: Facts) -> dict[str, float]:
             found[f"val_correct/{name}/pass@{k}"] = 1 - sum(missed) / len(missed)
             found[f"val_correct/{name}/mean@{n}"] = right.total() / prompts.total()
     return found
+
+
+def check_end(condition: str, metrics: Mapping[str, float], ends: bool, step: int) -> None:
+    """Check that the run ends after the step if trainer.stop_when is met, and only then."""
+    name, sign, bound = condition.split()
+    found, limit = metrics.get(name, math.nan), float(bound)
+    is_met = (found > limit if ">" in sign else found < limit) or ("=" in sign and found == limit)
+    if is_met != ends:
+        what = "ends, though it is not" if ends else "goes on, though it is"
+        raise TrustError(
+            f"after step {step + 1} {name} is {found:g}, and the run {what} {sign} {limit:g} (trainer.stop_when): "
+            "correct the code that compares them"
+        )

@@ -360,6 +360,10 @@ class Batch:
         source[~is_response] = torch.arange(len(prompt))
         return torch.cat([prompt, response])[send(source, prompt.device)]
 
+    def rows(self, axis: Axis | str = Axis.RESPONSE) -> Tensor:
+        """The row of each token of the axis: int64 `(tokens,)`."""
+        return repeated(torch.arange(len(self)), self._lengths[Axis(axis)])
+
     def response_positions(self) -> Tensor:
         """Position of each response token in the flat `sequence` columns: int64 `(response tokens,)`."""
         responses = self._lengths[Axis.RESPONSE]
@@ -385,7 +389,7 @@ class Batch:
             ends = [*(start for _, start in forks), length]
             owners = [0, *(known.get(name.partition(".")[0], 0) for name, _ in forks)]
             lengths = [end - start for start, end in pairwise([0, *ends])]
-            index.append(torch.tensor(owners).repeat_interleave(torch.tensor(lengths)))
+            index.append(repeated(torch.tensor(owners), torch.tensor(lengths)))
         return torch.cat([*index, torch.zeros(0, dtype=torch.int64)])
 
     def _derived_loss_mask(self) -> Tensor:
@@ -393,8 +397,7 @@ class Batch:
         if "valid" not in self._columns:
             return mask
         valid: Tensor = self.flat("valid")
-        lengths = send(self._lengths[Axis.RESPONSE], mask.device)
-        return mask * valid.to(mask.dtype).repeat_interleave(lengths, output_size=len(mask))
+        return mask * repeated(valid.to(mask.dtype), self._lengths[Axis.RESPONSE])
 
     def _placed_scores(self) -> Tensor:
         """The score of a sample, on the last token of the policy: flat `(response tokens,)`.
@@ -404,7 +407,7 @@ class Batch:
         mask: Tensor = self.flat("response_mask")
         lengths = send(self._lengths[Axis.RESPONSE], mask.device)
         positions = (mask > 0).nonzero()[:, 0]
-        owner = torch.arange(len(self), device=mask.device).repeat_interleave(lengths, output_size=len(mask))[positions]
+        owner = send(self.rows(), mask.device)[positions]
         last = torch.full_like(lengths, -1).scatter_reduce_(0, owner, positions, "amax")
         answered = last >= 0
         return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
@@ -426,8 +429,15 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """The `lengths[i]` consecutive numbers from each `starts[i]` on: int64 `(sum of lengths,)`."""
-    offsets = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    return starts.repeat_interleave(lengths) + offsets
+    return repeated(starts - lengths.cumsum(0) + lengths, lengths) + torch.arange(int(lengths.sum()))
+
+
+def repeated(values: Tensor, counts: Tensor) -> Tensor:
+    """Each value as often as its count. On the CPU without `repeat_interleave`, which wakes all of torch's threads for
+    any size. counts: on the CPU."""
+    if values.device.type != "cpu":
+        return values.repeat_interleave(send(counts, values.device), output_size=int(counts.sum()))
+    return torch.from_numpy(np.repeat(values.detach().numpy(), counts.numpy()))
 
 
 def _json_bytes(value: list[Any]) -> Tensor:

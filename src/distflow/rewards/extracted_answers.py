@@ -33,7 +33,8 @@ _DENIAL = (
 )
 _COMPARISON = (
     r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up to|over|under|above|below"
-    r"|between|from|twice|double|triple|half(?: of)?|(?:root|third|quarter) of)"
+    r"|between|from|twice|double|triple|half(?: of)?|(?:root|third|quarter|square|cube|opposite|inverse|reciprocal) of"
+    r"|(?:close|next) to|near(?:ly)?|almost|hardly|barely|within \S+ of|except(?: for)?|everything but|off by)"
 )
 _DENIED, _NOT_STATED = (re.compile(rf"(?:{words})[\s$*]*$", re.I) for words in (_DENIAL, f"{_DENIAL}|{_COMPARISON}"))
 _COMPARED = re.compile(rf"{_DENIAL}|{_COMPARISON}|\b(?:and|or|to|through|from)\b", re.I)

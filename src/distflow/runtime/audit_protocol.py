@@ -9,7 +9,7 @@ from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import PhaseTimer
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime import fault_injection
-from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.sample_queue.protocol import Queued, ResumePoint
 from distflow.runtime.step_metrics import SampleRows
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, LossFn, TrainEngine
@@ -38,10 +38,8 @@ class GroupRecorder(Protocol):
 class StepChecks(Protocol):
     """The checks of every step. Failures raise TrustError; suspicions are noted."""
 
-    def step_taken(
-        self, batch: Batch, step: int, synced_version: int | None, lowest: Mapping[int, int | None] | None = None
-    ) -> None:
-        """A step has left the sample queue. synced_version: of the last weight sync; None if nothing generates. lowest:
+    def step_taken(self, batch: Batch, step: int, synced_version: int | None, queued: Queued | None = None) -> None:
+        """A step has left the sample queue. synced_version: of the last weight sync; None if nothing generates. queued:
         see `TrainingStep`; None if the queue does not know it."""
 
     def updated(
@@ -82,6 +80,10 @@ class StepAuditor(Protocol):
 
     def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
         """The sample queue has recorded the step as trained. metrics: of the step, with the queue's."""
+
+    def end_decided(self, step: int, metrics: Mapping[str, float], ends: bool) -> None:
+        """Whether the run ends after the step was decided by `trainer.stop_when`, on the leading rank. metrics: of the
+        step and its validation."""
 
     def part_validated(self, rows: SampleRows) -> SampleRows:
         """This worker has validated its part. Returns what `validated` needs of each sample. Callable on any thread."""

@@ -309,8 +309,7 @@ class Step:
             values, axis = batch.flat(name), batch.field(name).axis
             if not isinstance(values, Tensor) or bool((finite := values.isfinite()).all()):
                 continue
-            every = torch.arange(len(batch))
-            rows = every if axis is Axis.SAMPLE else every.repeat_interleave(batch.lengths(axis))
+            rows = torch.arange(len(batch)) if axis is Axis.SAMPLE else batch.rows(axis)
             counts = batch.flat("valid")[rows] & (batch.flat("response_mask") > 0 if axis is Axis.RESPONSE else True)
             for place in (~finite & counts).nonzero()[:1, 0].tolist():
                 uid, value = batch["uid"][int(rows[place])], float(values[place])

@@ -16,7 +16,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_wh
 from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.early_stop_and_signals import MetricStop
-from distflow.runtime.sample_queue.protocol import NewWorkers, Released, TrainingStep
+from distflow.runtime.sample_queue.protocol import NewWorkers, Queued, Released, TrainingStep
 from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks, throughput
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.receiver import WeightReceiver
@@ -109,16 +109,14 @@ class Worker:
             self.reward_metrics()  # which may be the reason
             raise
         if step is not None:
-            self.check_taken(step.group_ids, step.batch, step.lowest)
+            self.check_taken(step.group_ids, step.batch, step.queued)
         return step
 
-    def check_taken(
-        self, group_ids: tuple[int, ...], batch: Batch, lowest: Mapping[int, int | None] | None = None
-    ) -> None:
-        """Check this rank's part of a step that was taken. group_ids: of all ranks. lowest: see `TrainingStep`."""
+    def check_taken(self, group_ids: tuple[int, ...], batch: Batch, queued: Queued | None = None) -> None:
+        """Check this rank's part of a step that was taken. group_ids: of all ranks. queued: see `TrainingStep`."""
         engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
         with self._recorder.phases("check"):
-            self._parts.checks.step_taken(batch, self.step, engine_version, lowest)
+            self._parts.checks.step_taken(batch, self.step, engine_version, queued)
         with self._recorder.phases("audit"):
             self._parts.auditor.step_taken(self.step, group_ids, batch, engine_version)
 
@@ -277,7 +275,10 @@ class Worker:
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
             self._recorder.note("info", f"the run ends after step {step}: {why}")
-        return everyone.max(float(bool(why))) > 0
+        ends = everyone.max(float(bool(why))) > 0
+        if everyone.rank == 0:
+            self._parts.auditor.end_decided(step - 1, metrics, ends)
+        return ends
 
     def _end(self, step: int) -> None:
         """No step is left, even if step `step` was not known to be the last, because no later group succeeded."""

@@ -83,6 +83,7 @@ class LedgerCounts:
         self.last_step = 0
         self._states = bytearray()
         self._attempts: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}  # of complete groups in the queue
         self._counts: Counter[_State] = Counter()
         self._domains = defaultdict[str, DomainCounts](DomainCounts)
         self._domain_of: dict[int, str] = {}  # domains of groups in the queue, if there are domains
@@ -115,6 +116,7 @@ class LedgerCounts:
 
     def on_complete(self, record: Record) -> None:
         self._move(record["group_id"], _State.GENERATING, _State.QUEUED)
+        self._tokens[record["group_id"]] = record["tokens"]
 
     def on_lost(self, record: Record) -> None:
         self._move(record["group_id"], _State.QUEUED, _State.GENERATING)
@@ -133,6 +135,11 @@ class LedgerCounts:
     def on_consumed(self, record: Record) -> None:
         if record["step"] != self.last_step + 1:
             raise CountsError(f"step {record['step']} was consumed, but {self.last_step + 1} is the next one")
+        known = [self._tokens[number] for number in record["group_ids"] if number in self._tokens]
+        if len(known) == len(record["group_ids"]) and record.get("tokens", sum(known)) != sum(known):
+            raise CountsError(
+                f"step {record['step']} consumed {record['tokens']} tokens, but its groups have {sum(known)}"
+            )
         for number in record["group_ids"]:
             self._move(number, _State.QUEUED, _State.TRAINED)
             self._domains[self._domain_of.pop(number, "")].consumed += 1
@@ -162,6 +169,7 @@ class LedgerCounts:
         self._states[number] = target
         self._counts[source] -= 1
         self._counts[target] += 1
+        self._tokens.pop(number, None)
         if target in (_State.TRAINED, _State.DROPPED):
             del self._attempts[number]
 

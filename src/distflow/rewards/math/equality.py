@@ -102,6 +102,8 @@ def _bases(gold: str, answer: str) -> bool | None:
     first, second = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
     if first and second:
         return first.groups() == second.groups() or ((value := _value(first)) is not None and value == _value(second))
+    if second and _value(second) is None:  # `18_8` is no number
+        return False
     if first or second:
         return (first[1] if first else gold) == (second[1] if second else answer)
     return None

@@ -14,6 +14,7 @@ from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.snapshot import Snapshot
 
+Queued = Mapping[int, tuple[int, int | None]]
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -73,7 +74,8 @@ class TrainingStep(Generic[T]):
     samples. On the way from the queue, it is a list of the groups' data; a rank without groups gets the step's first
     group, for its columns. metrics: of the groups of all ranks. reward_counts: since the last step, of workers that do
     not train, passed to one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of
-    each of this rank's groups. lowest: for each of them, by group id, the version whose staleness the queue bounds.
+    each of this rank's groups. queued: their tokens and their lowest versions by group id, as the
+    queue has them.
     """
 
     group_ids: tuple[int, ...]
@@ -84,7 +86,7 @@ class TrainingStep(Generic[T]):
     measured: list[Measured] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
     loads: tuple[int, ...] = ()
-    lowest: Mapping[int, int | None] = field(default_factory=dict)
+    queued: Queued = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

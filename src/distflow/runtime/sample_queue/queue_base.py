@@ -44,7 +44,7 @@ def joined(taken: protocol.TrainingStep[Sequence[T]], groups: Batch) -> protocol
     """A rank's part with the rows of its groups; no rows if it has no groups."""
     batch = groups if taken.own else groups.select([])
     own, counts = taken.own, taken.reward_counts
-    return protocol.TrainingStep(taken.group_ids, own, batch, taken.metrics, counts, lowest=taken.lowest)
+    return protocol.TrainingStep(taken.group_ids, own, batch, taken.metrics, counts, queued=taken.queued)
 
 
 class SharedSampleQueue(Generic[T]):
@@ -368,9 +368,10 @@ class SharedSampleQueue(Generic[T]):
             data = [groups[number].data for number in own or numbers[:1]]
             counts = reward_counts if rank == 0 else RewardCounts()
             own_loads = tuple(loads[index] for index in indices)
-            lowest = {number: self._coordinator.queue.prompt_group(number).lowest_version for number in own}
+            groups_of = map(self._coordinator.queue.prompt_group, own)
+            queued = {group.group_id: (group.num_tokens, group.lowest_version) for group in groups_of}
             parts[rank] = protocol.TrainingStep[Sequence[T]](
-                numbers, own, data, metrics, counts, loads=own_loads, lowest=lowest
+                numbers, own, data, metrics, counts, loads=own_loads, queued=queued
             )
         return parts
 
