@@ -137,6 +137,19 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.Cap
         (["grpo", TINY, "--lengths", "10:-1,20:2"], "shares must not be negative"),
         (["grpo", TINY, "--lengths", "10:0"], "sum must be above 0"),
         (["quickstart_sft", TINY, "--simulate", "3"], "generates nothing"),
+        (["--from", "no/such/run"], "there is no run: no/such/run/config.yaml does not exist"),
+        (["grpo", TINY, "--from", "no/such/run"], "there is no folder no/such/run"),
+        (["grpo", TINY, "--from", "tests"], "tests cannot calibrate a plan: it has no config.yaml"),
+        ([], "name a preset or a YAML file, or a run"),
+        (["grpo", TINY, "--what-if", "more"], "--what-if more: write rollout\\+1"),
+        (["grpo", TINY, "--what-if", "rollout+1"], "generation and training have the same devices"),
+        (
+            [
+                *("grpo", TINY, "trainer.allocation=embedded:d1+fsdp:d1", "trainer.launcher=ray"),
+                *("trainer.n_gpus_per_node=2", "--what-if", "rollout+1"),
+            ],
+            "the actor would have 0 devices",
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
