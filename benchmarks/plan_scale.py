@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distflow.launch.plan_before_run import RunPlanner
+from distflow.launch.plans.plan_before_run import RunPlanner
 from distflow.planning.predicted_run import Lengths, PredictedRun
 from distflow.planning.simulate import Costs, Setup, SimulatedRun, simulate
 from distflow.scheduling.row_order_and_step_sizes import DataPlan, Frequency
