@@ -1,8 +1,9 @@
 """Calibrates plans by a run: the rates that the run's folder shows, read without torch and without running code that
 its config names."""
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -75,23 +76,28 @@ def measured_run(named: str) -> MeasuredRun:
         )
     config = config_of_run(values)
     try:
-        device = Device(**predicted["device"])
-        shapes = {role: ModelShape(**shape) for role, shape in predicted["shapes"].items()}
-        plan, nodes = _plan_of(plan_json), _engine_nodes(plan_json)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{folder / 'plan.json'} is damaged: {error!r}") from error
+        return _measured_run(folder, config, plan_json)
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{folder} cannot calibrate a plan: its plan.json is damaged: {error!r}") from error
+
+
+def _measured_run(folder: Path, config: Config, plan_json: Mapping[str, Any]) -> MeasuredRun:
+    device = Device(**plan_json["predicted"]["device"])
+    shapes = {role: ModelShape(**shape) for role, shape in plan_json["predicted"]["shapes"].items()}
+    plan, nodes = _plan_of(plan_json), _engine_nodes(plan_json)
     records, activity = run_reader.read_metrics(folder), read_activity(folder)
     steps = _steady(records, activity, plan.generates, folder)
     prompt, responses = _lengths(folder, [record.step for record, _ in steps])
-    given = _Timed(config, nodes, steps, activity)
-    found = MeasuredRun(config, plan.pipeline, device, shapes, Rates(), prompt, responses, given.step)
+    timed = _Timed(config, nodes, steps, activity)
+    found = MeasuredRun(config, plan.pipeline, device, shapes, Rates(), prompt, responses, timed.step)
     own = share_of_device(config, plan, device)
     libraries = PROCESS_BYTES["cpu" if device.is_cpu else "gpu"]
     peak = max(worker.peak for worker in worker_memory(plan, config, shapes, own))
-    scored = Rates(scores=given.scores)
-    times = StepTimes(config, plan, shapes, own, found.lengths(config), scored)
-    rates = fit(given.measured(times, device.is_cpu), _planned(times, nodes), peak, libraries, str(folder))
-    return MeasuredRun(**{**vars(found), "rates": rates})
+    times = StepTimes(config, plan, shapes, own, found.lengths(config), Rates(scores=timed.scores))
+    rates = fit(timed.measured(times, device.is_cpu), _planned(times, nodes), peak, libraries, str(folder))
+    return replace(found, rates=rates)
 
 
 def given_by(
@@ -198,7 +204,7 @@ class _Timed:
             seconds["generate"] = median(self.activity.decoded(began, record.t) for record, began in self.steps)
             waits = waits if times.overlaps else seconds["generate"]
         rest = self.step - sum(seconds[name] for name in ("sync", "forward", "update")) - waits
-        low, high = (quantiles(self._steps(), 4)[place] / self.step for place in (0, -1))
+        low, _, high = (each / self.step for each in statistics.quantiles(self._steps(), n=4, method="inclusive"))
         peaks = [record.values.get("memory/process/peak", 0.0) for record, _ in self.steps] if on_cpu else [0.0]
         samples = times.samples // sizes_of(times.plan, "actor").data
         return MeasuredSteps({**seconds, "rest": max(0.0, rest)}, self.scores, samples, (low, high), max(peaks) or None)

@@ -55,9 +55,9 @@ def predicted_and_measured(predicted: JSON, steps: Steps) -> Finding | None:
     peak, used = predicted.get("peak_bytes"), known_values(steps, "memory/process/peak")
     shown = [f"{name} {ours:.3g} and {real:.3g} s" for name, ours, real in pairs if max(ours, real) >= 5e-3]
     missed = [name for name, ours, real in pairs if _misses(ours, real, measured["step"])]
-    if isinstance(peak, int | float) and used:
-        shown.append(f"peak memory {peak / 1e9:.3g} and {max(used) / 1e9:.3g} GB")
-        missed += ["peak memory"] if abs(peak / max(used) - 1) > MISSED else []
+    if isinstance(peak, int | float) and used:  # in GiB, as a report has them
+        shown.append(f"peak memory {peak / 2**30:.3g} and {max(used):.3g} GiB")
+        missed += ["peak memory"] if abs(peak / 2**30 - max(used)) > MISSED * max(used) else []
     source = predicted.get("calibrated_by")
     text = f"Predicted and measured, medians of the steps: {', '.join(shown)}."
     if not source:
