@@ -188,6 +188,28 @@ def test_a_simulated_run_is_in_text_and_json(capsys: pytest.CaptureFixture[str])
     assert planned(capsys, *words[:-2])["simulated"]["step_seconds"] < found["step_seconds"]
 
 
+def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "grpo",
+        TINY,
+        "--device",
+        "cpu",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ]
+    words += ["--what-if", "response/2", "--what-if", "actor_rollout_ref.rollout.n=0"]
+    plan = planned(capsys, *words)
+    before, shorter, wrong = plan["what_if"]
+    half = plan["assumed"]["longest"] // 2
+    assert before["keys"] == [] and shorter["keys"] == [f"data.max_response_length={half}"]
+    assert shorter["seconds"] < before["seconds"] and before["low"] <= before["seconds"] <= before["high"]
+    assert "actor_rollout_ref.rollout.n" in wrong["why"] and plan["measured"] is None
+    assert plan["phases"]["step"] == pytest.approx(plan["step"]["seconds"])
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out.split("what if")[1]
+    assert f"response/2: a step of {shorter['seconds']:.3g} s" in text and "rollout.n=0: it cannot run" in text
+
+
 @pytest.mark.slow
 def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
