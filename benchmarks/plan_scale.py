@@ -14,7 +14,8 @@ figures; the shares of the peak are those of `planning/predicted_run.py`). Nothi
     failures     time lost to failures and checkpoints by the interval between checkpoints, with the intervals of Young
                  (1974) and Daly (2006). A device fails every 50,700 hours: Llama 3 (arXiv:2407.21783, section 3.3.4)
                  had 419 unexpected interruptions in 54 days on 16,384 GPUs
-    coordinator  seconds of the calls that workers make to the sample queue, on this machine, by number of workers
+    coordinator  seconds of the calls that workers make to the sample queue, on this machine, by number of workers; in
+                 all: each puts one group and asks twice, as a put wakes one worker that waits
     command      processor time of `distflow plan` in a process of its own
 """
 
@@ -29,7 +30,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distflow.launch.plan_before_run import RunPlanner
+from distflow.launch.plans.plan_before_run import RunPlanner
 from distflow.planning.predicted_run import Lengths, PredictedRun
 from distflow.planning.simulate import Costs, Setup, SimulatedRun, simulate
 from distflow.scheduling.row_order_and_step_sizes import DataPlan, Frequency
@@ -136,7 +137,7 @@ def coordinator() -> Iterator[str]:
     from distflow.scheduling.bin_packing import DpGroupShares
     from distflow.scheduling.coordinator import Coordinator
 
-    yield "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | every put wakes every worker, s |"
+    yield "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | a step in all, s |"
     yield "|---|---|---|---|---|"
     for workers in (64, 512, 4096):
         plan = DataPlan(10**5, workers, 8, None, 6, max_staleness=1)
@@ -163,7 +164,7 @@ def coordinator() -> Iterator[str]:
         ask = asked / asks
         yield (
             f"| {workers:,} | {1e6 * ask:.0f} | {1e6 * put / 3:.0f} | {1e3 * taken / 3:.1f} "
-            f"| {workers * (put / 3 + workers * ask):,.1f} |"
+            f"| {workers * (put / 3 + 2 * ask) + taken / 3:,.2f} |"
         )
 
 

@@ -137,6 +137,19 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.Cap
         (["grpo", TINY, "--lengths", "10:-1,20:2"], "shares must not be negative"),
         (["grpo", TINY, "--lengths", "10:0"], "sum must be above 0"),
         (["quickstart_sft", TINY, "--simulate", "3"], "generates nothing"),
+        (["--from", "no/such/run"], "there is no run: no/such/run/config.yaml does not exist"),
+        (["grpo", TINY, "--from", "no/such/run"], "there is no folder no/such/run"),
+        (["grpo", TINY, "--from", "tests"], "tests cannot calibrate a plan: it has no config.yaml"),
+        ([], "name a preset or a YAML file, or a run"),
+        (["grpo", TINY, "--what-if", "more"], "--what-if more: write rollout\\+1"),
+        (["grpo", TINY, "--what-if", "rollout+1"], "generation and training have the same devices"),
+        (
+            [
+                *("grpo", TINY, "trainer.allocation=embedded:d1+fsdp:d1", "trainer.launcher=ray"),
+                *("trainer.n_gpus_per_node=2", "--what-if", "rollout+1"),
+            ],
+            "the actor would have 0 devices",
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +186,28 @@ def test_a_simulated_run_is_in_text_and_json(capsys: pytest.CaptureFixture[str])
     assert f"6 steps of {found['step_seconds']:.3g} s" in text and "staleness of groups in steps: 0: " in text
     assert sum(found["staleness"].values()) == 48 and max(map(int, found["staleness"])) <= 2
     assert planned(capsys, *words[:-2])["simulated"]["step_seconds"] < found["step_seconds"]
+
+
+def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "grpo",
+        TINY,
+        "--device",
+        "cpu",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ]
+    words += ["--what-if", "response/2", "--what-if", "actor_rollout_ref.rollout.n=0"]
+    plan = planned(capsys, *words)
+    before, shorter, wrong = plan["what_if"]
+    half = plan["assumed"]["longest"] // 2
+    assert before["keys"] == [] and shorter["keys"] == [f"data.max_response_length={half}"]
+    assert shorter["seconds"] < before["seconds"] and before["low"] <= before["seconds"] <= before["high"]
+    assert "actor_rollout_ref.rollout.n" in wrong["why"] and plan["measured"] is None
+    assert plan["phases"]["step"] == pytest.approx(plan["step"]["seconds"])
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out.split("what if")[1]
+    assert f"response/2: a step of {shorter['seconds']:.3g} s" in text and "rollout.n=0: it cannot run" in text
 
 
 @pytest.mark.slow

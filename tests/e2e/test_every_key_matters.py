@@ -73,6 +73,7 @@ ELSEWHERE = {
     "trainer.nnodes": "tests/planning/test_multi_device.py",
     "trainer.n_gpus_per_node": "tests/planning/test_multi_device.py",
     "trainer.allocation": "tests/planning/test_multi_device.py",
+    "trainer.plan_from": "tests/launch/plans/test_measured_run.py",
     "profiler.enable": "tests/e2e/test_profiler.py",
     "profiler.steps": "tests/e2e/test_profiler.py",
     "trainer.devices": "tests/planning/test_multi_device.py",

@@ -9,7 +9,7 @@ from distflow.errors import UserError
 from distflow.launch.select_pipeline import bind
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.predicted_run import Lengths, PredictedRun, predict
+from distflow.planning.predicted_run import Lengths, PredictedRun, RunFacts, predict
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)
@@ -22,7 +22,7 @@ APART = ["trainer.allocation=embedded:d2+fsdp:d2", "trainer.launcher=ray"]
 def run(preset: str, *overrides: str, device: Device = GPU, rows: int | None = None) -> PredictedRun:
     config = follow_allocation(load_config(preset, [*SIZES, *overrides], complete=False)).config
     pipeline = bind(config)
-    return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), device, RunLimits(rows))
+    return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), device, RunFacts(RunLimits(rows)))
 
 
 def seconds(found: PredictedRun, what: str) -> float:

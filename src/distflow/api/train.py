@@ -38,7 +38,7 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
     try:
         loaded = load_config(preset, lines, needed=NEEDED_TO_TRAIN)
         if loaded.config.trainer.allocation == "auto":
-            from distflow.launch.plan_before_run import searched_allocation
+            from distflow.launch.plans.plan_before_run import searched_allocation
 
             loaded = load_config(preset, [*lines, *searched_allocation(preset, lines, say)], needed=NEEDED_TO_TRAIN)
     except ConfigError as error:

@@ -22,7 +22,7 @@ def add_preset_arguments(
     parser: argparse.ArgumentParser, default: str | None = None, what: str = "a preset's name, or a YAML file"
 ) -> None:
     """default: the preset if none is named; without a default, one is required. what: describes what can be named."""
-    nargs = "?" if default else None
+    nargs = "?" if default is not None else None
     parser.add_argument("preset", nargs=nargs, default=default, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra's override syntax")
 

@@ -13,7 +13,7 @@ from distflow.commands.arguments_and_run_folders import add_preset_arguments
 from distflow.errors import UserError, count_of
 
 if TYPE_CHECKING:
-    from distflow.launch.plan_before_run import RunPlanner, SimulatedRun
+    from distflow.launch.plans.plan_before_run import RunPlanner, SimulatedRun
 
 _MOST_DEVICES = 8192
 _MOST_LISTED = 12
@@ -21,7 +21,15 @@ _MOST_STEPS = 10_000
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset_arguments(parser)
+    add_preset_arguments(parser, default="", what="a preset's name, or a YAML file; with --from, that run's config")
+    parser.add_argument("--from", dest="measured", metavar="RUN", help="a run whose times and lengths the plan uses")
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        help="rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value; may be repeated",
+    )
     parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ... (default: what this machine has)")
     parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, 8 on each machine")
     parser.add_argument("--prompt-tokens", type=float, metavar="MEAN", help="default: half of data.max_prompt_length")
@@ -63,24 +71,29 @@ def _seconds(text: str) -> float:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises UserError if it does not fit."""
-    from distflow.launch.plan_before_run import RunPlanner
+    from distflow.launch.plans.plan_before_run import RunPlanner, outcomes
 
+    preset, overrides = _preset_of(arguments)
     planner = RunPlanner(
-        arguments.preset,
-        arguments.overrides,
+        preset,
+        overrides,
         arguments.device,
         arguments.devices,
         arguments.prompt_tokens,
         arguments.response_tokens,
         arguments.lengths,
         {"reward": arguments.reward_seconds, "tool": arguments.tool_seconds, "mtbf": 3600 * arguments.mtbf_hours},
+        arguments.measured,
     )
     run = planner.run
     simulated = planner.simulate(run, arguments.simulate) if arguments.simulate else None
+    changed = outcomes(planner, arguments.what_if) if arguments.what_if else []
     if arguments.json:
-        print(json.dumps(as_json(planner, simulated), indent=1))
+        print(json.dumps({**as_json(planner, simulated), "what_if": [asdict(each) for each in changed]}, indent=1))
     else:
         for line in (*planner.loaded.notes, *lines(planner, simulated)):
+            print(line)
+        for line in ("\nwhat if", *(f"  {each.line(changed[0])}" for each in changed)) if changed else ():
             print(line)
     if arguments.html:
         from distflow.observe.report.plan_page import write_plan_page
@@ -92,6 +105,19 @@ def run_plan(arguments: argparse.Namespace) -> int:
         advice = advice if change is None else f"it fits with {' '.join(change)}"
         raise UserError(f"it does not fit: {run.excess()}; {advice}")
     return 0
+
+
+def _preset_of(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    """Without a preset, the config of the measured run."""
+    if arguments.preset and "=" not in arguments.preset:
+        return arguments.preset, arguments.overrides
+    if not arguments.measured:
+        raise UserError("name a preset or a YAML file, or a run (--from RUN)")
+    overrides = [*([arguments.preset] if arguments.preset else []), *arguments.overrides]
+    file = Path(arguments.measured).expanduser() / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"--from {arguments.measured}: there is no run: {file} does not exist")
+    return str(file), overrides
 
 
 def lines(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Iterator[str]:
@@ -151,11 +177,12 @@ def _memory(planner: "RunPlanner") -> Iterator[str]:
 
 def _whole_run(planner: "RunPlanner") -> Iterator[str]:
     run = planner.run
-    lengths = run.lengths
-    yield (
-        f"\nassumed: {lengths.prompt:g} tokens of a prompt and {lengths.response:g} of a response on average; no time "
-        "for rewards, validation and checkpoints"
-    )
+    lengths, rates = run.lengths, run.times.rates
+    means = f"{lengths.prompt:.4g} tokens of a prompt and {lengths.response:.4g} of a response on average"
+    if rates.source:
+        yield f"\nmeasured in {rates.source}: {rates.sentence()}"
+    untimed = "validation and checkpoints" if rates.source else "rewards, validation and checkpoints"
+    yield f"\nassumed: {means}; no time for {untimed}"
     if run.steps is None or run.hours is None:
         yield "the run: unknown length, as the number of rows is unknown; set trainer.total_training_steps"
         return
@@ -208,6 +235,8 @@ def as_json(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Mapping[
             "weight_sync_bytes": run.sync_bytes,
             "bars": [asdict(bar) for bar in run.bars],
         },
-        "assumed": asdict(run.lengths),
+        "assumed": {**asdict(run.lengths), "values": len(run.lengths.values)},
+        "phases": run.phases,
+        "measured": asdict(run.times.rates) if run.times.rates.source else None,
         "run": {"steps": run.steps, "hours": run.hours, "cost": run.cost},
     }

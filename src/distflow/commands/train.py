@@ -87,7 +87,6 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             stack.enter_context(claimed(loaded.config.trainer.run_dir))
         stack.enter_context(rewards_ahead(runs[0].config))
         with importing():
-            from distflow.launch.configured_models import predicted_line
             from distflow.launch.make_spec import make_spec
             from distflow.launch.trial_of_algorithms import try_users_code
             from distflow.runtime.spec import LaunchOptions
@@ -100,9 +99,8 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
             specs.append(make_spec(loaded, say))
             for line in describe(specs[-1].config):
                 say(line)
-            spec = specs[-1]
-            for line in predicted_line(spec.config, spec.pipeline(), spec.plan, spec.data.num_rows):
-                say(line)
+            if specs[-1].predicted:
+                say(specs[-1].predicted["line"])
         for line in try_users_code(specs[0]):
             say(line)
         for spec in specs:
@@ -126,7 +124,7 @@ def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], No
     load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
     loaded = load_own(overrides)
     if loaded.config.trainer.allocation == "auto":
-        from distflow.launch.plan_before_run import searched_allocation
+        from distflow.launch.plans.plan_before_run import searched_allocation
 
         overrides += searched_allocation(arguments.preset, overrides, say)
         loaded = load_own(overrides)

@@ -19,6 +19,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.node_spec import ENGINES
 from distflow.hugging_face_hub import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.device_and_threads import accelerator, choose_device
+from distflow.launch.plans.measured_run import as_predicted, given_by, measured_run
 from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import (
     ModelSource,
@@ -121,19 +122,22 @@ def source_of(config: Config, role: str) -> tuple[str, Source]:
     return "actor_rollout_ref.model.path", policy_source(config)
 
 
-def predicted_line(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> Iterator[str]:
-    """What `distflow plan` predicts, in one line; none for a device or a model type that it does not know, or if this
-    process has no such device. rows: of the training data."""
+def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> dict[str, Any]:
+    """What `distflow plan` predicts, with its `line`; empty for a device or a model type that it does not know, or if
+    this process has no such device. rows: of the training data. Raises UserError for a run that cannot calibrate it."""
     device = choose_device(config).type
+    measured = measured_run(named) if (named := config.trainer.plan_from) else None
     if device not in ("cpu", accelerator()):
-        return
+        return {}
     try:
         known = find_device("cpu" if device == "cpu" else torch.get_device_module().get_device_name())
         sources = {role: ModelSource(**source_of(config, role)[1]) for role in pipeline.engines}
         shapes = {role: ModelShape.of(source.config().to_dict()) for role, source in sources.items()}
-        yield predict_plan(config, pipeline, plan, shapes, known, (RunLimits(rows), None)).line()
     except UserError:
-        return
+        return {}
+    given = given_by(measured, config, plan.pipeline, known, RunLimits(rows))
+    run = predict_plan(config, pipeline, plan, shapes, known, given)
+    return {**as_predicted(run, known, shapes), "line": run.line()}
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:

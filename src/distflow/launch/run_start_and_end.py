@@ -201,4 +201,6 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     if spec.overlap:
         recorder.note("warning", spec.overlap)
     recorder.folder.write_text("config.yaml", spec.text)
-    recorder.folder.write_json("plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json()})
+    recorder.folder.write_json(
+        "plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json(), "predicted": spec.predicted}
+    )

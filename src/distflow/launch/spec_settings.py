@@ -18,7 +18,7 @@ from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.import_target import is_ours
-from distflow.launch.configured_models import check_layouts, model_sizes
+from distflow.launch.configured_models import check_layouts, model_sizes, prediction
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
 from distflow.launch.model_and_engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
@@ -47,6 +47,7 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
         config=config,
         options=run_options(config, pipeline, plan, bool(data.saves)),
         plan=plan,
+        predicted=prediction(config, pipeline, plan, sum(num_rows.values())),
         data=data,
         factories=make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
         weight_dtype=engine_dtype(config),

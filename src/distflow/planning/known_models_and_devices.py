@@ -167,7 +167,8 @@ def _read(file: Path) -> ModelShape:
 @dataclass(frozen=True)
 class Device:
     """flops: per second in bfloat16 (a CPU: float32). bandwidth, link, network: bytes per second of its memory, to
-    another device of its machine, to another machine. memory: bytes. is_cpu: whether its memory is the host's."""
+    another device of its machine, to another machine. memory: bytes. is_cpu: whether its memory is the host's. cores:
+    of a CPU."""
 
     name: str
     flops: float
@@ -176,14 +177,15 @@ class Device:
     link: float
     network: float
     is_cpu: bool = False
+    cores: int = 1
 
-    def shared(self, workers: int) -> "Device":
-        """The share of one of several workers that compute on the same CPU; a GPU is never shared."""
-        if not self.is_cpu or workers < 2:
+    def shared(self, workers: int, threads: int | None = None) -> "Device":
+        """The share of one of several workers that compute on the same CPU, each with so many threads, or its share
+        of the cores; a GPU is never shared."""
+        if not self.is_cpu:
             return self
-        return replace(
-            self, flops=self.flops / workers, bandwidth=self.bandwidth / workers, memory=self.memory / workers
-        )
+        part = min(threads / self.cores, 1.0) if threads else 1 / workers
+        return replace(self, flops=self.flops * part, bandwidth=self.bandwidth * part, memory=self.memory / workers)
 
 
 def find_device(name: str) -> Device:
@@ -211,6 +213,7 @@ def find_device(name: str) -> Device:
         link=entry["link_gbps"] * GB,
         network=entry["network_gbps"] * GB,
         is_cpu=is_cpu,
+        cores=scale,
     )
 
 

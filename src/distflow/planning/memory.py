@@ -73,16 +73,18 @@ class WorkerMemory:
 
 
 def worker_memory(
-    plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device
+    plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device, libraries: float | None = None
 ) -> tuple[WorkerMemory, ...]:
-    """Of every rank, those with the same needs together. shapes: the model of each role (`rollout`: the actor's)."""
+    """Of every rank, those with the same needs together. shapes: the model of each role (`rollout`: the actor's).
+    libraries: bytes of a process without its models, if they were measured."""
     alike: dict[tuple[object, ...], list[RankPlan]] = defaultdict(list)
     for rank in plan.ranks:
         alike[rank.engines, rank.training_nodes, bool(rank.rollout_group)].append(rank)
     found = []
     for ranks in alike.values():
         own = _Needs(plan, ranks[0], config, shapes, device)
-        items = [item for item in own.items() if item.num_bytes]
+        process = PROCESS_BYTES["cpu" if device.is_cpu else "gpu"] if libraries is None else libraries
+        items = [MemoryItem("process", "libraries", process), *(item for item in own.items() if item.num_bytes)]
         items += _freed_memory(items) if device.is_cpu else ()
         found.append(WorkerMemory(tuple(rank.rank for rank in ranks), tuple(items)))
     return tuple(found)
@@ -161,7 +163,6 @@ class _Needs:
         return "cpu" if self.device.is_cpu else "gpu"
 
     def items(self) -> Iterator[MemoryItem]:
-        yield MemoryItem("process", "libraries", PROCESS_BYTES[self.kind])
         for role in self.rank.engines:
             if role == "rollout":
                 yield from self._rollout()
@@ -273,8 +274,10 @@ def _used_by(role: str) -> tuple[Phase, ...]:
 
 
 def running_responses(config: Config, engines: int) -> int:
-    """Responses that each engine generates at once."""
-    wanted = -(-config.data.train_batch_size * samples_per_prompt(config) // engines)
+    """The most responses that an engine generates at once: of so many steps as may be under way."""
+    groups = config.data.train_batch_size * (config.async_.max_staleness + 1 if is_rl(config) else 1)
+    groups = min(groups, config.async_.max_concurrent_rollouts or groups)
+    wanted = -(-groups * samples_per_prompt(config) // engines)
     return min(config.actor_rollout_ref.rollout.max_num_seqs, wanted)
 
 

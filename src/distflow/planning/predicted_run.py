@@ -3,7 +3,8 @@ and the whole run.
 
 Times are those of a roofline: work over a share of what the device computes or moves per second. The shares are what
 such work reaches on GPUs: 40 % of the peak in training (Llama 3, arXiv:2407.21783, reports 38 to 43 %), 60 % of the
-memory's bandwidth in decoding, 70 % of a link. Rewards, validation and checkpoints take no time here.
+memory's bandwidth in decoding, 70 % of a link. The `Rates` of a measured run replace them, and add rewards and the rest
+of a step, which take no time without. Validation and checkpoints never do.
 """
 
 from bisect import bisect_right
@@ -29,6 +30,7 @@ from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import canonical
 from distflow.graph.fields import TOKEN_AXES, Axis, Field
 from distflow.planning.known_models_and_devices import Device, ModelShape
+from distflow.planning.measured_rates import Rates
 from distflow.planning.memory import (
     USABLE,
     WorkerMemory,
@@ -51,7 +53,7 @@ _LAUNCH_S = {False: 8e-6, True: 60e-6}  # a layer's fixed time in a decode step,
 _SLICES = 16
 _QUANTILES = 1000
 _TEXT_BYTES = 4  # per token of a text
-SYNC = "weight sync"
+SYNC, REWARDS, REST = "weight sync", "rewards", "the rest of the step"
 _ITEMSIZE = {"int64": 8, "float32": 4, "bool": 1}
 
 
@@ -151,7 +153,8 @@ class Bar:
 @dataclass(frozen=True)
 class PredictedRun:
     """bars: of one step, in the steady state. channel_bytes: of a step, in the order of the plan's channels. steps:
-    None if the number of rows is unknown. workers: the memory of each rank. bytes and seconds throughout."""
+    None if the number of rows is unknown. workers: the memory of each rank. phases: seconds of a step by the names
+    under which a run measures them. bytes and seconds throughout."""
 
     config: Config
     plan: Plan
@@ -163,6 +166,7 @@ class PredictedRun:
     channel_bytes: tuple[float, ...]
     sync_bytes: float
     steps: int | None
+    phases: Mapping[str, float]
 
     @property
     def step_seconds(self) -> float:
@@ -193,8 +197,9 @@ class PredictedRun:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether every rank that generates also trains."""
-        return all(rank.training_nodes for rank in self.plan.ranks if "rollout" in rank.engines)
+        """Whether every rank that generates also trains, one after the other."""
+        generating = (rank for rank in self.plan.ranks if "rollout" in rank.engines)
+        return all(rank.training_nodes for rank in generating) and not self.times.overlaps
 
     def idle(self, ranks: Sequence[int]) -> float:
         """Share of a step in which these ranks wait."""
@@ -231,13 +236,21 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s"
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run: of its data, of its lengths (None for half of the limits), and by measurement."""
+
+    limits: RunLimits = RunLimits()
+    lengths: Lengths | None = None
+    rates: Rates = Rates()
+
+
 def predict(
     config: Config,
     pipeline: BoundPipeline,
     shapes: Mapping[str, ModelShape],
     device: Device,
-    limits: RunLimits | None = None,
-    lengths: Lengths | None = None,
+    given: RunFacts = RunFacts(),
 ) -> PredictedRun:
     """The prediction of a run on devices of this kind, which need not exist here. shapes: the model of each role.
 
@@ -250,7 +263,7 @@ def predict(
         lambda: {role: shape.parameters for role, shape in shapes.items() if role != "rollout"},
     )
     _check_divisible(plan, shapes)
-    return predict_plan(config, pipeline, plan, shapes, device, (limits, lengths))
+    return predict_plan(config, pipeline, plan, shapes, device, given)
 
 
 def predict_plan(
@@ -259,25 +272,46 @@ def predict_plan(
     plan: Plan,
     shapes: Mapping[str, ModelShape],
     device: Device,
-    given: tuple[RunLimits | None, Lengths | None] = (None, None),
+    given: RunFacts = RunFacts(),
 ) -> PredictedRun:
-    """The prediction for a plan that exists. given: what is known of the data; see `predict`."""
-    limits, lengths = given[0] or RunLimits(), given[1] or Lengths.of(config)
-    on_machine = 1 if is_one_process(config) else config.trainer.n_gpus_per_node
-    own = device.shared(min(on_machine, len(plan.ranks)))
-    times = StepTimes(config, plan, shapes, own, lengths)
+    """The prediction for a plan that exists; see `predict`."""
+    lengths = given.lengths or Lengths.of(config)
+    own = share_of_device(config, plan, device)
+    times = StepTimes(config, plan, shapes, own, lengths, given.rates)
+    bars = _bars(times, pipeline)
     return PredictedRun(
         config,
         plan,
         own,
         lengths,
         times,
-        worker_memory(plan, config, shapes, own),
-        tuple(_bars(times, pipeline)),
+        worker_memory(plan, config, shapes, own, given.rates.libraries),
+        tuple(bars),
         tuple(_channel_bytes(channel, pipeline, config, lengths) for channel in plan.channels),
         times.sync_bytes,
-        run_steps(config, limits),
+        run_steps(config, given.limits),
+        _phases(times, pipeline, bars),
     )
+
+
+def share_of_device(config: Config, plan: Plan, device: Device) -> Device:
+    """What each worker has of it."""
+    on_machine, threads = 1 if is_one_process(config) else config.trainer.n_gpus_per_node, config.trainer.num_threads
+    if is_rl(config) and is_one_process(config) and config.async_.max_staleness > 0:  # generation has its own threads
+        rollout = config.actor_rollout_ref.rollout.num_threads or device.cores // 2
+        threads = threads or max(1, device.cores - rollout)
+    return device.shared(min(on_machine, len(plan.ranks)), threads)
+
+
+def _phases(times: "StepTimes", pipeline: BoundPipeline, bars: Sequence[Bar]) -> dict[str, float]:
+    """By the names of `timing_s/*`. While generation runs beside training, `rollout` is what training waits for it."""
+    found: dict[str, float] = {}
+    for node in (node for node in pipeline.training_nodes if node.engines):
+        found[node.phase] = found.get(node.phase, 0.0) + times.node(node)
+    step = max((bar.end for bar in bars), default=0.0)
+    found |= {"update_weights": times.sync(), "rest": times.rest()}
+    generates = {"rollout": max(0.0, step - sum(found.values()))} if times.plan.generates else {}
+    return {**generates, **found, "step": step}
 
 
 def _check_divisible(plan: Plan, shapes: Mapping[str, ModelShape]) -> None:
@@ -315,6 +349,7 @@ class StepTimes:
     shapes: Mapping[str, ModelShape]
     device: Device
     lengths: Lengths
+    rates: Rates = Rates()
     samples: int = field(init=False)
     itemsize: int = field(init=False)
 
@@ -327,6 +362,24 @@ class StepTimes:
     def flops(self) -> float:
         """Per second; float32 products of a GPU run on half of its bfloat16 units at most, without TF32 far fewer."""
         return self.device.flops * COMPUTING * (0.07 if self.itemsize == 4 and not self.device.is_cpu else 1.0)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether generation runs beside training: on other devices, or on a CPU by threads of its own."""
+        beside = self._generates_elsewhere or (self.device.is_cpu and is_one_process(self.config))
+        return is_rl(self.config) and self.config.async_.max_staleness > 0 and beside
+
+    def rewards(self) -> float:
+        """What scoring adds to a step: after the last token, or if it runs beside training, where it is the slowest."""
+        groups, workers = self.config.data.train_batch_size, self.config.reward.num_workers
+        if self.overlaps:
+            return max(0.0, groups * self.rates.score / workers - self.generate())
+        ends_before = 1 - self.lengths.running(self.lengths.end - 1)
+        return self.rates.rewards(groups, workers, 1 - ends_before ** samples_per_prompt(self.config))
+
+    def rest(self) -> float:
+        """Of a step, outside of its other parts."""
+        return self.rates.rest * self.samples / sizes_of(self.plan, "actor").data
 
     def generate(self) -> float:
         """A batch of responses on all engines: prompts, then decoding at full concurrency, then ever fewer."""
@@ -347,7 +400,7 @@ class StepTimes:
         """Of so many tokens of prompts on one engine."""
         shape, prompt = self.shapes["rollout"], self.lengths.prompt
         computed = shape.forward_flops(tokens, prompt / 2, tokens / prompt)
-        return computed / (self.flops * sizes_of(self.plan, "rollout").tensor)
+        return self.rates.generate * computed / (self.flops * sizes_of(self.plan, "rollout").tensor)
 
     def decode_step(self, active: float, context: float) -> float:
         """One token for each active response of an engine."""
@@ -358,12 +411,17 @@ class StepTimes:
         moved = self.itemsize * (weights + active * context * shape.kv_elements) / (self.device.bandwidth * DECODING)
         computed = shape.forward_flops(active, context, active) / self.flops
         reduced = 2 * shape.layers * active * shape.hidden * self.itemsize / self._link(tensor > 1, "rollout")
-        return max(moved, computed) / tensor + (tensor > 1) * reduced + shape.layers * _LAUNCH_S[self.device.is_cpu]
+        seconds = max(moved, computed) / tensor + (tensor > 1) * reduced + shape.layers * _LAUNCH_S[self.device.is_cpu]
+        return self.rates.generate * seconds
 
     def node(self, node: BoundNode) -> float:
         """A node of the training loop: of its engines; the rest takes no time here."""
-        updates = node.phase.startswith("train")
-        return sum(self._engine(role, updates) for role in node.engines)
+        return sum(self.engine(role, node.phase.startswith("train")) for role in node.engines)
+
+    def engine(self, role: str, updates: bool) -> float:
+        """A pass of a role over the samples of a step; updates: forward and backward, with the optimizer's steps."""
+        seconds = self._engine(role, updates) + (self._optimizer(role) if updates else 0.0)
+        return seconds * (self.rates.update if updates else self.rates.forward)
 
     def _engine(self, role: str, updates: bool) -> float:
         shape, sizes = self.shapes[role], sizes_of(self.plan, role)
@@ -378,8 +436,7 @@ class StepTimes:
         micros = ceil(tokens / sizes.data / micro_tokens(self.config, role, sizes.data, self.device.is_cpu))
         sent = self._sharding_bytes(role, updates) * micros / self._link(sizes.data > 1, role)
         reduced = 4 * shape.layers * tokens / sizes.data * shape.hidden * self.itemsize * (1 + updates)
-        seconds = max(computed, sent) + (sizes.tensor > 1) * reduced / self._link(True, role, "tensor")
-        return seconds + (self._optimizer(role) if updates else 0.0)
+        return max(computed, sent) + (sizes.tensor > 1) * reduced / self._link(True, role, "tensor")
 
     def _sharding_bytes(self, role: str, updates: bool) -> float:
         """Gathered weights and scattered gradients of a micro-batch, which overlap with computing."""
@@ -428,8 +485,9 @@ class StepTimes:
 
     def sync(self) -> float:
         """Engines receive at the same time."""
-        if not self.sync_bytes:
-            return 0.0
+        return self.rates.sync * self._sync() if self.sync_bytes else 0.0
+
+    def _sync(self) -> float:
         one = self.shapes["rollout"].parameters * self.itemsize
         sharded = shards_of(self.plan, self.config, "actor") > 1
         gathers = one / self._link(True, "actor") if sharded else 0.0
@@ -446,10 +504,11 @@ def _bars(times: StepTimes, pipeline: BoundPipeline) -> list[Bar]:
     training = dp_groups_of(plan)
     apart = tuple(rank.rank for rank in plan.ranks if "rollout" in rank.engines and not rank.training_nodes)
     where = apart or next((g for g in training if plan.generates and "rollout" in plan.ranks[g[0]].engines), ())
-    generating = times.generate() if where else 0.0
-    overlaps = bool(apart) and times.config.async_.max_staleness > 0
-    start = 0.0 if overlaps else generating
-    bars = [] if not generating else [Bar(where, "generate", 0.0, generating)]
+    bars = [] if not where else [Bar(where, "generate", 0.0, times.generate())]
+    if where and (scoring := times.rewards()):
+        bars.append(Bar(where, REWARDS, bars[0].end, bars[0].end + scoring))
+    generating = bars[-1].end if bars else 0.0
+    start = 0.0 if times.overlaps else generating
     free = dict.fromkeys(training, start)
     ends: dict[str, float] = {}
     for node in (node for node in pipeline.training_nodes if node.engines):
@@ -459,11 +518,13 @@ def _bars(times: StepTimes, pipeline: BoundPipeline) -> list[Bar]:
             free[group] = begin + times.node(node)
             bars.append(Bar(group, node.node_id, begin, free[group]))
             ends[node.node_id] = max(ends.get(node.node_id, 0.0), free[group])
-    done, sync = max([start, *free.values()]), times.sync()
-    begin = max(done, generating) if overlaps else done
+    for group in free if times.rest() else ():
+        bars.append(Bar(group, REST, free[group], free[group] + times.rest()))
+        free[group] += times.rest()
+    begin, sync = max([generating, *free.values()]), times.sync()
     for ranks in dict.fromkeys((*training[:1], where)) if sync else ():
         bars.append(Bar(ranks, SYNC, begin, begin + sync))
-    return _with_waits(bars, [*training, *([apart] if apart else [])], overlaps)
+    return _with_waits(bars, [*training, *([apart] if apart else [])], times.overlaps)
 
 
 def _before(node_id: str, pipeline: BoundPipeline) -> set[str]:

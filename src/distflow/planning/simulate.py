@@ -18,7 +18,7 @@ from random import Random
 
 from distflow.errors import UserError, count_of
 from distflow.planning.memory import sizes_of
-from distflow.planning.predicted_run import SYNC, Lengths, PredictedRun
+from distflow.planning.predicted_run import REWARDS, SYNC, Lengths, PredictedRun
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Places, PromptGroup
 from distflow.scheduling.groups_by_rollout_worker import GroupsByWorker
@@ -126,7 +126,7 @@ def _shares(idle: Mapping[str, float]) -> str:
 def costs_of(run: PredictedRun) -> Costs:
     """The seconds that the roofline gives; those of rewards and checkpoints are unknown to it. Training is in
     proportion to the tokens."""
-    bars = [bar for bar in run.bars if not bar.why and bar.what not in ("generate", SYNC)]
+    bars = [bar for bar in run.bars if not bar.why and bar.what not in ("generate", REWARDS, SYNC)]
     training = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
     a_token = training / run.step_tokens
     times = run.times

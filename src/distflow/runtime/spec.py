@@ -167,7 +167,8 @@ class Spec:
     no tensors (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
     ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics of the contribution of each
     active loss term. facts: must be the same in a resumed run and its checkpoint. description: the head of the report.
-    num_left_out: unused rows of "train" and "val DOMAIN". overlap: a warning about validation rows that are trained on.
+    predicted: what a plan says of the run, as in plan.json. num_left_out: unused rows of "train" and "val DOMAIN".
+    overlap: a warning about validation rows that are trained on.
     """
 
     config: Config
@@ -188,6 +189,7 @@ class Spec:
     loss_terms: tuple[str, ...]
     facts: Mapping[str, object]
     description: Mapping[str, object]
+    predicted: Mapping[str, Any] = field(default_factory=dict)
     sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
     num_left_out: Mapping[str, int] = field(default_factory=dict)
     overlap: str = ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from distflow.scheduling.group_states import PromptGroup
 
@@ -11,12 +12,13 @@ _MAX_GROUPS = 1000
 
 @dataclass
 class RolloutWorker:
-    """engine_version: the lowest weight version of its engine, as last reported. assigned: ids of groups that it has
-    not fetched yet. running: ids of all its groups, including those, with the attempt of each. stored: ids of complete
-    groups stored with it. ended: groups that it must still be told to end. takes: False for a later worker before its
-    first request, and for a lost one."""
+    """number: its place. engine_version: the lowest weight version of its engine, as last reported. assigned: ids of
+    groups that it has not fetched yet. running: ids of all its groups, including those, with the attempt of each.
+    stored: ids of complete groups stored with it. ended: groups that it must still be told to end. takes: False for a
+    later worker before its first request, and for a lost one."""
 
     name: str
+    number: int
     engine_version: int | None
     assigned: list[int] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)
@@ -30,7 +32,8 @@ class GroupsByWorker:
     """Rollout workers, numbered in order of arrival. The owner holds the lock."""
 
     def __init__(self, names: Sequence[str], engine_version: int) -> None:
-        self._all = [RolloutWorker(name, engine_version) for name in names]
+        self._all = [RolloutWorker(name, number, engine_version) for number, name in enumerate(names)]
+        self._by_load = [(0, number) for number in range(len(names))]  # a heap: each had so many groups at some time
         self._working_on: dict[int, RolloutWorker] = {}  # by group id
         self._taken_away = set[tuple[int, int]]()  # from lost workers: group id and attempt
 
@@ -43,16 +46,32 @@ class GroupsByWorker:
 
     def ask(self, number: int, engine_version: int | None) -> int | None:
         """A worker with this weight version requests groups. Returns the lowest version of all workers, or None."""
-        self._all[number].engine_version, self._all[number].takes = engine_version, True
+        worker = self._all[number]
+        worker.engine_version, began = engine_version, not worker.takes
+        worker.takes = True
+        if began:
+            self._note_load(worker)
         return min((each.engine_version for each in self._all if each.engine_version is not None), default=None)
 
     def assign(self, group_id: int, attempt: int) -> str:
         """Assign a group to the worker with the fewest groups (on a tie, the first); returns its name."""
-        chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
+        while not self._is_now(*self._by_load[0]):
+            heappop(self._by_load)
+        chosen = self._all[heappop(self._by_load)[1]]
         chosen.assigned.append(group_id)
         chosen.running[group_id] = attempt
+        self._note_load(chosen)
         self._working_on[group_id] = chosen
         return chosen.name
+
+    def _note_load(self, worker: RolloutWorker) -> None:
+        heappush(self._by_load, (len(worker.running), worker.number))
+        if len(self._by_load) > 8 * len(self._all):  # most are of the past
+            self._by_load = [(len(each.running), each.number) for each in self._all if each.takes]
+            heapify(self._by_load)
+
+    def _is_now(self, load: int, number: int) -> bool:
+        return self._all[number].takes and len(self._all[number].running) == load
 
     def fetch(self, number: int) -> list[int]:
         """Ids of the groups assigned to a worker, at most one reply's worth."""
@@ -65,6 +84,7 @@ class GroupsByWorker:
         worker = self._working_on.pop(group_id, None)
         if worker is not None:
             worker.running.pop(group_id)
+            self._note_load(worker)
             if complete:
                 worker.stored.add(group_id)
 
@@ -75,6 +95,7 @@ class GroupsByWorker:
             self.take([group.group_id])
             return
         worker.running.pop(group.group_id)
+        self._note_load(worker)
         self._taken_away.add((group.group_id, group.attempt))
         if group.group_id in worker.assigned:
             worker.assigned.remove(group.group_id)
@@ -88,7 +109,8 @@ class GroupsByWorker:
 
     def take(self, group_ids: Iterable[int]) -> dict[int, RolloutWorker]:
         """A step takes these groups. Returns the worker that stores each, if any does."""
-        stored_by = {group_id: each for each in self._all for group_id in each.stored.intersection(group_ids)}
+        wanted = set(group_ids)  # so that each intersection costs what the worker stores
+        stored_by = {group_id: each for each in self._all for group_id in each.stored & wanted}
         for group_id, each in stored_by.items():
             each.stored.discard(group_id)
         return stored_by
@@ -99,10 +121,10 @@ class GroupsByWorker:
         self._taken_away.update(gone.running.items())
         for group_id in gone.running:
             self._working_on.pop(group_id)
-        self._all[number] = RolloutWorker(gone.name, None, takes=False, gone=True)
+        self._all[number] = RolloutWorker(gone.name, number, None, takes=False, gone=True)
         return gone.name, list(gone.running), list(gone.stored)
 
     def join(self, name: str) -> int:
         """Add a replacement; returns its number. It gets groups after its first request."""
-        self._all.append(RolloutWorker(name, None, takes=False))
+        self._all.append(RolloutWorker(name, len(self._all), None, takes=False))
         return len(self._all) - 1

@@ -224,6 +224,7 @@ trainer:
   total_epochs: 2
   total_training_steps: 50
   critic_warmup: 1
+  plan_from: runs/measured
   val_before_train: true
   stop_when: actor/kl_loss > 0.5
   test_freq: 2

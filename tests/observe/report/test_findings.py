@@ -15,6 +15,7 @@ from distflow.observe.report.findings import (
     equal_groups,
     findings,
     no_update,
+    predicted_and_measured,
     truncation,
 )
 from distflow.observe.run_reader import Timeline
@@ -34,6 +35,36 @@ def steps(**columns: tuple[float, ...]) -> Steps:
 
 def texts(sentences: list[dict[str, str]]) -> str:
     return "\n".join(f"{sentence['text']} {sentence['advice']}" for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("source", "train", "tone", "words"),
+    [
+        (
+            "runs/a/b",
+            1.2,
+            "unknown",
+            "train_step 1.2 and 1 s, rest 0.3 and 0.4 s, step 2 and 1.9 s, peak memory 1 and 1.2",
+        ),
+        ("runs/a/b", 1.6, "flat", "The plan missed train_step by more than 50%."),
+        ("", 9.0, "unknown", "train_step 9 and 1 s"),
+    ],
+)
+def test_what_was_predicted_is_beside_what_was_measured(source: str, train: float, tone: str, words: str) -> None:
+    """The last four of five steps; validation and an early step do not count."""
+    timed = steps(
+        timing_s__step=(9.0, 1.9, 1.9, 2.9, 1.9),
+        timing_s__rollout=(5.0, 0.5, 0.5, 0.5, 0.5),
+        timing_s__train_step=(3.0, 1.0, 1.0, 1.0, 1.0),
+        timing_s__eval=(0.0, 0.0, 0.0, 1.0, 0.0),
+        memory__process__peak=(1.25,) * 5,
+    )
+    phases = {"rollout": 0.5, "train_step": train, "rest": 0.3, "step": 2.0}
+    found = predicted_and_measured({"phases": phases, "peak_bytes": 2**30, "calibrated_by": source}, timed)
+    assert found is not None and found.tone == tone and words in found.text
+    assert (source or "trainer.plan_from") in found.text + found.advice
+    for damaged in (None, {}, {"phases": 3}, {"phases": {"step": "x"}}):
+        assert predicted_and_measured(damaged, timed) is None
 
 
 @pytest.mark.parametrize(

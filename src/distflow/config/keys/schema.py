@@ -120,7 +120,7 @@ _RESUMABLE = {
         *("total_epochs", "total_training_steps", "stop_when", "save_hf_model", "logger", "resume_mode"),
         *(f"{what}_freq{unit}" for what in ("save", "test") for unit in ("", "_epochs", "_secs")),
         *("project_name", "experiment_name", "default_local_dir"),
-        *("launcher", "nnodes", "n_gpus_per_node", "allocation", "devices"),
+        *("launcher", "nnodes", "n_gpus_per_node", "allocation", "devices", "plan_from"),
         *("worker_cpus", "worker_memory_mb", "worker_env", "worker_roles"),
         *("device", "max_held_mb", "peers_timeout_s", "max_restarts"),
         *(f"slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),

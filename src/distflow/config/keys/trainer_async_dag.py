@@ -158,6 +158,7 @@ class TrainerConfig:
         None,
         "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; auto: searched; null: by the scheduler",
     )
+    plan_from: str | None = key(None, "folder of a run whose measured times and lengths the plan of this run uses")
     devices: tuple[tuple[int, ...], ...] = key(
         (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
     )

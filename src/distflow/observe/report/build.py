@@ -77,7 +77,11 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
     drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
     found = [*findings.findings(run_dir, timeline, steps, config), *findings.idle_sides(activity, config)]
+    plan = read_object(run_dir / "plan.json", run_dir).get("predicted")
+    beside = [each for each in (findings.predicted_and_measured(plan, steps),) if each]
+    found += [each for each in beside if each.tone == "flat"]
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
+    damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(run_dir)]
     end = summary_sentences.ending(events, steps, run.get("total_steps"), written)
     judged = _judgements(end, found, accuracy, groups, steps)
     data: dict[str, Any] = {
@@ -88,7 +92,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "failure": _failure(failed) if failed else None,
         "judgements": [f"{finding.text} {finding.advice}".rstrip() for finding in judged[:3]],
-        "sentences": _sentences(judged, steps, events, run_reader.read_damage(run_dir)),
+        "sentences": _sentences(judged, steps, events, [*[each for each in beside if each not in found], *damaged]),
         "tiles": tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in summary_sentences.PROBLEM_KINDS][-_MAX_LOG:],
@@ -139,9 +143,9 @@ def _judgements(
 
 
 def _sentences(
-    judged: Sequence[Finding], steps: Steps, events: Sequence[Event], damage: Sequence[str]
+    judged: Sequence[Finding], steps: Steps, events: Sequence[Event], last: Sequence[Finding]
 ) -> list[dict[str, str]]:
-    """The findings, then audits, times, and lost lines."""
+    """The findings, then audits and times, then the last ones: what was predicted, and lost lines."""
     ordered = list(judged)
     if steps and max(steps):
         failed = summary_sentences.status(events)["word"] == "failed"
@@ -149,7 +153,7 @@ def _sentences(
             [] if failed and not summary_sentences.audited(events) else [summary_sentences.describe_audits(events)]
         )
         ordered.append(Finding("unknown", summary_sentences.time_sentence(steps)))
-    ordered += [Finding("flat", f"{sentence}.") for sentence in damage]
+    ordered += last
     return [
         {"tone": tone, "text": text[:_MAX_SENTENCE], "advice": advice[:_MAX_SENTENCE]}
         for tone, text, advice, _ in ordered[:_MAX_SENTENCES]

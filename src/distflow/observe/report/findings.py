@@ -7,9 +7,10 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from distflow.errors import joined
-from distflow.observe.crash_safe_files import JSON
+from distflow.observe.crash_safe_files import JSON, to_number
 from distflow.observe.report.graph_and_timelines import RunActivity
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, sample_splits, sample_steps
@@ -17,6 +18,9 @@ from distflow.observe.run_reader import RIGHT, Timeline, read_samples, sample_sp
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
 MANY_STEPS = 8
+MISSED = 0.5
+UNPLANNED = ("eval", "save", "save_wait", "start")
+"""Phases that a plan leaves out."""
 MUCH, LITTLE = 0.3, 0.15
 """Shares of the time above which idleness is reported, and below which it does not count."""
 _MAX_SHOWN, _MAX_FILES = 300, 10
@@ -33,6 +37,53 @@ def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[st
         greedy_and_sampled(run_dir, timeline, steps, config),
     ]
     return [finding for finding in found if finding]
+
+
+def predicted_and_measured(predicted: JSON, steps: Steps) -> Finding | None:
+    """What the plan predicted beside the medians of what was measured. A miss above half is named if a run calibrated
+    the plan. predicted: of plan.json."""
+    phases = predicted.get("phases") if isinstance(predicted, Mapping) else None
+    measured = measured_phases(steps)
+    if not isinstance(predicted, Mapping) or not isinstance(phases, Mapping) or "step" not in measured:
+        return None
+    measured["rest"] = measured["step"] - sum(measured[name] for name in phases if name != "step" and name in measured)
+    pairs = [
+        (n, v, measured[n]) for n, value in phases.items() if n in measured and (v := to_number(value)) is not None
+    ]
+    if not pairs:
+        return None
+    peak, used = predicted.get("peak_bytes"), known_values(steps, "memory/process/peak")
+    shown = [f"{name} {ours:.3g} and {real:.3g} s" for name, ours, real in pairs if max(ours, real) >= 5e-3]
+    missed = [name for name, ours, real in pairs if _misses(ours, real, measured["step"])]
+    if isinstance(peak, int | float) and used:  # in GiB, as a report has them
+        shown.append(f"peak memory {peak / 2**30:.3g} and {max(used):.3g} GiB")
+        missed += ["peak memory"] if abs(peak / 2**30 - max(used)) > MISSED * max(used) else []
+    source = predicted.get("calibrated_by")
+    text = f"Predicted and measured, medians of the steps: {', '.join(shown)}."
+    if not source:
+        return Finding("unknown", text, "Nothing calibrated this plan: set trainer.plan_from to a run on this device.")
+    if not missed:
+        return Finding("unknown", f"{text} The plan was calibrated by {source}.")
+    advice = f"Calibrate the plan by this run (distflow plan --from), instead of {source}."
+    return Finding("flat", f"The plan missed {joined(missed)} by more than {MISSED:.0%}. {text}", advice)
+
+
+def measured_phases(steps: Steps) -> dict[str, float]:
+    """Medians of the steps' times by phase, as a plan has them: without validation and checkpoints, and without the
+    first quarter of the steps."""
+    timed = [values for _, values in sorted(steps.items()) if "timing_s/step" in values]
+    timed = timed[min(len(timed) - 1, max(1, len(timed) // 4)) :]
+    names = {name for values in timed for name in values if name.startswith("timing_s/")}
+    found = {n.removeprefix("timing_s/"): median(values.get(n, 0.0) for values in timed) for n in names}
+    step = [
+        values["timing_s/step"] - sum(values.get(f"timing_s/{name}", 0.0) for name in UNPLANNED) for values in timed
+    ]
+    return {**found, "step": median(step)} if timed else {}
+
+
+def _misses(predicted: float, measured: float, step: float) -> bool:
+    """Parts below a twentieth of a step do not count."""
+    return max(predicted, measured) > step / 20 and abs(predicted - measured) > MISSED * measured
 
 
 def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:

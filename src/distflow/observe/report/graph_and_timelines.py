@@ -60,6 +60,11 @@ class RunActivity:
         engines = [[s for s in spans if s.what == TRAINING] for spans in decoding if spans]
         return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
 
+    def scored(self, start: float, end: float) -> float:
+        """The seconds in which a group waited for its scores; the mean over several workers."""
+        scores = [[s for s in part if s.what == "scores"] for part in self.spans.values()]
+        return sum(_covered(spans, start, end) for spans in scores if spans) / max(sum(map(bool, scores)), 1)
+
     def ran(self, start: float, end: float) -> float:
         """The seconds of the run without validations and saves, during which both sides are idle."""
         phases = [s for s in self.spans.get("training", ()) if s.kind == "phase"]

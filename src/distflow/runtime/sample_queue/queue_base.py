@@ -124,6 +124,7 @@ class SharedSampleQueue(Generic[T]):
                 if prompt_groups or self._num_wakes != num_wakes:
                     return prompt_groups
                 self._askers.wait()
+            self._askers.notify()  # the next one: what woke this worker may concern it
             return None
 
     def put(self, finished: protocol.FinishedGroup[T]) -> None:
@@ -138,7 +139,7 @@ class SharedSampleQueue(Generic[T]):
             self._workers.end(group_id, complete=True)
             self._count(finished.failure)
             self._notify()
-            self._askers.notify_all()
+            self._wake_asker()
         self._wake_loop()
 
     def drop(self, dropped: protocol.DroppedGroup) -> None:
@@ -153,7 +154,7 @@ class SharedSampleQueue(Generic[T]):
                 self._count(dropped.failure)
             self._workers.end(group_id, complete=False)
             self._notify()
-            self._askers.notify_all()
+            self._wake_asker()
         self._wake_loop()
 
     def abort(self, aborted: protocol.AbortedGroups) -> None:
@@ -164,7 +165,7 @@ class SharedSampleQueue(Generic[T]):
             for group_id in group_ids:
                 self._workers.end(group_id, complete=False)
             self._notify()
-            self._askers.notify_all()
+            self._wake_asker()
         self._wake_loop()
 
     def count(self, reward_counts: RewardCounts) -> None:
@@ -351,6 +352,14 @@ class SharedSampleQueue(Generic[T]):
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in self._workers.fetch(worker)]
         self._notify()
         return [*self._workers.fetch_ended(worker), *prompt_groups]
+
+    def _wake_asker(self) -> None:
+        """After a group has ended: one waiting worker starts what may start, and then wakes the others. If all woke for
+        each group, that would take a time in proportion to the square of their number. Inside the lock."""
+        if self._failure is None:
+            self._askers.notify()
+        else:
+            self._askers.notify_all()
 
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, protocol.TrainingStep[Sequence[T]]]:
         """The groups of a step divided among the ranks, whole, each mini-batch balanced by tokens."""

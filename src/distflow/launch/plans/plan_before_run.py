@@ -1,6 +1,8 @@
 """Plans a run before it starts, without torch, Ray, devices or weights: its config as the run would have it, its
-pipeline bound by the run's own code, the shapes of its models, and the number of its rows."""
+pipeline bound by the run's own code, the shapes of its models, and the number of its rows. Also what it would take with
+one change."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,8 +20,9 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.hugging_face_hub import is_local_model
 from distflow.import_target import placeholders
+from distflow.launch.plans.measured_run import MeasuredRun, given_by, measured_run
 from distflow.models.paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
-from distflow.planning.allocation_expression import follow_allocation
+from distflow.planning.allocation_expression import AllocatedPart, follow_allocation, parse_allocation
 from distflow.planning.known_models_and_devices import Device, ModelShape, device_here, find_device, find_shape
 from distflow.planning.predicted_run import Lengths, PredictedRun, predict
 from distflow.planning.search_allocations import (
@@ -39,6 +42,8 @@ _ON_MACHINE = 8  # devices
 _MANY_ROWS = 10**5  # of a data set whose rows are not counted
 _MOST_ROWS_BYTES = 32 * 2**20
 _UNLOADED = ("torch", "transformers", "ray")
+_SEEDS, _STEPS = 5, 16
+_FORMS = "rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value"
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class RunPlanner:
     """preset, overrides: as of `distflow train`. device_name: None for what this machine has. num_devices: of the run;
     None for what the config says. prompt_tokens, response_tokens: mean lengths. spread: of responses, see
     `length_values`. seconds: means of what takes an exponential time in a simulation: "reward" of a group, "tool" of a
-    response, "mtbf" between failures of one device. Properties raise UserError as the run does."""
+    response, "mtbf" between failures of one device. measured_in: a run that calibrates the plan, instead of
+    `trainer.plan_from`. Properties raise UserError as the run does."""
 
     preset: str
     overrides: Sequence[str]
@@ -56,6 +62,12 @@ class RunPlanner:
     response_tokens: float | None = None
     spread: str | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    measured_in: str | None = None
+
+    @cached_property
+    def measured(self) -> MeasuredRun | None:
+        named = self.measured_in or self._as_written.trainer.plan_from
+        return measured_run(named) if named else None
 
     @cached_property
     def search(self) -> Search | None:
@@ -86,6 +98,9 @@ class RunPlanner:
 
     @cached_property
     def device(self) -> Device:
+        """Of the measured run, if no other is named."""
+        if self.measured and self.device_name is None:
+            return self.measured.device
         return find_device(self.device_name or device_here())
 
     @cached_property
@@ -93,10 +108,14 @@ class RunPlanner:
         """The config, fitted to the model and the number of rows."""
         return fit_to(self._load(self.chosen) if self._searches else self._loaded, self._limits)
 
-    @cached_property
+    @property
     def _searches(self) -> bool:
+        return self._as_written.trainer.allocation == AUTO
+
+    @cached_property
+    def _as_written(self) -> Config:
         overrides = [*_on_devices(self.num_devices), *self.overrides]
-        return load_config(self.preset, overrides, complete=False).config.trainer.allocation == AUTO
+        return load_config(self.preset, overrides, complete=False).config
 
     @cached_property
     def _loaded(self) -> Loaded:
@@ -113,7 +132,11 @@ class RunPlanner:
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape]:
-        return shapes_of(self._loaded.config, self.pipeline)
+        """Of the measured run, if this one has its models, whose folders may be elsewhere."""
+        config, known = self._loaded.config, self.measured
+        if known and known.shapes.keys() >= self.pipeline.engines and _models(config) == _models(known.config):
+            return dict(known.shapes)
+        return shapes_of(config, self.pipeline)
 
     @cached_property
     def _limits(self) -> RunLimits:
@@ -122,10 +145,13 @@ class RunPlanner:
 
     def predict(self, config: Config) -> PredictedRun:
         """The prediction for this or another config with the same pipeline."""
-        lengths = Lengths.of(config, self.prompt_tokens, self.response_tokens, self.spread)
-        return predict(config, self.pipeline, self.shapes, self.device, self._limits, lengths)
+        given = given_by(self.measured, config, self.pipeline.graph_id, self.device, self._limits)
+        if given.lengths is None or (self.prompt_tokens, self.response_tokens, self.spread) != (None, None, None):
+            own = Lengths.of(config, self.prompt_tokens, self.response_tokens, self.spread)
+            given = replace(given, lengths=own)
+        return predict(config, self.pipeline, self.shapes, self.device, given)
 
-    def simulate(self, run: PredictedRun, steps: int | None = None) -> SimulatedRun:
+    def simulate(self, run: PredictedRun, steps: int | None = None, seed: int = 0) -> SimulatedRun:
         """The first steps of a predicted run, with the scheduler and the data plan of the run."""
         with placeholders(*_UNLOADED):
             from distflow.launch.data_sets import data_plan
@@ -134,10 +160,14 @@ class RunPlanner:
         rows, domains = self._limits.rows or _MANY_ROWS, run.config.data.domains
         plan = data_plan(config, dict.fromkeys(domains, max(1, rows // len(domains))) if domains else {"": rows})
         setup = setup_of(run, plan)
-        draws = {name: partial(Random.expovariate, lambd=1 / mean) for name, mean in self.seconds.items() if mean}
+        draws: dict[str, Any] = {
+            name: partial(Random.expovariate, lambd=1 / mean) for name, mean in self.seconds.items() if mean
+        }
+        if scores := run.times.rates.scores:
+            draws = {"reward": lambda random: random.choice(scores)} | draws
         drawn: Any = {name: draw for name, draw in draws.items() if name != "mtbf"}
         costs = replace(setup.costs, **drawn)
-        setup = replace(setup, costs=costs, reward_workers=run.config.reward.num_workers)
+        setup = replace(setup, costs=costs, reward_workers=run.config.reward.num_workers, seed=seed)
         if mtbf := self.seconds.get("mtbf"):
             own = [rank for rank in run.plan.ranks if setup.shared or rank.training_nodes]
             of_engine = mtbf * setup.engines / (len(run.plan.ranks) - len(own)) if not setup.shared else None
@@ -162,6 +192,10 @@ class RunPlanner:
             dtype = "float32" if self.device.is_cpu else "bfloat16"
             loaded = with_changes(loaded, [("actor_rollout_ref.model.dtype", dtype, f"on a {self.device.name}")])
         return loaded
+
+
+def _models(config: Config) -> tuple[object, ...]:
+    return config.actor_rollout_ref.model.path, config.critic.model.path, scoring_models(config.reward_model)
 
 
 def searched_allocation(preset: str, overrides: Sequence[str], say: Callable[[str], None]) -> list[str]:
@@ -237,3 +271,89 @@ def num_rows(config: Config) -> int | None:
             return None
         total += sum(1 for _ in read_file(file, "data.train_files"))
     return total or None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of a step. low, high: over the seeds of the simulation, and between the quartiles of the steps that the
+    measured run had. peak: bytes of the fullest device. why: what does not work with the change, or empty."""
+
+    change: str
+    keys: tuple[str, ...]
+    seconds: float
+    low: float
+    high: float
+    peak: float
+    why: str = ""
+
+    def line(self, before: "Outcome") -> str:
+        if self.why:
+            return f"{self.change}: {self.why}"
+        took = f"a step of {self.seconds:.3g} s ({self.low:.3g} to {self.high:.3g})"
+        gain = f", {self.seconds / before.seconds - 1:+.0%}" if self is not before else ""
+        return f"{self.change}: {took}{gain}, at most {self.peak / 1e9:.2f} GB on a device"
+
+
+def outcomes(planner: RunPlanner, changes: Sequence[str]) -> list[Outcome]:
+    """The run as it is, then with each change. Raises UserError for one that is none."""
+    keys = [(change, keys_of(change, planner.loaded.config)) for change in changes]
+    found = [_outcome(planner, "as it is", ())]
+    for change, own in keys:
+        try:
+            found.append(_outcome(replace(planner, overrides=(*planner.overrides, *own)), change, own))
+        except UserError as error:
+            why = f"it cannot run: {' '.join(str(error).split())}"
+            found.append(replace(found[0], change=change, keys=own, why=why))
+    return found
+
+
+def keys_of(change: str, config: Config) -> tuple[str, ...]:
+    """The overrides that a change stands for."""
+    match = re.fullmatch(r"(rollout[+-]|staleness\+|rewards\*|response/)([1-9]\d{0,3})", change)
+    if match is None:
+        if re.fullmatch(r"[+~]*\w+(\.\w+)+=.*", change):
+            return (change,)
+        raise UserError(f"--what-if {change}: write {_FORMS}")
+    what, number = match[1], int(match[2])
+    if what == "staleness+":
+        return (f"async.max_staleness={config.async_.max_staleness + number}",)
+    if what == "rewards*":
+        return (f"reward.num_workers={config.reward.num_workers * number}",)
+    if what == "response/":
+        return (f"data.max_response_length={max(1, config.data.max_response_length // number)}",)
+    return (f"trainer.allocation='{_moved(change, config, -number if what == 'rollout-' else number)}'",)
+
+
+def _moved(change: str, config: Config, number: int) -> str:
+    """The allocation after so many devices moved from training to generation."""
+    text = config.trainer.allocation
+    groups = parse_allocation(text).groups if text else ()
+    apart = [group for group in groups if [part.role for part in group] == ["rollout"]]
+    trains = [group for group in groups if any(part.role == "actor" for part in group)]
+    if not apart or not trains:
+        raise UserError(f"--what-if {change}: generation and training have the same devices, and none can be moved")
+    more = {apart[0]: number, trains[0]: -number}
+    return "+".join("|".join(_resized(part, more.get(group, 0), change) for part in group) for group in groups)
+
+
+def _resized(part: AllocatedPart, more: int, change: str) -> str:
+    sizes = part.sizes
+    others = sizes.num_devices // sizes.data
+    devices = sizes.num_devices + more
+    if devices < 1 or devices % others:
+        kept = f"{part.role} would have {devices} devices, and each copy of its model takes {others}"
+        raise UserError(f"--what-if {change}: the {kept}")
+    axes = (("d", devices // others), ("t", sizes.tensor), ("p", sizes.pipeline), ("c", sizes.context))
+    letters = "".join(f"{letter}{size}" for letter, size in axes if size > 1 or letter == "d")
+    return f"{part.engine}[{part.role}]:{letters}"
+
+
+def _outcome(planner: RunPlanner, change: str, keys: tuple[str, ...]) -> Outcome:
+    run: PredictedRun = planner.run
+    low, high = run.times.rates.spread
+    steps = [run.step_seconds]
+    if run.plan.generates:
+        steps = [planner.simulate(run, _STEPS, seed).step_seconds for seed in range(_SEEDS)]
+    seconds, peak = sorted(steps)[len(steps) // 2], run.fullest.peak
+    why = "" if run.fits else f"it does not fit: {run.excess()}"
+    return Outcome(change, keys, seconds, min(steps) * low, max(steps) * high, peak, why)

@@ -1,0 +1,45 @@
+"""The fit gives back what was measured; lengths follow another limit."""
+
+from math import log
+from random import Random
+
+import pytest
+
+from distflow.planning.measured_rates import MeasuredSteps, Rates, fit, lengths_under, quantiles
+
+PLANNED = {"generate": 2.0, "forward": 0.0, "update": 4.0, "sync": 0.5, "rewards": 0.25}
+
+
+def test_each_part_gets_its_own_rate_and_what_was_not_planned_is_the_rest() -> None:
+    seconds = {"generate": 3.0, "forward": 0.0, "update": 2.0, "sync": 0.0, "rest": 1.25}
+    rates = fit(MeasuredSteps(seconds, (0.1, 0.3), 100, (0.9, 1.2), 1.5e9), PLANNED, 1.2e9, 0.6e9, "run")
+    assert (rates.generate, rates.update, rates.sync) == (1.5, 0.5, 1.0), "what took no time has the roofline's"
+    assert rates.rest == pytest.approx((1.25 - 0.25) / 100) and rates.score == pytest.approx(0.2)
+    assert rates.libraries == pytest.approx(0.9e9) and rates.spread == (0.9, 1.2) and rates.source == "run"
+
+
+def test_a_pass_that_was_not_measured_has_the_rate_of_the_other() -> None:
+    rates = fit(MeasuredSteps({"update": 2.0}, (), 1), PLANNED, 0.0, 0.0, "run")
+    assert rates.forward == rates.update == 0.5 and rates.libraries is None
+
+
+def test_scoring_that_remains_is_that_of_the_late_groups_on_all_workers() -> None:
+    rates = Rates(scores=(0.5,))
+    assert rates.rewards(64, 2, 0.5) == pytest.approx(8.0) and rates.rewards(64, 64, 0.0) == 0.5
+    assert Rates().rewards(64, 2, 1.0) == 0.0
+
+
+def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the_same_rate() -> None:
+    random, rate = Random(3), 1 / 40
+    full = [random.expovariate(rate) for _ in range(20_000)]
+    seen = [min(30.0, length) for length in full]
+    assert lengths_under(20, seen, 30) == tuple(sorted(min(20.0, length) for length in full))
+    longer = lengths_under(200, seen, 30)
+    wanted = sum(min(200.0, length) for length in full) / len(full)
+    assert sum(longer) / len(longer) == pytest.approx(wanted, rel=0.03)
+    assert longer[len(longer) // 2] == pytest.approx(log(2) / rate, rel=0.05)
+    assert lengths_under(90, [30.0, 30.0], 30) == (90.0, 90.0), "nothing ever ended"
+
+
+def test_quantiles_are_of_equal_shares() -> None:
+    assert quantiles([3, 1, 2], 5) == (1, 2, 3) and quantiles(range(100), 4) == (12, 37, 62, 87)
