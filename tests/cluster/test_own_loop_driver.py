@@ -41,7 +41,9 @@ def asleep(solution_str: str) -> float:
 
 
 class ReadsNothing(PolicyObjective):
-    """A loss that reads a column that is not there."""
+    """A loss that reads a column that is not there, and does not say so before."""
+
+    reads: tuple[str, ...] = ()
 
     def counts(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float(batch["nothing"].sum())}

@@ -33,9 +33,16 @@ spec = make_spec(load_config(words[0], [*words[1:-2], "trainer.device=cpu", sys.
 import torch
 assert spec.pipeline().node("calculate_advantages").contract.reads and torch.ones(1).item() == 1
 """
+YAML = (
+    "dag.pipeline=[{id: rollout, func: 'distflow.pipelines.nodes:generate'},"
+    "{id: reward, func: 'distflow.pipelines.nodes:compute_reward', role: REWARD},"
+    "{id: calculate_advantages, func: 'distflow.pipelines.nodes:compute_advantage', role: ADVANTAGE},"
+    "{id: actor_train, func: 'distflow.pipelines.nodes:train_actor', type: MODEL_TRAIN, role: ACTOR}]"
+)
 RUNS = [
     ["quickstart_grpo", TINY],
     ["grpo", TINY, "data.train_files=builtin:arithmetic-rl", "actor_rollout_ref.actor.use_kl_loss=false"],
+    ["grpo", TINY, "data.train_files=builtin:arithmetic-rl", YAML],  # without the preset's KL
     ["ppo", TINY, "data.train_files=builtin:arithmetic-rl", "algorithm.adv_norm.mean_level=batch"],
     ["dapo", TINY, "data.train_files=builtin:arithmetic-rl"],
     ["async_ppo", TINY, "data.train_files=builtin:arithmetic-rl"],

@@ -178,7 +178,7 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     by_row = "data.train_files" in keys and all(map(reads_by_row, loaded.config.data.train_files))
     if by_row and "data.lazy" not in keys and loaded.origin("data.lazy") == "default":
         loaded = with_changes(loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")])
-    loaded = without_reference(loaded)
+    loaded = with_changes(loaded, without_reference(loaded))
     if loaded.config.dag.generates is not None or generates(_bind(loaded.config)):
         return loaded
     return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])

@@ -2,7 +2,7 @@
 here and on a worker."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import cast
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.builtin_names import PIPELINES
 from distflow.config import Config, Loaded, with_changes
-from distflow.config.compose.fit_defaults import NamedKey, is_free
+from distflow.config.compose.fit_defaults import Change, NamedKey, is_free
 from distflow.config.derived_settings import CUSTOM, WORKFLOW, pipeline_name, policies_of, policy_of
 from distflow.data.prompts import PROMPT_FIELDS
 from distflow.errors import UserError, hint
@@ -179,17 +179,15 @@ def bind(config: Config) -> BoundPipeline:
     return bound(select_pipeline(config), config)
 
 
-def without_reference(loaded: Loaded) -> Loaded:
-    """Without the KL loss of a preset, if the pipeline fits only without it, because no node compares with a
-    reference."""
-    key = "actor_rollout_ref.actor.use_kl_loss"
-    if loaded.config.actor_rollout_ref.actor.use_kl_loss and is_free(loaded.origins, key):
-        without = with_changes(loaded, [(key, False, "no node of the pipeline computes ref_log_prob")])
-        for each in (loaded, without):
+def without_reference(loaded: Loaded, bind: Callable[[Config], object] = bind) -> Sequence[Change]:
+    """The change that switches a preset's KL loss off, if the pipeline binds only without it; else none."""
+    change = ("actor_rollout_ref.actor.use_kl_loss", False, "no node of the pipeline computes ref_log_prob")
+    if loaded.config.actor_rollout_ref.actor.use_kl_loss and is_free(loaded.origins, change[0]):
+        for changes in ([], [change]):
             with suppress(PipelineError):
-                bind(each.config)
-                return each
-    return loaded
+                bind(with_changes(loaded, changes).config)
+                return changes
+    return []
 
 
 def rebuild(config: Config) -> BoundPipeline:

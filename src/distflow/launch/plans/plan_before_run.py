@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.config import Config, Loaded, RunLimits, fit_to, load_config, with_changes
 from distflow.config.compose.fit_defaults import is_free
-from distflow.config.derived_settings import train_files
+from distflow.config.derived_settings import CUSTOM, pipeline_name, train_files
 from distflow.config.keys.reward import scoring_models
 from distflow.config.keys.schema import with_values
 from distflow.data.sources import BUILTIN_FOLDER, read_file
@@ -186,6 +186,19 @@ class RunPlanner:
             return None
 
     def _load(self, more: Sequence[str]) -> Loaded:
+        return with_changes(self._composed(more), self._without_reference)
+
+    @cached_property
+    def _without_reference(self) -> Sequence[tuple[str, object, str]]:
+        """The KL loss switched off, as the run does for a custom pipeline without a reference."""
+        loaded = self._composed(["trainer.allocation=null"] if self._searches else [])
+        if pipeline_name(loaded.config) != CUSTOM:
+            return []
+        with placeholders(*_UNLOADED):
+            from distflow.launch.select_pipeline import without_reference
+        return without_reference(loaded, bind_unloaded)
+
+    def _composed(self, more: Sequence[str]) -> Loaded:
         overrides = [*_on_devices(self.num_devices), *self.overrides, *more]
         loaded = follow_allocation(load_config(self.preset, overrides, complete=False))
         if loaded.config.actor_rollout_ref.model.dtype == "auto":
