@@ -76,7 +76,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     columns = charts.series(steps)
     chosen = charts.choose_charts(columns["y"], domains.domain_charts(columns["y"]))
     drawn, others, constants = charts.set_constants_apart(*chosen, columns["y"])
-    found = [*findings.findings(run_dir, timeline, steps, config), *findings.idle_sides(activity, config)]
+    found = findings.examine(findings.RunRecords(run_dir, timeline, steps, config, activity)).findings
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = summary_sentences.ending(events, steps, run.get("total_steps"), written)
     judged = _judgements(end, found, accuracy, groups, steps)
@@ -151,9 +151,9 @@ def _sentences(
         ordered.append(Finding("unknown", summary_sentences.time_sentence(steps)))
     ordered += [Finding("flat", f"{sentence}.") for sentence in damage]
     return [
-        {"tone": tone, "text": text[:_MAX_SENTENCE], "advice": advice[:_MAX_SENTENCE]}
-        for tone, text, advice, _ in ordered[:_MAX_SENTENCES]
-        if text
+        {"tone": found.tone, "text": found.text[:_MAX_SENTENCE], "advice": found.advice[:_MAX_SENTENCE]}
+        for found in ordered[:_MAX_SENTENCES]
+        if found.text
     ]
 
 
