@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,25 @@ def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(correlation
     assert sum(bool(found and found["differs"]) for found in pairs) <= most
     shifted = [_difference(series(2 * i), [v + 6 for v in series(2 * i + 1)]) for i in range(20)]
     assert sum(bool(found and found["differs"]) for found in shifted) >= 18
+
+
+def test_a_run_is_watched_until_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, again = tmp_path / "run", threading.Event()
+    with RunFolder(run_dir, 0) as run:
+        run.write_json("run.json", {"experiment": HOSTILE, "total_steps": 3})
+        run.metrics(1, "train", {"reward/mean_score": 0.25})
+        run.event("warning", HOSTILE)
+        assert any("0.250" in line for line in printed(capsys, "watch", run_dir, "--once"))
+
+        def go_on() -> None:
+            run.metrics(2, "val", {"val_correct/all/mean": 0.5})
+            run.metrics(2, "train", {"reward/mean_score": 0.75})
+            run.event("end", "the run finished", status="finished")
+            again.set()
+
+        threading.Timer(0.2, go_on).start()
+        lines = printed(capsys, "watch", run_dir)
+        assert again.wait(10)
+    text = "\n".join(lines)
+    assert "step 2/3  accuracy 0.500" in text and "step 2/3  reward  0.750" in text, text
+    assert f"warning: {SHOWN}" in text and "\x1b" not in text

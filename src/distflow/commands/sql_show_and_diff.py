@@ -1,4 +1,5 @@
-"""`distflow sql`: one SQL query over the folders of runs. `distflow show`: one sample. `distflow diff`: two runs."""
+"""`distflow sql`: one SQL query over the folders of runs. `distflow show`: one sample. `distflow diff`: two runs.
+`distflow watch`: a run as its terminal shows it."""
 
 import argparse
 import csv
@@ -12,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.commands.arguments_and_run_folders import LEDGER, at_least, find_run
+from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import JSON, read_object, to_json
 from distflow.observe.metrics import headline_table
+from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
 from distflow.observe.run_reader import (
     PRESET,
     Group,
@@ -23,6 +25,8 @@ from distflow.observe.run_reader import (
     flat_config,
     fold_groups,
     in_short,
+    read_events,
+    read_metrics,
     read_samples,
     read_timeline,
     sample_splits,
@@ -168,6 +172,7 @@ def _facts_of(row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mappi
     return lines
 
 
+_WATCH_EVERY_S = 2.0
 _LAST, _DRAWS, _BLOCKS = 50, 1000, 4
 _WIDTH = 2.447 * math.sqrt(_BLOCKS / (_BLOCKS - 1))
 """Standard errors of half an interval of 95 %: t of 4 blocks on each side, which estimate the spread themselves."""
@@ -318,3 +323,37 @@ def _diff_lines(a: "RunRecords", b: "RunRecords", content: Mapping[str, Any]) ->
     for name, key in (("A", "only_a"), ("B", "only_b")):
         lines.append(f"findings only in {name}: {', '.join(content['findings'][key]) or 'none'}")
     return lines
+
+
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_argument(parser)
+    parser.add_argument("--once", action="store_true", help="show the run as it is now, and end")
+
+
+def run_watch(arguments: argparse.Namespace) -> int:
+    """Show a run that another process writes, until its end."""
+    from distflow.observe.writing.terminal_view import TerminalView
+
+    run_dir = find_run(arguments.run_dir)
+    run, num_events = read_object(run_dir / "run.json", run_dir), 0
+    total, title = run.get("total_steps"), str(run.get("experiment") or run_dir)
+    records, shown = read_metrics(run_dir), set[tuple[int, str]]()
+    now = [records[0].t if records else time.time()]  # of the record that is shown; what comes later happens now
+    view = TerminalView(title, total if isinstance(total, int) else 0, clock=lambda: now[0] or time.time())
+    try:
+        while True:
+            for record in (record for record in records if (record.step, record.kind) not in shown):
+                now[0] = record.t if now[0] else 0.0
+                shown.add((record.step, record.kind))
+                view.log(record.step, record.values)
+            events = read_events(run_dir)
+            for event in events[num_events:]:
+                if event.kind in PROBLEM_KINDS and not event.rolled_back:
+                    view.note(event.kind, event.message)
+            if arguments.once or status(events)["word"] != "no end yet":
+                return 0
+            num_events, now[0] = len(events), 0.0
+            time.sleep(_WATCH_EVERY_S)
+            records = read_metrics(run_dir)
+    finally:
+        view.close()

@@ -244,7 +244,7 @@ def _fresher(h: History) -> str:
     ("async/version_end", "actor/grad_norm"),
     "error",
     "The engine does not get the weights: look at the weight syncs in events.jsonl, and at the engine's log.",
-    enough=4,
+    enough=8,
 )
 def _never_updated(h: History) -> str | None:
     versions, bound, every = h.last("async/version_end", 4), h.setting(_STALENESS), 1
@@ -290,7 +290,7 @@ def _numerics(h: History) -> str | None:
     ("mismatch/older_version/k3", "mismatch/same_version/k3"),
     advice="Tokens of older weights are far from the policy: use fresher ones, or a decoupled loss.",
     action=_fresher,
-    enough=1,
+    enough=8,
 )
 def _stale(h: History) -> str | None:
     apart = h.now("mismatch/older_version/k3") - h.now("mismatch/same_version/k3")
@@ -302,7 +302,7 @@ def _stale(h: History) -> str | None:
     ("mismatch/older_kv/k3",),
     advice="Tokens over keys and values of older weights are far from the policy.",
     action="actor_rollout_ref.rollout.kv_on_update=recompute",
-    enough=1,
+    enough=8,
 )
 def _stale_kv(h: History) -> str | None:
     kv, other = h.now("mismatch/older_kv/k3"), h.now("mismatch/older_version/k3", 0.0)
@@ -399,7 +399,7 @@ def _spike(h: History) -> str | None:
     "skipped-updates",
     ("actor/skipped",),
     advice="Losses or gradients are not finite: `distflow replay RUN/bundles/STEP` repeats one.",
-    enough=1,
+    enough=8,
     opens=1,
 )
 def _skipped(h: History) -> str | None:
@@ -412,7 +412,7 @@ def _skipped(h: History) -> str | None:
     ("actor/pg_clipfrac", "actor/ppo_kl"),
     advice="One step moves the policy too far: lower the learning rate, or use fewer passes and larger mini-batches.",
     action=_scaled(_LR, 0.5),
-    enough=1,
+    enough=8,
 )
 def _too_large(h: History) -> str | None:
     clipped, kl = h.now("actor/pg_clipfrac"), abs(h.now("actor/ppo_kl"))
@@ -423,7 +423,7 @@ def _too_large(h: History) -> str | None:
     "sick-engine",
     ("rollout_server/*/tokens_per_s",),
     advice="Restart that server, or take its machine out.",
-    enough=1,
+    enough=8,
 )
 def _sick(h: History) -> str | None:
     speeds = {name: h.now(name) for name in h.metrics if _matches(name, "rollout_server/*/tokens_per_s")}
